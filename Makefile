@@ -1,0 +1,61 @@
+# Everything that a contributor runs. Each target first makes .venv in this folder, from pinned versions;
+# nothing else on the machine is touched. Kept to what GNU make 3.81 (macOS) understands.
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# The tests need TensorFlow, which has no wheels for other versions of Python.
+CANDIDATES := $(or $(PYTHON),python3.11 python3.12 python3.13 python3)
+SUPPORTED := import sys, ensurepip, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
+
+# TensorFlow's information and warnings would bury the results.
+export TF_CPP_MIN_LOG_LEVEL ?= 2
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-slow lint format clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+
+demo: $(STAMP) ## Train two real models under byte budgets; writes remat-demo/
+	$(BIN)/remat demo --out remat-demo
+
+test: $(STAMP) ## Run the tests; ARGS='-k name' is passed on to pytest
+	$(BIN)/python -m pytest -q -m "not slow" tests $(ARGS)
+
+test-slow: $(STAMP) ## Run the longer checks
+	$(BIN)/python -m pytest -q -m slow tests $(ARGS)
+
+lint: $(STAMP) ## Check style (ruff) and types (mypy)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP) ## Rewrite the sources in the house style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## Remove .venv and everything else that make created
+	rm -rf $(VENV) build dist remat-demo .mypy_cache .ruff_cache .pytest_cache .hypothesis src/remat.egg-info
+	find . -type d -name __pycache__ -prune -exec rm -rf {} +
+
+# The stamp is written last, so an interrupted install is done again.
+$(STAMP): pyproject.toml constraints.txt requirements-dev.txt
+	@if ! $(BIN)/python -c '$(SUPPORTED)' 2>/dev/null; then \
+	  found=; \
+	  for candidate in $(CANDIDATES); do \
+	    if "$$candidate" -c '$(SUPPORTED)' 2>/dev/null; then found=$$candidate; break; fi; \
+	  done; \
+	  if [ -z "$$found" ]; then \
+	    echo "remat: needs Python 3.11, 3.12 or 3.13 with venv; none of these is one: $(CANDIDATES)." \
+	      "On Debian or Ubuntu: sudo apt install python3-venv. Elsewhere name one: make PYTHON=/path/to/python3.12" >&2; \
+	    exit 1; \
+	  fi; \
+	  echo "Making $(VENV) with $$("$$found" -V)"; \
+	  "$$found" -m venv --clear $(VENV); \
+	fi
+	@echo "Installing the pinned packages into $(VENV) (a few minutes, once)"
+	@$(BIN)/python -m pip install --quiet -c constraints.txt -r requirements-dev.txt
+	@$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[demo,dev]'
+	@touch $@

@@ -1,0 +1,68 @@
+"""remat: train the model that does not fit, inside a byte budget, with the same numbers.
+
+Importing this package imports no framework. The front ends (``remat.tensorflow``, ``remat.keras``) are loaded when
+they are first touched.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from remat.budget import format_bytes, parse_budget
+from remat.errors import (
+    InfeasibleBudget,
+    InvalidBudget,
+    InvalidFile,
+    InvalidGraph,
+    InvalidSchedule,
+    PlanMismatch,
+    RematError,
+    UnsupportedStep,
+)
+from remat.graph import Graph, Op, Tensor
+from remat.plan import Plan, plan
+from remat.serialization import load_graph, load_plan
+from remat.simulator import Timeline, simulate
+from remat.validator import validate
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Graph",
+    "InfeasibleBudget",
+    "InvalidBudget",
+    "InvalidFile",
+    "InvalidGraph",
+    "InvalidSchedule",
+    "Op",
+    "Plan",
+    "PlanMismatch",
+    "RematError",
+    "Tensor",
+    "Timeline",
+    "UnsupportedStep",
+    "__version__",
+    "format_bytes",
+    "load_graph",
+    "load_plan",
+    "parse_budget",
+    "plan",
+    "simulate",
+    "validate",
+]
+
+_LOADED_WHEN_TOUCHED = ("cost_model", "keras", "planners", "tensorflow", "testing")
+
+# Hidden from type checkers, which would take it as leave for any name at all.
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> ModuleType:
+        if name in _LOADED_WHEN_TOUCHED:
+            return importlib.import_module(f"remat.{name}")
+        raise AttributeError(f"module 'remat' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *_LOADED_WHEN_TOUCHED})

@@ -1,0 +1,12 @@
+"""Keras 3: ``limit_memory`` makes ``model.fit`` keep a byte budget, with the same numbers.
+
+model.compile(...)
+remat.keras.limit_memory(model, budget="4GiB")
+model.fit(...)                      # as ever
+print(remat.keras.plan_of(model))
+"""
+
+from remat.keras.limit import limit_memory, plan_of
+from remat.keras.model_trace import trace_model
+
+__all__ = ["limit_memory", "plan_of", "trace_model"]

@@ -1,0 +1,91 @@
+"""``limit_memory`` and ``plan_of``: one entry for every backend of Keras."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Protocol
+
+import keras
+
+from remat.budget import parse_budget
+from remat.errors import UnsupportedStep
+from remat.plan import Plan
+
+
+class Limit(Protocol):
+    """What a backend attaches to a model."""
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan in force, None before the first training step."""
+
+    def detach(self) -> None:
+        """Give the model its own training step back."""
+
+
+_limits: weakref.WeakKeyDictionary[Any, Limit] = weakref.WeakKeyDictionary()
+
+
+def limit_memory(
+    model: keras.Model,
+    budget: int | str = "60%",
+    *,
+    micro_batches: int = 1,
+    planner: str = "auto",
+    time_limit_s: float | None = None,
+    **options: Any,
+) -> keras.Model:
+    """Make ``fit`` and ``train_on_batch`` keep a memory budget; everything else stays as it is.
+
+    The first training step is traced, planned and rewritten; that takes seconds once. The numbers are those of
+    plain training. The limit belongs to this object: it survives ``compile`` but is not saved with the
+    model, so call this again after loading.
+
+    Args:
+        model: a Functional, Sequential or subclassed model, compiled or not. Its own ``train_step`` is kept.
+        budget: peak device bytes of a training step, everything counted: an int, "4GiB", "60%" of the plain step's
+            predicted peak, or "auto" for a GPU's memory less a margin.
+        micro_batches: 1; splitting the batch is not part of this version.
+        planner: a planner's name.
+        time_limit_s: wall seconds that an anytime planner may use.
+        options: passed on to the planner.
+
+    Returns:
+        The same model.
+
+    Raises:
+        InvalidBudget: if the budget cannot be read.
+        UnsupportedStep: for another backend than TensorFlow, or ``run_eagerly``.
+        InfeasibleBudget: by ``fit``, at the first step, if no schedule fits; it names the smallest budget.
+    """
+    if not isinstance(model, keras.Model):
+        raise TypeError(f"limit_memory takes a keras.Model, not {type(model).__name__}")
+    if micro_batches != 1:
+        raise UnsupportedStep(
+            f"micro_batches={micro_batches!r} is not supported by this version of remat; leave it at 1 and give a budget"
+        )
+    if budget != "auto":
+        parse_budget(budget, baseline_peak_bytes=1 << 60)
+    if keras.backend.backend() != "tensorflow":
+        raise UnsupportedStep(
+            f"limit_memory supports Keras on TensorFlow, and the active backend is {keras.backend.backend()!r}; set "
+            "KERAS_BACKEND=tensorflow before keras is imported"
+        )
+    from remat.keras.tensorflow_backend import TensorFlowLimit
+    from remat.tensorflow.rewrite import Request
+
+    if model in _limits:
+        _limits.pop(model).detach()
+    _limits[model] = TensorFlowLimit(model, Request(budget, None, planner, time_limit_s, options))
+    return model
+
+
+def plan_of(model: keras.Model) -> Plan | None:
+    """The plan that ``model`` trains by; None before its first training step.
+
+    Raises:
+        ValueError: if the model has no limit.
+    """
+    if model not in _limits:
+        raise ValueError(f"{model.name!r} has no memory limit; call remat.keras.limit_memory(model, budget=...) first")
+    return _limits[model].plan

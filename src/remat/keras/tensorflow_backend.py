@@ -1,0 +1,180 @@
+"""Keras on TensorFlow: the training step is traced by Keras, planned and rewritten as its trace ends."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from remat.errors import UnsupportedStep
+from remat.plan import Plan
+from remat.tensorflow import _private
+from remat.tensorflow.resident import resident_elsewhere_bytes
+from remat.tensorflow.rewrite import Request, Rewritten, rewrite
+
+_Shapes = list[tuple[int, ...]]
+
+
+class TensorFlowLimit:
+    """A memory limit on one model.
+
+    Keras builds its training function in ``make_train_function``; this replaces that method on the instance.
+    The function that results runs the model's own ``train_step``, whatever it is.
+    """
+
+    def __init__(self, model: keras.Model, request: Request) -> None:
+        self._model = weakref.ref(model)
+        self._request = request
+        self._shapes: _Shapes = []
+        self._rewritten: Rewritten | None = None
+        self._iterator_is_planned = False
+        if "make_train_function" in vars(model):
+            raise UnsupportedStep(f"something else has replaced make_train_function of {model.name!r}; undo that first")
+        model.make_train_function = self._make_train_function
+        model.train_function = None
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan in force, None before the first training step."""
+        return self._rewritten.plan if self._rewritten is not None else None
+
+    @property
+    def rewritten(self) -> Rewritten | None:
+        """What was planned and written at the newest trace."""
+        return self._rewritten
+
+    def detach(self) -> None:
+        """Give the model its own training step back."""
+        model = self._model()
+        if model is not None:
+            vars(model).pop("make_train_function", None)
+            model.train_function = None
+
+    def _make_train_function(self, force: bool = False) -> Callable[..., Any]:
+        model = self._required_model()
+        if model.train_function is not None and not force:
+            return model.train_function  # type: ignore[no-any-return]
+        if model.run_eagerly:
+            raise UnsupportedStep(
+                f"{model.name!r} was compiled with run_eagerly=True, where operations run at once and nothing can be "
+                "planned; compile it with run_eagerly=False, or do not limit its memory"
+            )
+        if model.distribute_strategy.num_replicas_in_sync > 1:
+            raise UnsupportedStep(
+                f"{model.name!r} trains on {model.distribute_strategy.num_replicas_in_sync} replicas; limit_memory "
+                "supports one device"
+            )
+        own_train_step = model.train_step
+        had_own = "train_step" in vars(model)
+        model.train_step = lambda data: self._train_step(own_train_step, data)
+        try:
+            type(model).make_train_function(model, force=True)
+        finally:
+            if had_own:
+                model.train_step = own_train_step
+            else:
+                del model.train_step
+        self._iterator_is_planned = False
+        model.train_function = self._planned(model.train_function)
+        return model.train_function  # type: ignore[no-any-return]
+
+    def _planned(self, run: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """``run`` with the sizes of its data made known before it is traced."""
+
+        def train_function(iterator: Any) -> Any:
+            model = self._required_model()
+            if isinstance(iterator, tf.data.Iterator):
+                if self._iterator_is_planned:
+                    return run(iterator)
+                batches = list(itertools.islice(iterator, model.steps_per_execution))
+                if not batches:
+                    raise StopIteration
+                self._shapes = _largest(batches)
+                _build(model, batches[0])
+                result = run(_same_type_of_iterator(batches, iterator.element_spec))
+                self._iterator_is_planned = True
+                return result
+            batches = list(itertools.islice(iterator, model.steps_per_execution))
+            if batches and _exceeds(_largest(batches), self._shapes):
+                self._shapes = _largest(batches)
+                _build(model, batches[0])
+                if self._rewritten is not None:
+                    # The function may not be traced again for a larger batch, so its plan must be.
+                    return self._make_train_function(force=True)(iter(batches))
+            return run(iter(batches))
+
+        return train_function
+
+    def _train_step(self, own_train_step: Callable[[Any], Any], data: Any) -> Any:
+        graph = tf.compat.v1.get_default_graph()
+        in_xla = _private.in_xla_context(graph)
+        symbols = _leaves(data)
+
+        def finish() -> None:
+            if sys.exc_info()[0] is None:
+                self._rewritten = rewrite(
+                    graph,
+                    self._request,
+                    input_shapes=self._input_shapes(symbols),
+                    resident_bytes=resident_elsewhere_bytes(graph),
+                    in_xla=in_xla,
+                )
+
+        _private.call_when_traced(finish)
+        return own_train_step(data)
+
+    def _input_shapes(self, symbols: Sequence[tf.Tensor]) -> dict[str, tuple[int, ...]]:
+        if len(symbols) != len(self._shapes):
+            return {}
+        return {symbol.name: shape for symbol, shape in zip(symbols, self._shapes, strict=True)}
+
+    def _required_model(self) -> keras.Model:
+        model = self._model()
+        if model is None:
+            raise ReferenceError("the model of this memory limit is gone")
+        return model
+
+
+def _leaves(data: Any) -> list[Any]:
+    """The tensors of one batch, in a fixed order; absent parts left out."""
+    flat = tf.nest.flatten(data, expand_composites=True)
+    return [leaf for leaf in flat if leaf is not None and not isinstance(leaf, tf.experimental.Optional)]
+
+
+def _largest(batches: Iterable[Any]) -> _Shapes:
+    """For each tensor of a batch, the largest shape among the batches."""
+    per_batch = [[tuple(tf.convert_to_tensor(leaf).shape) for leaf in _leaves(batch)] for batch in batches]
+    return [tuple(max(sizes) for sizes in zip(*shapes, strict=True)) for shapes in zip(*per_batch, strict=True)]
+
+
+def _build(model: keras.Model, batch: Any) -> None:
+    """Make every variable now: what is created while a function is traced is allocated in the middle of its first step,
+    where no plan can account for it."""
+    if not model.built or (model.compiled and model._compile_loss is not None and not model._compile_loss.built):
+        model._symbolic_build(data_batch=_unpacked(batch))
+    if model.optimizer is not None and not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
+
+
+def _unpacked(batch: Any) -> tuple[Any, Any, Any]:
+    parts = keras.utils.unpack_x_y_sample_weight(batch)
+    return tf.nest.map_structure(lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf, parts)
+
+
+def _exceeds(shapes: _Shapes, known: _Shapes) -> bool:
+    if [len(s) for s in shapes] != [len(s) for s in known]:
+        return True
+    return any(size > other for a, b in zip(shapes, known, strict=True) for size, other in zip(a, b, strict=True))
+
+
+def _same_type_of_iterator(batches: Sequence[Any], element_spec: Any) -> tf.data.Iterator:
+    """An iterator over ``batches`` for which a function traced for ``element_spec`` is not traced again."""
+    dataset = tf.data.Dataset.from_tensors(batches[0])
+    for batch in batches[1:]:
+        dataset = dataset.concatenate(tf.data.Dataset.from_tensors(batch))
+    return iter(tf.data.experimental.from_variant(tf.data.experimental.to_variant(dataset), element_spec))

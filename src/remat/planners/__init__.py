@@ -1,0 +1,24 @@
+"""Planners: methods that turn a graph and a byte budget into a schedule, one file per method."""
+
+from __future__ import annotations
+
+from remat.planners import auto, dtr, gap_lp, keep_milp, lower_set, peak_greedy, sqrt_n, store_all
+from remat.planners.lower_bound import LowerBound, overhead_lower_bound
+from remat.planners.registry import Planner, get_planner, planner_names, register
+
+__all__ = [
+    "LowerBound",
+    "Planner",
+    "auto",
+    "dtr",
+    "gap_lp",
+    "get_planner",
+    "keep_milp",
+    "lower_set",
+    "overhead_lower_bound",
+    "peak_greedy",
+    "planner_names",
+    "register",
+    "sqrt_n",
+    "store_all",
+]

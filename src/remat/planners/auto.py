@@ -1,0 +1,49 @@
+"""The default planner: several methods in turn, the cheapest schedule that fits."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Final
+
+from remat.graph import Graph
+from remat.planners.dtr import evict
+from remat.planners.gap_lp import round_gap_lp
+from remat.planners.keep_milp import round_keep_milp
+from remat.planners.peak_greedy import drop_greedily
+from remat.planners.problem import Problem
+from remat.planners.registry import register
+from remat.planners.search import Search, smallest_peak_schedules
+
+Strategy = Callable[[Search], None]
+"""A method that offers schedules to a search, each after its own improvement pass, until the search has expired."""
+
+STRATEGIES: Final[tuple[Strategy, ...]] = (drop_greedily, evict, round_keep_milp, round_gap_lp)
+"""In the order of what they bring per second, since the time may end."""
+
+_SECONDS_PER_OP: Final = 4e-3
+_LEAST_S: Final = 2.0
+_MOST_S: Final = 10.0
+
+
+@register("auto")
+def auto(graph: Graph, budget_bytes: int, *, time_limit_s: float | None = None) -> tuple[int, ...]:
+    """Run every strategy within the time limit and return the cheapest schedule that fits.
+
+    Where none fits it returns the smallest peak that eviction reaches, whatever the budget. The result is
+    deterministic as long as the strategies end before the time does. First runs stay in program order.
+
+    Args:
+        graph: the training step.
+        budget_bytes: peak bytes of the step.
+        time_limit_s: seconds; None allows 4 ms per op, at least 2 s and at most 10 s.
+    """
+    if time_limit_s is None:
+        time_limit_s = min(_MOST_S, max(_LEAST_S, _SECONDS_PER_OP * len(graph.ops)))
+    search = Search(Problem(graph), budget_bytes, time.monotonic() + time_limit_s)
+    search.offer(graph.plain_schedule)
+    if search.best is None and budget_bytes >= search.problem.largest_step_bytes:
+        for strategy in STRATEGIES:
+            if not search.expired:
+                strategy(search)
+    return search.result(smallest_peak_schedules(search.problem) if search.best is None else ())

@@ -1,0 +1,129 @@
+"""What all planners share: judging schedules, and the smallest peak that can be reached."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from remat.planners.improve import undrop
+from remat.planners.problem import BoolArray, Problem
+from remat.planners.rematerialize import TooManyRuns, rematerialize
+from remat.simulator import simulate
+
+_MOST_RUNS_PER_OP: Final = 4
+_BISECTIONS: Final = 8
+_MARGIN: Final = 1.05
+
+
+@dataclass
+class Search:
+    """Collects schedules for one budget and remembers the cheapest that fits.
+
+    Attributes:
+        problem: the graph.
+        budget_bytes: what a schedule must fit.
+        deadline_s: ``time.monotonic()`` after which nothing new is started; None for none.
+    """
+
+    problem: Problem
+    budget_bytes: int
+    deadline_s: float | None = None
+    best: tuple[int, ...] | None = None
+    best_time_s: float = field(default=float("inf"))
+
+    @property
+    def expired(self) -> bool:
+        """Is the time used up?"""
+        return self.deadline_s is not None and time.monotonic() > self.deadline_s
+
+    def offer(self, schedule: Sequence[int]) -> int:
+        """Judge a schedule; it becomes the best if it fits and costs less. Returns its peak in bytes."""
+        timeline = simulate(self.problem.graph, schedule)
+        if timeline.peak_bytes <= self.budget_bytes and timeline.time_s < self.best_time_s:
+            self.best, self.best_time_s = tuple(schedule), timeline.time_s
+        return timeline.peak_bytes
+
+    def offer_decision(
+        self,
+        drop: BoolArray,
+        inner_budget_bytes: int,
+        *,
+        distance_power: float = 0.5,
+        forward_share: float = 1.0,
+    ) -> None:
+        """Turn a decision into a schedule, evicting beyond ``inner_budget_bytes``; then undrop, and judge it."""
+        try:
+            schedule = rematerialize(
+                self.problem,
+                drop,
+                inner_budget_bytes,
+                distance_power=distance_power,
+                forward_share=forward_share,
+                patience=0.05,
+                max_runs=4 * self.problem.count + 100,
+                deadline_s=self.deadline_s,
+            )
+        except TooManyRuns:
+            return
+        self.offer(undrop(self.problem, schedule, self.budget_bytes, deadline_s=self.deadline_s))
+
+    def result(self, fallbacks: Iterable[Sequence[int]]) -> tuple[int, ...]:
+        """The best schedule, or the fallback with the smallest peak where none fits.
+
+        Fallbacks must not depend on the budget: the smallest peak that they reach is then reached again when it
+        is asked for as a budget.
+        """
+        if self.best is not None:
+            return self.best
+        reached = []
+        for schedule in (self.problem.graph.plain_schedule, *fallbacks):
+            peak_bytes = self.offer(schedule)
+            reached.append((peak_bytes, simulate(self.problem.graph, schedule).time_s, tuple(schedule)))
+        return self._chosen() or min(reached)[2]
+
+    def _chosen(self) -> tuple[int, ...] | None:
+        return self.best
+
+
+def smallest_peak_schedules(problem: Problem) -> list[tuple[int, ...]]:
+    """Schedules that aim at the smallest peak, whatever the budget; deterministic, and not bound by time.
+
+    Eviction, with the budget bisected on a logarithmic scale between the largest op and the plain peak; then
+    once more just under the smallest peak reached. Complexity: at most a dozen replays.
+    """
+    pinned = problem.graph.pinned_bytes
+    found: dict[tuple[int, ...], int] = {}
+
+    def attempt(budget_bytes: int, distance_power: float) -> int | None:
+        try:
+            schedule = rematerialize(
+                problem,
+                problem.no_drops(),
+                budget_bytes,
+                distance_power=distance_power,
+                forward_share=0.8,
+                patience=0.05,
+                max_runs=_MOST_RUNS_PER_OP * problem.count + 100,
+            )
+        except TooManyRuns:
+            return None
+        found[schedule] = simulate(problem.graph, schedule).peak_bytes
+        return found[schedule]
+
+    low = max(problem.largest_step_bytes - pinned, 1)
+    high = max(problem.plain.peak_bytes - pinned, low)
+    for _ in range(_BISECTIONS):
+        middle = math.isqrt(low * high)
+        peak = attempt(pinned + middle, 0.5)
+        if peak is not None and peak <= pinned + _MARGIN * middle:
+            high = middle
+        else:
+            low = middle
+    smallest = min(found.values(), default=problem.plain.peak_bytes)
+    for factor in (1.0, 0.98):
+        attempt(pinned + int(factor * (smallest - pinned)), 1.0)
+    smallest = min(found.values(), default=problem.plain.peak_bytes)
+    return [undrop(problem, schedule, smallest) for schedule, peak in found.items() if peak == smallest]

@@ -1,0 +1,187 @@
+"""Pictures of plans and training runs.
+
+They use matplotlib's object interface only: no window is opened, no global state is touched, no display is needed.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from remat.budget import format_bytes
+from remat.graph import Graph
+from remat.plan import Plan
+from remat.schedule import Schedule
+from remat.simulator import simulate
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's palette, which people with any form of colour blindness can tell apart.
+_GREY, _ORANGE, _BLUE, _VERMILION = "#8c8c8c", "#E69F00", "#0072B2", "#D55E00"
+_LINES: Final = ("#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#0072B2", "#D55E00", "#000000")
+_SIZE_UNITS: Final = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
+_TIME_UNITS: Final = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9))
+
+
+def memory_figure(graph: Graph, plan: Plan | None = None, *, title: str = "Memory over one training step") -> Figure:
+    """Memory over the step: plain and, where a plan is given, planned, with the budget as a line.
+
+    The horizontal axis is the predicted time; where all times are 0, the number of the run.
+
+    Raises:
+        PlanMismatch: if the plan is for another graph.
+    """
+    from matplotlib.figure import Figure
+
+    if plan is not None:
+        plan.check_graph(graph)
+    figure = Figure(figsize=(9, 4.8), dpi=150, layout="constrained")
+    axes = figure.add_subplot()
+    timed = graph.time_s > 0
+    curves = [("plain", graph.plain_schedule, _ORANGE)]
+    if plan is not None:
+        curves.append((f"planned ({plan.planner})", plan.schedule, _BLUE))
+    ends_s = [sum(graph.ops[op].time_s for op in schedule) for _, schedule, _ in curves]
+    peaks = [simulate(graph, schedule).peak_bytes for _, schedule, _ in curves]
+    time_unit, time_scale = _unit(_TIME_UNITS, max(ends_s)) if timed else ("", 1.0)
+    size_unit, size_scale = _unit(_SIZE_UNITS, max(peaks))
+
+    for (label, schedule, colour), end_s, peak in zip(curves, ends_s, peaks, strict=True):
+        edges, heights = _steps(graph, schedule, time_scale if timed else None, size_scale)
+        overhead = f", {end_s / graph.time_s - 1:+.1%} time" if timed and plan is not None and label != "plain" else ""
+        axes.stairs(heights, edges, fill=True, color=colour, alpha=0.22)
+        axes.stairs(heights, edges, color=colour, linewidth=1.4, label=f"{label}: peak {format_bytes(peak)}{overhead}")
+    if graph.pinned_bytes:
+        axes.axhspan(0, graph.pinned_bytes / size_scale, color=_GREY, alpha=0.35, linewidth=0)
+        axes.axhline(
+            graph.pinned_bytes / size_scale,
+            color=_GREY,
+            linewidth=1,
+            label=f"weights, optimizer state, batch: {format_bytes(graph.pinned_bytes)}",
+        )
+    if plan is not None:
+        axes.axhline(
+            plan.budget_bytes / size_scale,
+            color=_VERMILION,
+            linewidth=1.6,
+            linestyle=(0, (6, 3)),
+            label=f"budget: {format_bytes(plan.budget_bytes)}",
+        )
+    axes.set_xlabel(f"predicted time ({time_unit})" if timed else "operation run")
+    axes.set_ylabel(f"memory ({size_unit})")
+    axes.set_title(title, loc="left", fontweight="bold")
+    axes.set_xlim(left=0)
+    # A plan's budget may lie above the plain peak.
+    highest = max([*peaks, plan.budget_bytes if plan is not None else 0])
+    axes.set_ylim(0, max(1, highest) / size_scale * 1.05)
+    _finish(figure, axes)
+    return figure
+
+
+def loss_figure(
+    histories: Mapping[str, Sequence[float]], *, x_label: str = "epoch", title: str = "Training loss"
+) -> Figure:
+    """Loss curves on top of each other.
+
+    Earlier curves are drawn wider than later ones, so that each can be seen where all of them are equal.
+
+    Args:
+        histories: for each run its label and one loss for each epoch or step, counted from 1.
+        x_label: what the losses are counted in.
+        title: of the picture.
+
+    Raises:
+        ValueError: if there is no run.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    if not histories:
+        raise ValueError("there is nothing to draw: histories is empty; give at least one run's losses")
+    figure = Figure(figsize=(9, 4.8), dpi=150, layout="constrained")
+    axes = figure.add_subplot()
+    widening = min(2.4, 9 / len(histories))
+    widths = [1.5 + widening * rank for rank in reversed(range(len(histories)))]
+    longest = max(len(losses) for losses in histories.values())
+    for rank, (label, losses) in enumerate(histories.items()):
+        axes.plot(
+            range(1, len(losses) + 1),
+            losses,
+            color=_LINES[rank % len(_LINES)],
+            linewidth=widths[rank],
+            # A run of one epoch has no line to draw.
+            marker="o" if longest == 1 else None,
+            markersize=4 + widths[rank],
+            solid_capstyle="round",
+            label=label,
+        )
+    axes.set_xlabel(x_label)
+    axes.set_ylabel("loss")
+    axes.set_title(title, loc="left", fontweight="bold")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    _finish(figure, axes)
+    return figure
+
+
+def check_picture_path(path: str | Path) -> None:
+    """Make sure that matplotlib can write a picture of this name, before work is spent on it.
+
+    Raises:
+        ValueError: if the name's ending is no known format of pictures; the message lists the formats.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    known = FigureCanvasAgg.get_supported_filetypes()
+    ending = Path(path).suffix.lower().removeprefix(".")
+    if ending not in known:
+        raise ValueError(
+            f"{path}: {ending or 'no ending'!r} is no picture format; end the name in one of {', '.join(sorted(known))}"
+        )
+
+
+def save_figure(figure: Figure, path: str | Path) -> None:
+    """Write a picture atomically; the ending of the name chooses the format.
+
+    Raises:
+        ValueError: if the name's ending is no known format of pictures.
+        OSError: if the file cannot be written; an older file of that name is then untouched.
+    """
+    check_picture_path(path)
+    target = Path(path)
+    unfinished = target.with_name(f".{target.stem}.{secrets.token_hex(4)}{target.suffix}")
+    try:
+        figure.savefig(unfinished)
+        os.replace(unfinished, target)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _steps(
+    graph: Graph, schedule: Schedule, time_scale: float | None, size_scale: float
+) -> tuple[list[float], list[float]]:
+    """Edges (one more than runs) and heights of the staircase that a schedule's memory is."""
+    timeline = simulate(graph, schedule)
+    heights = [size / size_scale for size in timeline.bytes]
+    if time_scale is None:
+        return [float(step) for step in range(len(heights) + 1)], heights
+    widths = (graph.ops[op].time_s / time_scale for op in schedule)
+    return list(accumulate(widths, initial=0.0)), heights
+
+
+def _unit(units: Sequence[tuple[str, float]], largest: float) -> tuple[str, float]:
+    return next(((name, scale) for name, scale in units if largest >= scale), units[-1])
+
+
+def _finish(figure: Figure, axes: Axes) -> None:
+    axes.grid(axis="y", color="#dddddd", linewidth=0.8)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    # Below the axes, so that it hides no curve.
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)

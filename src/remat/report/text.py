@@ -1,0 +1,186 @@
+"""Tables of plans and timelines for the terminal."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from rich.table import Table
+from rich.text import Text
+
+from remat.budget import format_bytes
+from remat.graph import Graph
+from remat.plan import Plan
+from remat.schedule import recomputed_ops
+from remat.simulator import Timeline
+
+_KINDS_SHOWN: Final = 8
+_TENSORS_SHOWN: Final = 10
+
+
+@dataclass(frozen=True)
+class RecomputedKind:
+    """What a plan recomputes of one kind of operation.
+
+    Attributes:
+        kind: the framework's type of operation.
+        ops: how many operations of this kind run more than once.
+        total_ops: how many operations of this kind the graph has.
+        extra_runs: how many runs beyond the first they take together.
+        extra_time_s: predicted seconds of those runs.
+    """
+
+    kind: str
+    ops: int
+    total_ops: int
+    extra_runs: int
+    extra_time_s: float
+
+
+def recomputed_kinds(graph: Graph, plan: Plan) -> tuple[RecomputedKind, ...]:
+    """What the plan recomputes, by kind of operation, the one that costs most time first."""
+    ops: dict[str, int] = {}
+    runs: dict[str, int] = {}
+    time_s: dict[str, float] = {}
+    for index, extra in recomputed_ops(plan.schedule).items():
+        kind = graph.ops[index].kind
+        ops[kind] = ops.get(kind, 0) + 1
+        runs[kind] = runs.get(kind, 0) + extra
+        time_s[kind] = time_s.get(kind, 0.0) + extra * graph.ops[index].time_s
+    totals: dict[str, int] = {}
+    for op in graph.ops:
+        totals[op.kind] = totals.get(op.kind, 0) + 1
+    found = (RecomputedKind(kind, ops[kind], totals[kind], runs[kind], time_s[kind]) for kind in ops)
+    return tuple(sorted(found, key=lambda entry: (-entry.extra_time_s, -entry.extra_runs, entry.kind)))
+
+
+def plan_table(graph: Graph, plan: Plan, *, title: str = "Plan") -> Table:
+    """The figures of a plan, one to a line."""
+    table = _figures(title)
+    table.add_row("Budget", _with_share(plan.budget_bytes, plan.baseline_peak_bytes))
+    table.add_row("Predicted peak", _with_share(plan.peak_bytes, plan.baseline_peak_bytes))
+    table.add_row("Plain peak", format_bytes(plan.baseline_peak_bytes))
+    table.add_row("Resident inputs", f"{format_bytes(graph.pinned_bytes)} (weights, optimizer state, the batch)")
+    table.add_row(
+        "Overhead",
+        f"{plan.overhead:.2%} ({format_time(plan.time_s)} a step, plain {format_time(plan.baseline_time_s)})",
+    )
+    table.add_row("Lower bound", Text(f"{plan.overhead_lower_bound:.2%} ({plan.lower_bound_meaning})"))
+    table.add_row("Planner", Text(f"{plan.planner}, in {plan.plan_seconds:.2f} s"))
+    table.add_row(
+        "Recomputed",
+        f"{len(recomputed_ops(plan.schedule)):,} of {len(graph.ops):,} ops, in {plan.recomputed:,} extra runs",
+    )
+    return table
+
+
+def recomputed_kinds_table(graph: Graph, plan: Plan) -> Table:
+    """The kinds of operation that cost most in recomputation; the rest together in the last line."""
+    kinds = recomputed_kinds(graph, plan)
+    total_s = sum(entry.extra_time_s for entry in kinds)
+    table = Table(title="Recomputed, by kind of op", title_justify="left", title_style="bold")
+    table.add_column("Kind")
+    for heading in ("Ops", "Extra runs", "Extra time", "Share"):
+        table.add_column(heading, justify="right")
+
+    shown, rest = kinds[:_KINDS_SHOWN], kinds[_KINDS_SHOWN:]
+    for entry in shown:
+        _add_kind(table, entry, entry.kind or "(no kind)", total_s)
+    if rest:
+        merged = RecomputedKind(
+            kind="",
+            ops=sum(entry.ops for entry in rest),
+            total_ops=sum(entry.total_ops for entry in rest),
+            extra_runs=sum(entry.extra_runs for entry in rest),
+            extra_time_s=sum(entry.extra_time_s for entry in rest),
+        )
+        _add_kind(table, merged, f"{len(rest)} other kinds" if len(rest) > 1 else "1 other kind", total_s)
+    return table
+
+
+def timeline_table(graph: Graph, schedule: tuple[int, ...], timeline: Timeline, *, title: str = "Timeline") -> Table:
+    """The figures of a simulated schedule: its peak, where that is, and the time."""
+    table = _figures(title)
+    table.add_row("Peak", format_bytes(timeline.peak_bytes))
+    if timeline.peak_step is not None:
+        table.add_row("Peak step", f"{timeline.peak_step:,} (of 0 to {len(schedule) - 1:,})")
+        table.add_row("Op at the peak", Text(graph.describe_op(schedule[timeline.peak_step])))
+    table.add_row("Resident inputs", f"{format_bytes(graph.pinned_bytes)} (weights, optimizer state, the batch)")
+    table.add_row("Time", f"{format_time(timeline.time_s)} a step, predicted")
+    table.add_row("Runs", f"{len(schedule):,} of {len(graph.ops):,} ops")
+    return table
+
+
+def live_tensors_table(graph: Graph, timeline: Timeline) -> Table:
+    """The largest tensors alive at the peak and the ops that made them; the rest together in the last line."""
+    table = Table(title="Alive at the peak", title_justify="left", title_style="bold")
+    table.add_column("Size", justify="right", no_wrap=True)
+    table.add_column("Share", justify="right", no_wrap=True)
+    table.add_column("Tensor", overflow="fold")
+    table.add_column("Made by", justify="right", no_wrap=True)
+    table.add_column("Kind", overflow="fold")
+    table.add_column("Name", overflow="fold")
+    shown = timeline.live_at_peak[:_TENSORS_SHOWN]
+    for number in shown:
+        size_bytes = graph.tensors[number].size_bytes
+        maker = graph.producer[number]
+        op = None if maker is None else graph.ops[maker]
+        table.add_row(
+            format_bytes(size_bytes),
+            _share(size_bytes, timeline.peak_bytes),
+            Text(_describe_tensor(graph, number)),
+            "" if maker is None else f"op {maker}",
+            Text(op.kind if op else ""),
+            Text(op.name if op else ""),
+        )
+    rest = timeline.live_at_peak[len(shown) :]
+    if rest:
+        size_bytes = sum(graph.tensors[number].size_bytes for number in rest)
+        table.add_row(format_bytes(size_bytes), _share(size_bytes, timeline.peak_bytes), f"{len(rest):,} others")
+    return table
+
+
+def format_time(time_s: float) -> str:
+    """A duration for people, with three significant digits: ``"1.25 ms"``, ``"3.4 s"``."""
+    if time_s == 0:
+        return "0 s"
+    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
+        if abs(time_s) >= scale:
+            return f"{_three_digits(time_s / scale)} {unit}"
+    return f"{_three_digits(time_s / 1e-9)} ns"
+
+
+def _describe_tensor(graph: Graph, number: int) -> str:
+    tensor = graph.tensors[number]
+    shape = "" if tensor.shape is None else f" {list(tensor.shape)}"
+    return f"{number}{shape}{f' {tensor.dtype}' if tensor.dtype else ''}"
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def _figures(title: str) -> Table:
+    table = Table(title=Text(title), title_justify="left", title_style="bold", show_header=False)
+    table.add_column("Figure", style="dim", no_wrap=True)
+    table.add_column("Value", overflow="fold")
+    return table
+
+
+def _with_share(size_bytes: int, of_bytes: int) -> str:
+    size = format_bytes(size_bytes)
+    return f"{size} ({_share(size_bytes, of_bytes)} of plain)" if of_bytes else size
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{part / whole:.1%}" if whole else "-"
+
+
+def _add_kind(table: Table, entry: RecomputedKind, label: str, total_s: float) -> None:
+    table.add_row(
+        Text(label),
+        f"{entry.ops:,} of {entry.total_ops:,}",
+        f"{entry.extra_runs:,}",
+        format_time(entry.extra_time_s),
+        _share(entry.extra_time_s, total_s),
+    )

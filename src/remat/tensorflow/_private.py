@@ -1,0 +1,121 @@
+"""Every private TensorFlow symbol that remat uses, in one place.
+
+TensorFlow has no public way to copy an operation inside a function that is being traced, to give an
+operation another input, or to run code at the end of a trace. ``tests/tensorflow/test_private.py`` fails
+with a clear message when a release moves one of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.core.framework import attr_value_pb2
+from tensorflow.python.framework import ops as _ops
+from tensorflow.python.framework.func_graph import FuncGraph
+from tensorflow.python.ops import control_flow_util as _control_flow_util
+from tensorflow.python.ops import handle_data_util as _handle_data_util
+
+__all__ = [
+    "FuncGraph",
+    "add_control_inputs",
+    "call_when_traced",
+    "copy_operation",
+    "handle_shapes",
+    "in_xla_context",
+    "set_handle_data_like",
+    "update_input",
+]
+
+
+_COPY_MARK = "_remat_copy"
+
+
+def copy_operation(
+    op: tf.Operation,
+    inputs: Sequence[tf.Tensor],
+    control_inputs: Sequence[tf.Operation],
+    name: str,
+) -> tf.Operation:
+    """Make a second operation like ``op`` in its graph, reading ``inputs`` and held back by ``control_inputs``."""
+    graph = op.graph
+    # A mark of its own keeps common-subexpression elimination from folding the copy back into the original.
+    attributes = {_COPY_MARK: attr_value_pb2.AttrValue(s=name.encode())} | {
+        key: value for key, value in op.node_def.attr.items() if key not in ("_class", "_output_shapes")
+    }
+    with graph.control_dependencies(None), graph.control_dependencies(list(control_inputs)):
+        copy = graph._create_op_internal(  # type: ignore[attr-defined]
+            op.type,
+            list(inputs),
+            [output.dtype for output in op.outputs],
+            attrs=attributes,
+            name=name,
+            compute_device=False,
+        )
+    if op.device:
+        copy._set_device(op.device)
+    for source, target in zip(op.outputs, copy.outputs, strict=True):
+        target.set_shape(source.shape)
+        set_handle_data_like(source, target)
+    return copy
+
+
+def update_input(op: tf.Operation, index: int, tensor: tf.Tensor) -> None:
+    """Make ``op`` read ``tensor`` as its input number ``index``."""
+    op._update_input(index, tensor)
+
+
+def add_control_inputs(op: tf.Operation, before: Sequence[tf.Operation]) -> None:
+    """Make ``op`` run after all of ``before``."""
+    op._add_control_inputs(list(before))
+
+
+def call_when_traced(function: Callable[[], None]) -> None:
+    """Run ``function`` when the trace of the innermost ``tf.function`` ends, its outputs known."""
+    _ops.add_exit_callback_to_default_func_graph(function)
+
+
+def not_a_constant(constant: tf.Tensor) -> tf.Tensor:
+    """A tensor with the value of ``constant`` that the graph optimizer does not take for a constant."""
+    op = constant.op
+    with op.graph.control_dependencies(None):
+        return tf.raw_ops.PlaceholderWithDefault(input=constant, shape=constant.shape, name=f"{op.name}/held")
+
+
+def in_xla_context(graph: tf.Graph) -> bool:
+    """Is ``graph`` traced for ``tf.function(jit_compile=True)``?"""
+    return bool(_control_flow_util.GraphOrParentsInXlaContext(graph))
+
+
+def set_handle_data_like(source: tf.Tensor, target: tf.Tensor) -> None:
+    """Copy what a resource or variant tensor is known to hold."""
+    if source.dtype in (tf.resource, tf.variant):
+        _handle_data_util.copy_handle_data(source, target)
+
+
+def handle_shapes(tensor: tf.Tensor) -> list[tuple[tf.TensorShape, tf.DType]]:
+    """The shapes and types that a resource handle is known to hold; empty where nothing is known."""
+    data: Any = _handle_data_util.get_resource_handle_data(tensor)
+    if not data.is_set:
+        return []
+    return [(tf.TensorShape(part.shape), tf.dtypes.as_dtype(part.dtype)) for part in data.shape_and_type]
+
+
+def attributes(op: tf.Operation) -> Mapping[str, Any]:
+    """The operation's attributes as protocol buffers."""
+    return op.node_def.attr
+
+
+def memory_limit_bytes(device_name: str) -> int:
+    """Bytes that TensorFlow may allocate on a device of this process."""
+    from tensorflow.python.client import device_lib
+
+    kind, number = device_name.split(":")
+    wanted = f"/device:{kind}:{number}"
+    return next(int(d.memory_limit) for d in device_lib.list_local_devices() if d.name == wanted)
+
+
+def is_custom_gradient(op: tf.Operation) -> bool:
+    """Does ``op`` carry a gradient of its own, as the IdentityN of ``tf.custom_gradient`` does?"""
+    return "_gradient_op_type" in op.node_def.attr

@@ -1,0 +1,119 @@
+"""A plan -> the function that is being traced, rewritten in place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import tensorflow as tf
+
+from remat.plan import Plan
+from remat.tensorflow import _private, op_facts
+from remat.tensorflow.trace import TracedStep
+
+# Tensors this small may float: holding their ops in order would cost edges and gain nothing.
+_LIGHT_FRACTION = 1e-3
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """What was written into the function.
+
+    Attributes:
+        copies: the recomputations, in schedule order.
+        control_edges: how many control edges hold the schedule's order.
+    """
+
+    copies: tuple[tf.Operation, ...]
+    control_edges: int
+
+
+def emit(plan: Plan, step: TracedStep, *, in_xla: bool = False) -> Emitted:
+    """Rewrite the function so that it runs the plan's schedule.
+
+    A second occurrence of an op becomes a copy of it, and what the schedule reads afterwards reads the copy.
+    Every op that touches a large tensor is held behind the one before it in the schedule, so that
+    the executor can neither run a recomputation early nor let two large ops overlap.
+
+    Raises:
+        PlanMismatch: if the plan was made for another graph.
+    """
+    plan.check_graph(step.graph)
+    return _Emitter(plan, step).run()
+
+
+class _Emitter:
+    def __init__(self, plan: Plan, step: TracedStep) -> None:
+        self.plan = plan
+        self.graph = step.graph
+        self.step = step
+        self.newest: list[tf.Tensor | None] = list(step.tensors)
+        self.runs = [0] * len(step.graph.ops)
+        self.copies: list[tf.Operation] = []
+        self.last_heavy: tf.Operation | None = None
+        self.control_edges = 0
+        self.hidden: dict[str, tf.Tensor] = {}
+        pinned = {self.graph.roots[t] for t in self.graph.inputs}
+        light = int(_LIGHT_FRACTION * max(1, plan.peak_bytes))
+        self.large = [
+            self.graph.roots[number] not in pinned and self.graph.tensors[self.graph.roots[number]].size_bytes > light
+            for number in range(len(self.graph.tensors))
+        ]
+
+    def run(self) -> Emitted:
+        for index in self.plan.schedule:
+            operation = self._copy(index) if self.runs[index] else self._rebind(index)
+            if self._heavy(index):
+                self._hold(operation)
+                self._hide_constants(operation)
+            self.runs[index] += 1
+        return Emitted(tuple(self.copies), self.control_edges)
+
+    def _heavy(self, index: int) -> bool:
+        """Does the op read or make a large tensor? A view's bytes are its source's; it is never held."""
+        op = self.graph.ops[index]
+        if op.kind in op_facts.UNORDERED:
+            return False
+        if op.outputs and all(self.graph.tensors[t].alias_of is not None for t in op.outputs):
+            return False
+        return any(self.large[t] for t in op.inputs) or any(self.large[t] for t in op.outputs)
+
+    def _rebind(self, index: int) -> tf.Operation:
+        operation = self.step.operations[index]
+        # An op that reads only shapes has no inputs in the graph: it keeps reading the first instance.
+        for position, number in enumerate(self.graph.ops[index].inputs):
+            source = self.newest[number]
+            if source is not None and operation.inputs[position] is not source:
+                _private.update_input(operation, position, source)
+        return operation
+
+    def _copy(self, index: int) -> tf.Operation:
+        operation = self.step.operations[index]
+        op = self.graph.ops[index]
+        inputs = [self.newest[t] for t in op.inputs] if op.inputs else list(operation.inputs)
+        held = [self.last_heavy] if self.last_heavy is not None else []
+        name = f"{operation.name}/recomputed_{self.runs[index]}"
+        copy = _private.copy_operation(operation, inputs, held, name)
+        for number, output in zip(op.outputs, copy.outputs, strict=True):
+            self.newest[number] = output
+        self.copies.append(copy)
+        self.control_edges += len(held)
+        return copy
+
+    def _hold(self, operation: tf.Operation) -> None:
+        before = self.last_heavy
+        self.last_heavy = operation
+        if before is None or before in operation.control_inputs:
+            return
+        if any(t.op is before for t in operation.inputs):
+            return
+        _private.add_control_inputs(operation, [before])
+        self.control_edges += 1
+
+    def _hide_constants(self, operation: tf.Operation) -> None:
+        if operation.type not in op_facts.PUSHES_CONSTANTS_DOWN:
+            return
+        for position, source in enumerate(operation.inputs):
+            if source.op.type == "Const":
+                if source.name not in self.hidden:
+                    self.hidden[source.name] = _private.not_a_constant(source)
+                _private.update_input(operation, position, self.hidden[source.name])

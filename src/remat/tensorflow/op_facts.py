@@ -1,0 +1,104 @@
+"""What remat knows of TensorFlow's operations: which may repeat, which are views, which work in place.
+
+Everything unknown is kept: an operation may run twice only if TensorFlow's own registry has it as
+stateless and it is not named below.
+"""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+# Outputs share the first input's buffer: the kernels hand the buffer on and copy nothing.
+VIEWS = frozenset(
+    {
+        "CheckNumerics",
+        "EnsureShape",
+        "ExpandDims",
+        "Identity",
+        "PlaceholderWithDefault",
+        "PreventGradient",
+        "ReadVariableOp",
+        "Reshape",
+        "Snapshot",
+        "Squeeze",
+        "StopGradient",
+    }
+)
+
+# As many outputs as inputs, each sharing its own input's buffer.
+VIEW_LISTS = frozenset({"IdentityN"})
+
+# Read only the shape of their input: they run as soon as it exists and hold nothing.
+METADATA = frozenset({"Rank", "Shape", "ShapeN", "Size"})
+
+# Never held in order by control edges: oneDNN merges them with the convolution or matrix product that reads the same
+# gradient, wherever that stands, and an edge between the two would close a cycle. They make next to nothing.
+UNORDERED = frozenset({"BiasAddGrad"})
+
+# The graph optimizer pushes a constant factor or summand of one of these down into the operand that makes its other
+# input: c * (a * b) becomes a * (c * b), which makes another tensor, at another time, than the schedule says.
+PUSHES_CONSTANTS_DOWN = frozenset({"Add", "AddV2", "Div", "Mul", "RealDiv", "Sub"})
+
+# Not operations of the step: their value is resident while the step's function exists.
+RESIDENT = frozenset({"Const", "Placeholder", "VarHandleOp"})
+
+# Stateless in the registry, yet never repeated: control flow, calls out of the graph, other devices.
+_NEVER_REPEATED_PREFIXES = ("Collective", "Nccl", "XlaHost", "_Host", "_Recv", "_Send", "TPU")
+_NEVER_REPEATED = frozenset(
+    {
+        "Case",
+        "Enter",
+        "Exit",
+        "If",
+        "LoopCond",
+        "Merge",
+        "NextIteration",
+        "NoOp",
+        "PyFuncStateless",
+        "Recv",
+        "RemoteCall",
+        "Send",
+        "StatelessCase",
+        "StatelessIf",
+        "StatelessWhile",
+        "Switch",
+        "SymbolicGradient",
+        "While",
+    }
+)
+_HANDLES = frozenset({tf.resource, tf.variant, tf.string})
+
+# Element-wise kernels that write into an input's buffer when nobody else needs it, by input number.
+_UNARY = frozenset(
+    """Abs Acos Acosh Asin Asinh Atan Atanh BiasAdd Ceil ClipByValue Cos Cosh Digamma Elu Erf Erfc Erfinv Exp Expm1
+    Floor Inv Invert LeakyRelu Lgamma Log Log1p LogSoftmax LogicalNot Ndtri Neg Reciprocal Relu Relu6 Rint Round Rsqrt
+    Selu Sigmoid Sign Sin Sinh Softmax Softplus Softsign Sqrt Square Tan Tanh""".split()
+)
+_BINARY = frozenset(
+    """Add AddV2 Atan2 BitwiseAnd BitwiseOr Div DivNoNan EluGrad FloorDiv FloorMod InvGrad LeakyReluGrad LogicalAnd
+    LogicalOr Maximum Minimum Mod Mul MulNoNan Pow RealDiv ReciprocalGrad Relu6Grad ReluGrad RsqrtGrad SeluGrad
+    SigmoidGrad SoftplusGrad SoftsignGrad SqrtGrad SquaredDifference Sub TanhGrad TruncateDiv Xdivy Xlog1py
+    Xlogy""".split()
+)
+_IN_PLACE_INPUTS = {
+    **dict.fromkeys(_UNARY, (0,)),
+    **dict.fromkeys(_BINARY, (0, 1)),
+    "Select": (1, 2),
+    "SelectV2": (1, 2),
+}
+
+
+def may_repeat(op: tf.Operation) -> bool:
+    """May ``op`` run a second time with the same result and no other effect?"""
+    if op.type in _NEVER_REPEATED or op.type.startswith(_NEVER_REPEATED_PREFIXES):
+        return False
+    if op.op_def.is_stateful or not hasattr(tf.raw_ops, op.type):
+        return False
+    return not any(t.dtype.base_dtype in _HANDLES or t.dtype._is_ref_dtype for t in [*op.inputs, *op.outputs])
+
+
+def in_place_inputs(op: tf.Operation) -> tuple[int, ...]:
+    """Numbers of the inputs whose buffer the first output may take over, in the kernel's order."""
+    if op.type == "AddN":
+        return tuple(range(len(op.inputs)))
+    return _IN_PLACE_INPUTS.get(op.type, ())

@@ -1,0 +1,22 @@
+"""Device memory in use that a function does not know of: other models, data sets, optimizer slots of others."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from remat.tensorflow import _private
+from remat.tensorflow.device import current_device
+from remat.tensorflow.shapes import handle_bytes, shape_bytes
+
+
+def resident_elsewhere_bytes(graph: _private.FuncGraph) -> int:
+    """Bytes in use on the device now that are no input of ``graph``, by the device's own counter."""
+    device = current_device()
+    counted = device.allocator.counted
+    known = 0
+    for tensor in graph.inputs:
+        if tensor.dtype == tf.resource:
+            known += counted(handle_bytes(tensor))
+        elif tensor.dtype not in (tf.variant, tf.string) and tensor.shape.is_fully_defined():
+            known += counted(shape_bytes(tensor.shape, tensor.dtype))
+    return max(0, device.in_use_bytes - known)

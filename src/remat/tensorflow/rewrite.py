@@ -1,0 +1,167 @@
+"""Plans a function whose trace is about to end, and rewrites it: the way from a budget to a step that keeps it."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from remat.budget import format_bytes, parse_budget
+from remat.cost_model import get_profile
+from remat.errors import InfeasibleBudget
+from remat.graph import Graph
+from remat.plan import Plan
+from remat.plan import plan as make_plan
+from remat.simulator import simulate
+from remat.tensorflow import _private
+from remat.tensorflow.allocator import AllocatorModel
+from remat.tensorflow.device import current_device
+from remat.tensorflow.emit import Emitted, emit
+from remat.tensorflow.trace import TracedStep, trace_func_graph
+
+_log = logging.getLogger("remat")
+
+# What the allocator's model does not see (light ops that float, regions left by other steps).
+_UNSEEN_FRACTION = 0.02
+_ROUNDS = 6
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a user asked for.
+
+    Attributes:
+        budget: peak device bytes, as ``remat.plan`` takes it, or "auto" for a GPU's memory less a margin.
+        plan: a plan to follow instead of a budget.
+        planner: a planner's name.
+        time_limit_s: wall seconds that an anytime planner may use.
+        options: passed on to the planner.
+        checkpoints: tensors to keep instead of a budget.
+    """
+
+    budget: int | str | None = None
+    plan: Plan | None = None
+    planner: str = "auto"
+    time_limit_s: float | None = None
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    checkpoints: Sequence[tf.Tensor] | None = None
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """A function that has been rewritten, its plan and what was written into it."""
+
+    plan: Plan
+    step: TracedStep
+    emitted: Emitted
+
+
+def rewrite(
+    func_graph: _private.FuncGraph,
+    request: Request,
+    *,
+    input_shapes: Mapping[str, Sequence[int]] | None = None,
+    resident_bytes: int = 0,
+    in_xla: bool = False,
+    outputs: Sequence[tf.Tensor] | None = None,
+) -> Rewritten:
+    """Plan the whole function within the budget and rewrite it in place.
+
+    Args:
+        func_graph: the function, its outputs known.
+        request: the budget or the plan.
+        input_shapes: real shapes of inputs traced with unknown dimensions, by tensor name.
+        resident_bytes: device memory in use that the function does not know of.
+        in_xla: is the function compiled with XLA?
+        outputs: the function's outputs where its trace has not ended yet; every operation then counts as needed.
+
+    Raises:
+        InfeasibleBudget: where no schedule fits; nothing was rewritten.
+        PlanMismatch: where ``request.plan`` is for another graph; nothing was rewritten.
+        UnsupportedStep: where a shape is unknown.
+    """
+    device = current_device()
+    allocator = device.allocator
+    step = trace_func_graph(
+        func_graph,
+        profile=get_profile("a100" if device.is_gpu else "cpu"),
+        input_shapes=input_shapes,
+        resident_bytes=resident_bytes,
+        allocator=allocator,
+        outputs=outputs,
+    )
+    if request.plan is not None:
+        plan = request.plan
+        plan.check_graph(step.graph)
+    else:
+        budget = device.auto_budget_bytes() if request.budget == "auto" else request.budget
+        assert budget is not None
+        plan = plan_for_allocator(step.graph, budget, allocator, request)
+    emitted = emit(plan, step, in_xla=in_xla)
+    _log.info("%s\n  copies         %d, control edges %d", plan, len(emitted.copies), emitted.control_edges)
+    return Rewritten(plan, step, emitted)
+
+
+def plan_for_allocator(graph: Graph, budget: int | str, allocator: AllocatorModel, request: Request) -> Plan:
+    """A plan whose peak stays within the budget as the device's own counter will show it.
+
+    The planners count tensors; the allocator rounds them to chunks. So the planner's budget is lowered until
+    the replay through the allocator's model fits.
+
+    Raises:
+        InfeasibleBudget: with the smallest budget for which this function succeeds.
+    """
+    baseline_bytes = allocator.peak_bytes(graph, graph.plain_schedule)
+    budget_bytes = parse_budget(budget, baseline_bytes)
+    target_bytes = int(budget_bytes / (1 + _UNSEEN_FRACTION))
+
+    def attempt(planner_budget: int) -> tuple[Plan, int]:
+        plan = make_plan(
+            graph, planner_budget, planner=request.planner, time_limit_s=request.time_limit_s, **request.options
+        )
+        return plan, allocator.peak_bytes(graph, plan.schedule)
+
+    # The plain step's rounding is a good first guess of the plan's.
+    counted_bytes = simulate(graph, graph.plain_schedule).peak_bytes
+    planner_budget = int(target_bytes * min(1.0, counted_bytes / max(1, baseline_bytes)))
+    for _ in range(_ROUNDS):
+        try:
+            plan, peak_bytes = attempt(planner_budget)
+        except InfeasibleBudget as error:
+            smallest, smallest_bytes = attempt(error.minimum_bytes)
+            if smallest_bytes <= target_bytes:
+                return _as_counted(smallest, smallest_bytes, baseline_bytes, budget_bytes)
+            raise _infeasible(error, smallest_bytes, budget_bytes) from None
+        if peak_bytes <= target_bytes:
+            return _as_counted(plan, peak_bytes, baseline_bytes, budget_bytes)
+        planner_budget = min(planner_budget, plan.peak_bytes) - max(1, peak_bytes - target_bytes)
+    try:
+        attempt(1)
+    except InfeasibleBudget as error:
+        smallest, smallest_bytes = attempt(error.minimum_bytes)
+        if smallest_bytes <= target_bytes:
+            return _as_counted(smallest, smallest_bytes, baseline_bytes, budget_bytes)
+        raise _infeasible(error, smallest_bytes, budget_bytes) from None
+    raise AssertionError("internal error: a planner kept a budget of one byte; please report this")
+
+
+def _as_counted(plan: Plan, peak_bytes: int, baseline_bytes: int, budget_bytes: int) -> Plan:
+    return dataclasses.replace(
+        plan, peak_bytes=peak_bytes, baseline_peak_bytes=baseline_bytes, budget_bytes=budget_bytes
+    )
+
+
+def _infeasible(error: InfeasibleBudget, peak_bytes: int, budget_bytes: int) -> InfeasibleBudget:
+    minimum = int(peak_bytes * (1 + _UNSEEN_FRACTION)) + 1
+    return InfeasibleBudget(
+        f"no schedule within {budget_bytes} bytes ({format_bytes(budget_bytes)}) was found: the smallest budget that "
+        f"can be kept is {minimum} bytes ({format_bytes(minimum)}). What binds there is {error.binding_op}. Ask for at "
+        "least that, make the batch smaller, or try another planner",
+        minimum_bytes=minimum,
+        budget_bytes=budget_bytes,
+        binding_op=error.binding_op,
+    )

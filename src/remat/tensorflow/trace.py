@@ -1,0 +1,268 @@
+"""A traced TensorFlow function -> Graph."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from remat.cost_model import DeviceProfile, get_profile, op_time_s
+from remat.errors import UnsupportedStep
+from remat.graph import Graph, Op, Tensor
+from remat.tensorflow import _private, costs, op_facts
+from remat.tensorflow.allocator import AllocatorModel
+from remat.tensorflow.shapes import Sizes, handle_bytes, shape_bytes
+
+
+_EVERYTHING_COUNTS = AllocatorModel(min_counted_bytes=0)
+
+
+@dataclass(frozen=True)
+class TracedStep:
+    """A function's graph in remat's terms, and the way back to TensorFlow's.
+
+    Attributes:
+        graph: what planners see.
+        operations: for each op of ``graph``, TensorFlow's operation.
+        tensors: for each tensor of ``graph``, TensorFlow's tensor; None for what is resident elsewhere.
+    """
+
+    graph: Graph
+    operations: tuple[tf.Operation, ...]
+    tensors: tuple[tf.Tensor | None, ...]
+
+
+def trace(fn: Callable[..., Any], *args: Any, device: str = "cpu", **kwargs: Any) -> Graph:
+    """The joint graph of a training step, without running it.
+
+    Args:
+        fn: a function or ``tf.function`` that computes a whole step, its gradients included.
+        *args: tensors, arrays or ``tf.TensorSpec`` with fixed shapes.
+        device: profile for the predicted times: "cpu", "a100", "h100", "h200" or "measured".
+        **kwargs: further arguments of ``fn``.
+
+    Returns:
+        The graph, its order fixed; sizes in bytes, times in seconds.
+
+    Raises:
+        UnsupportedStep: where a shape is unknown.
+    """
+    function = fn if hasattr(fn, "get_concrete_function") else tf.function(fn)
+    concrete = function.get_concrete_function(*args, **kwargs)
+    return trace_func_graph(concrete.graph, profile=get_profile(device)).graph
+
+
+def trace_func_graph(
+    func_graph: _private.FuncGraph,
+    *,
+    profile: DeviceProfile,
+    input_shapes: Mapping[str, Sequence[int]] | None = None,
+    resident_bytes: int = 0,
+    allocator: AllocatorModel = _EVERYTHING_COUNTS,
+    outputs: Sequence[tf.Tensor] | None = None,
+) -> TracedStep:
+    """The joint graph of a function that has been traced, or whose trace is about to end.
+
+    Args:
+        func_graph: the function; its outputs and stateful operations say what will run.
+        profile: device figures for the predicted times.
+        input_shapes: real shapes of inputs traced with unknown dimensions, by tensor name.
+        resident_bytes: device memory in use that the function does not know of.
+        allocator: how the device counts; blocks missing from its statistics get size 0.
+        outputs: what the function returns, where its trace has not ended yet; every operation then counts as needed.
+
+    Raises:
+        UnsupportedStep: where an input's shape is unknown.
+    """
+    sizes = Sizes(func_graph, input_shapes or {})
+    return _Tracer(func_graph, sizes, profile, resident_bytes, allocator, outputs).run()
+
+
+def operations_that_run(func_graph: _private.FuncGraph) -> list[tf.Operation]:
+    """The operations that the function's outputs or effects need, in program order."""
+    needed: set[tf.Operation] = set()
+    stack = [t.op for t in func_graph.outputs]
+    stack += [op for op in func_graph.get_operations() if op.op_def is not None and _has_effect(op)]
+    while stack:
+        op = stack.pop()
+        if op in needed:
+            continue
+        needed.add(op)
+        stack += [t.op for t in op.inputs]
+        stack += op.control_inputs
+    return _in_topological_order([op for op in func_graph.get_operations() if op in needed])
+
+
+def _in_topological_order(operations: list[tf.Operation]) -> list[tf.Operation]:
+    """Program order, corrected where TensorFlow gave an earlier op a later input (as loops' gradients do)."""
+    place = {op: number for number, op in enumerate(operations)}
+    waiting = [0] * len(operations)
+    followers: list[list[int]] = [[] for _ in operations]
+    for number, op in enumerate(operations):
+        for before in {t.op for t in op.inputs} | set(op.control_inputs):
+            followers[place[before]].append(number)
+            waiting[number] += 1
+    ready = [number for number, count in enumerate(waiting) if count == 0]
+    ordered = []
+    while ready:
+        number = heapq.heappop(ready)
+        ordered.append(operations[number])
+        for follower in followers[number]:
+            waiting[follower] -= 1
+            if waiting[follower] == 0:
+                heapq.heappush(ready, follower)
+    if len(ordered) < len(operations):
+        raise UnsupportedStep(
+            "the function holds a TensorFlow 1 while loop (a cycle in its graph), which remat cannot plan; call "
+            "tf.compat.v1.enable_control_flow_v2(), or keep the loop in a function of its own"
+        )
+    return ordered
+
+
+def _has_effect(op: tf.Operation) -> bool:
+    return bool(op.op_def.is_stateful) and op.type not in (
+        "Placeholder",
+        "ReadVariableOp",
+        "ResourceGather",
+        "VarHandleOp",
+    )
+
+
+class _Tracer:
+    def __init__(
+        self,
+        func_graph: _private.FuncGraph,
+        sizes: Sizes,
+        profile: DeviceProfile,
+        resident_bytes: int,
+        allocator: AllocatorModel,
+        outputs: Sequence[tf.Tensor] | None,
+    ) -> None:
+        self.func_graph = func_graph
+        self.sizes = sizes
+        self.profile = profile
+        self.allocator = allocator
+        # A function's output must stay the tensor that the caller was handed.
+        self.outputs = list(func_graph.outputs if outputs is None else outputs)
+        self.output_names = frozenset(t.name for t in self.outputs)
+        self.trace_has_ended = outputs is None
+        self.ids: dict[str, int] = {}
+        self.tensors: list[Tensor] = []
+        self.handles: list[tf.Tensor | None] = []
+        self.pinned: list[int] = []
+        self.ops: list[Op] = []
+        self.operations: list[tf.Operation] = []
+        self.numbers: dict[tf.Operation, int] = {}
+        if resident_bytes > 0:
+            self.pinned.append(self._add(None, Tensor(resident_bytes, name="resident: not of this function")))
+
+    def run(self) -> TracedStep:
+        all_operations = self.func_graph.get_operations()
+        needed = operations_that_run(self.func_graph) if self.trace_has_ended else _in_topological_order(all_operations)
+        for op in needed:
+            if op.type in op_facts.RESIDENT:
+                self._add_resident(op)
+            elif self._is_bypassed(op):
+                for source, output in zip(op.inputs, op.outputs, strict=True):
+                    self.ids[output.name] = self.ids[source.name]
+            else:
+                self._add_op(op)
+        outputs = tuple(dict.fromkeys(self.ids[t.name] for t in self.outputs if t.name in self.ids))
+        graph = Graph(tuple(self.ops), tuple(self.tensors), tuple(self.pinned), outputs, free_order=False)
+        return TracedStep(graph, tuple(self.operations), tuple(self.handles))
+
+    def _is_bypassed(self, op: tf.Operation) -> bool:
+        # The graph optimizer takes an IdentityN over all gradients apart and forgets the order that went through it,
+        # so its readers are made to read its inputs.
+        if op.type not in op_facts.VIEW_LISTS or op.control_inputs or _private.is_custom_gradient(op):
+            return False
+        return not any(t.name in self.output_names for t in op.outputs)
+
+    def _add(self, handle: tf.Tensor | None, tensor: Tensor) -> int:
+        self.tensors.append(tensor)
+        self.handles.append(handle)
+        if handle is not None:
+            self.ids[handle.name] = len(self.tensors) - 1
+        return len(self.tensors) - 1
+
+    def _add_resident(self, op: tf.Operation) -> None:
+        for output in op.outputs:
+            size = handle_bytes(output) if output.dtype == tf.resource else self.sizes.bytes(output) or 0
+            size = self.allocator.counted(size)
+            self.pinned.append(
+                self._add(output, Tensor(size, output.name, self.sizes.shape(output), output.dtype.name))
+            )
+
+    def _add_op(self, op: tf.Operation) -> None:
+        index = len(self.ops)
+        reads = () if op.type in op_facts.METADATA else tuple(self.ids[t.name] for t in op.inputs)
+        outputs = tuple(self._add(t, self._describe(op, number, t)) for number, t in enumerate(op.outputs))
+        after = {self.numbers[c] for c in op.control_inputs if c in self.numbers}
+        if op.type in op_facts.METADATA:
+            after |= {self.numbers[t.op] for t in op.inputs if t.op in self.numbers}
+        makes_output = any(t.name in self.output_names for t in op.outputs)
+        self.ops.append(
+            Op(
+                name=op.name,
+                kind=op.type,
+                inputs=reads,
+                outputs=outputs,
+                time_s=self._time_s(op, outputs),
+                recomputable=not makes_output and op_facts.may_repeat(op),
+                after=tuple(sorted(after)),
+                in_place=self._in_place(op, outputs),
+            )
+        )
+        self.operations.append(op)
+        self.numbers[op] = index
+
+    def _describe(self, op: tf.Operation, number: int, output: tf.Tensor) -> Tensor:
+        alias_of = None
+        if op.type in op_facts.VIEWS and number == 0:
+            alias_of = self.ids[op.inputs[0].name]
+        elif op.type in op_facts.VIEW_LISTS:
+            alias_of = self.ids[op.inputs[number].name]
+        size = self.sizes.bytes(output)
+        if size is None:
+            size = self._bound_from_inputs(op, output)
+        size = self.allocator.counted(size)
+        return Tensor(size, output.name, self.sizes.shape(output), output.dtype.name, alias_of)
+
+    def _bound_from_inputs(self, op: tf.Operation, output: tf.Tensor) -> int:
+        # The outputs whose shape depends on values (Where, Unique, a mask) pick from an input.
+        counts = [1]
+        for tensor in op.inputs:
+            shape = self.sizes.shape(tensor)
+            if shape is not None and tensor.dtype not in (tf.resource, tf.variant):
+                counts.append(shape_bytes(shape, tensor.dtype) // max(1, tensor.dtype.size))
+            elif tensor.name in self.ids:
+                counts.append(self.tensors[self.ids[tensor.name]].size_bytes // max(1, tensor.dtype.size or 1))
+        per_element = 0 if output.dtype in (tf.resource, tf.variant) else shape_bytes((), output.dtype)
+        return max(counts) * per_element
+
+    def _in_place(self, op: tf.Operation, outputs: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+        if not outputs:
+            return ()
+        target = self.tensors[outputs[0]]
+        pairs = []
+        for number in op_facts.in_place_inputs(op):
+            source = self.ids[op.inputs[number].name]
+            if self.tensors[source].size_bytes == target.size_bytes > 0:
+                pairs.append((source, outputs[0]))
+        return tuple(dict.fromkeys(pairs))
+
+    def _time_s(self, op: tf.Operation, outputs: tuple[int, ...]) -> float:
+        if (
+            op.type in op_facts.VIEWS
+            or op.type in op_facts.VIEW_LISTS
+            or op.type in op_facts.METADATA
+            or not op.outputs
+        ):
+            return 0.0
+        work = costs.flops(op, [self.sizes.shape(t) for t in op.inputs], [self.sizes.shape(t) for t in op.outputs])
+        moved = sum(self.tensors[self.ids[t.name]].size_bytes for t in op.inputs)
+        moved += sum(self.tensors[number].size_bytes for number in outputs)
+        return op_time_s(self.profile, work, moved, op.outputs[0].dtype.name)
