@@ -6,7 +6,6 @@ import weakref
 from typing import Any, Protocol
 
 import keras
-
 from remat.budget import parse_budget
 from remat.errors import UnsupportedStep
 from remat.plan import Plan
@@ -62,7 +61,7 @@ def limit_memory(
         raise TypeError(f"limit_memory takes a keras.Model, not {type(model).__name__}")
     if micro_batches != 1:
         raise UnsupportedStep(
-            f"micro_batches={micro_batches!r} is not supported by this version of remat; leave it at 1 and give a budget"
+            f"micro_batches={micro_batches!r} is not supported by this version of remat; leave it at 1, give a budget"
         )
     if budget != "auto":
         parse_budget(budget, baseline_peak_bytes=1 << 60)

@@ -6,7 +6,6 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-
 from remat.cost_model import get_profile
 from remat.errors import UnsupportedStep
 from remat.graph import Graph
@@ -69,7 +68,7 @@ def _batch_spec(model: keras.Model, batch_size: int) -> tuple[Any, Any]:
         shape = (batch_size, *tensor.shape[1:])
         if None in shape:
             raise UnsupportedStep(
-                f"input {tensor.name!r} of {model.name!r} has the shape {tensor.shape}; give every dimension but the first"
+                f"{tensor.name!r} of {model.name!r} has the shape {tensor.shape}; give every dimension but the first"
             )
         return tf.TensorSpec(shape, tensor.dtype, name=tensor.name)
 

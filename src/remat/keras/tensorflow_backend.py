@@ -10,7 +10,6 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-
 from remat.errors import UnsupportedStep
 from remat.plan import Plan
 from remat.tensorflow import _private
@@ -153,8 +152,11 @@ def _largest(batches: Iterable[Any]) -> _Shapes:
 
 
 def _build(model: keras.Model, batch: Any) -> None:
-    """Make every variable now: what is created while a function is traced is allocated in the middle of its first step,
-    where no plan can account for it."""
+    """Make every variable now.
+
+    What is created while a function is traced is allocated in the middle of its first step, where no plan can
+    account for it.
+    """
     if not model.built or (model.compiled and model._compile_loss is not None and not model._compile_loss.built):
         model._symbolic_build(data_batch=_unpacked(batch))
     if model.optimizer is not None and not model.optimizer.built:
@@ -162,8 +164,11 @@ def _build(model: keras.Model, batch: Any) -> None:
 
 
 def _unpacked(batch: Any) -> tuple[Any, Any, Any]:
-    parts = keras.utils.unpack_x_y_sample_weight(batch)
-    return tf.nest.map_structure(lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf, parts)
+    x, y, sample_weight = tf.nest.map_structure(
+        lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf,
+        keras.utils.unpack_x_y_sample_weight(batch),
+    )
+    return x, y, sample_weight
 
 
 def _exceeds(shapes: _Shapes, known: _Shapes) -> bool:

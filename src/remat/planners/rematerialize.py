@@ -23,6 +23,7 @@ from remat.planners.problem import BoolArray, Problem
 _NEVER: Final = 1e30
 _NEARLY: Final = 1 + 1e-9
 _MOST_REFUSED: Final = 32
+_MOST_VISITS_PER_OP: Final = 150
 
 
 class TooManyRuns(Exception):
@@ -59,7 +60,7 @@ def rematerialize(
         A legal schedule. First runs stand in program order; every other run stands as late as possible.
 
     Raises:
-        TooManyRuns: where ``max_runs`` or the deadline is exceeded.
+        TooManyRuns: where ``max_runs``, the deadline or a fixed amount of work per op is exceeded.
     """
     return _Replay(
         problem, drop, budget_bytes, distance_power, forward_share, patience, max_runs, deadline_s
@@ -87,6 +88,7 @@ class _Replay:
         self.max_runs = max_runs if max_runs is not None else 10 * problem.count + 100
         count = len(problem.graph.tensors)
         self.deadline_s = deadline_s
+        self.visits = 0
         self.runs: list[int] = []
         self.bytes = problem.graph.pinned_bytes
         self.available = [False] * count
@@ -237,6 +239,9 @@ class _Replay:
                 if not there and problem.made_by[u] not in seen:
                     seen.add(problem.made_by[u])
                     pending.append(problem.made_by[u])
+        self.visits += len(seen)
+        if self.visits > _MOST_VISITS_PER_OP * problem.count + 10_000:
+            raise TooManyRuns
         return total
 
     def _next(self, s: int) -> float:

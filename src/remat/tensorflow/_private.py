@@ -7,15 +7,17 @@ with a clear message when a release moves one of these.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import tensorflow as tf
 from tensorflow.core.framework import attr_value_pb2
 from tensorflow.python.framework import ops as _ops
 from tensorflow.python.framework.func_graph import FuncGraph
 from tensorflow.python.ops import control_flow_util as _control_flow_util
 from tensorflow.python.ops import handle_data_util as _handle_data_util
+
+import tensorflow as tf
 
 __all__ = [
     "FuncGraph",
@@ -45,7 +47,7 @@ def copy_operation(
         key: value for key, value in op.node_def.attr.items() if key not in ("_class", "_output_shapes")
     }
     with graph.control_dependencies(None), graph.control_dependencies(list(control_inputs)):
-        copy = graph._create_op_internal(  # type: ignore[attr-defined]
+        copy = graph._create_op_internal(
             op.type,
             list(inputs),
             [output.dtype for output in op.outputs],
@@ -76,6 +78,13 @@ def call_when_traced(function: Callable[[], None]) -> None:
     _ops.add_exit_callback_to_default_func_graph(function)
 
 
+@contextlib.contextmanager
+def building_freely(graph: tf.Graph) -> Iterator[None]:
+    """Build operations in ``graph`` with no control inputs."""
+    with graph.as_default(), graph.control_dependencies(None):
+        yield
+
+
 def not_a_constant(constant: tf.Tensor) -> tf.Tensor:
     """A tensor with the value of ``constant`` that the graph optimizer does not take for a constant."""
     op = constant.op
@@ -102,11 +111,6 @@ def handle_shapes(tensor: tf.Tensor) -> list[tuple[tf.TensorShape, tf.DType]]:
     return [(tf.TensorShape(part.shape), tf.dtypes.as_dtype(part.dtype)) for part in data.shape_and_type]
 
 
-def attributes(op: tf.Operation) -> Mapping[str, Any]:
-    """The operation's attributes as protocol buffers."""
-    return op.node_def.attr
-
-
 def memory_limit_bytes(device_name: str) -> int:
     """Bytes that TensorFlow may allocate on a device of this process."""
     from tensorflow.python.client import device_lib
@@ -119,3 +123,43 @@ def memory_limit_bytes(device_name: str) -> int:
 def is_custom_gradient(op: tf.Operation) -> bool:
     """Does ``op`` carry a gradient of its own, as the IdentityN of ``tf.custom_gradient`` does?"""
     return "_gradient_op_type" in op.node_def.attr
+
+
+def optimized_program(
+    func_graph: FuncGraph,
+    input_shapes: Mapping[str, Sequence[int]],
+    change: Callable[[Callable[[str], tf.Tensor]], None],
+) -> str:
+    """The scheduled program that XLA compiles ``func_graph`` to, as text.
+
+    Args:
+        func_graph: the function; it stays as it is.
+        input_shapes: real shapes of inputs traced with unknown dimensions, by tensor name.
+        change: called on a copy of the function before it is compiled, with a look-up of its tensors by the names that
+            they have in ``func_graph``.
+    """
+    definition = func_graph.as_graph_def()
+    inputs = {t.op.name for t in func_graph.inputs}
+    nodes = [node for node in definition.node if node.name not in inputs]
+    del definition.node[:]
+    definition.node.extend(nodes)
+    read = {name.partition(":")[0] for node in nodes for name in node.input}
+    captured = {inner.name: outer for outer, inner in func_graph.captures}
+    given = [t for t in func_graph.inputs if t.name not in captured]
+    names = [t.name for t in given]
+
+    def body(*values: tf.Tensor) -> list[tf.Tensor]:
+        graph = tf.compat.v1.get_default_graph()
+        replaced = {name: graph.capture(outer) for name, outer in captured.items()}
+        replaced.update(zip(names, values, strict=True))
+        outputs = [t.name for t in func_graph.outputs]
+        used = {name: value for name, value in replaced.items() if name.partition(":")[0] in read}
+        results = tf.graph_util.import_graph_def(definition, input_map=used, return_elements=outputs, name="")
+        change(lambda name: replaced[name] if name in replaced else graph.get_tensor_by_name(name))
+        return list(results)
+
+    specs = [tf.TensorSpec(input_shapes.get(t.name, t.shape), t.dtype) for t in given]
+    with tf.init_scope():
+        compiled = tf.function(body, jit_compile=True, autograph=False)
+        text: str = compiled.experimental_get_compiler_ir(*specs)(stage="optimized_hlo")
+    return text

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from remat.graph import Graph
 from remat.simulator import storage_lifetimes
+from remat.tensorflow.xla_memory import CompiledMemory
 
 _ALIGNMENT_BYTES = 256
 _MAX_UNSPLIT_BYTES = 128 << 20
@@ -71,6 +72,15 @@ class AllocatorModel:
                 for number in deaths.get(step, ()):
                     if number in held:
                         heap.free(held.pop(number))
+        return heap.peak_bytes
+
+    def program_peak_bytes(self, graph: Graph, memory: CompiledMemory) -> int:
+        """The largest sum of chunks in use while a compiled program runs: inputs, outputs, one temporary block."""
+        heap = _Heap()
+        pinned = [graph.tensors[root].size_bytes for root in {graph.roots[t] for t in graph.inputs}]
+        for size in (*pinned, *memory.output_bytes, memory.temporary_bytes):
+            if counted := self.counted(size):
+                heap.allocate(counted)
         return heap.peak_bytes
 
 

@@ -15,7 +15,8 @@ def flops(op: tf.Operation, inputs: Sequence[Shape], outputs: Sequence[Shape]) -
 
     Args:
         op: the operation, for its type and attributes.
-        inputs, outputs: shapes, None where unknown (then only the known parts count).
+        inputs: shapes, None where unknown (then only the known parts count).
+        outputs: likewise.
     """
     kind = op.type
     known_in = [shape or () for shape in inputs]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import tensorflow as tf
-
 from remat.plan import Plan
-from remat.tensorflow import _private, op_facts
+from remat.tensorflow import _private, op_facts, xla_ties
 from remat.tensorflow.trace import TracedStep
 
 # Tensors this small may float: holding their ops in order would cost edges and gain nothing.
@@ -32,13 +32,19 @@ def emit(plan: Plan, step: TracedStep, *, in_xla: bool = False) -> Emitted:
 
     A second occurrence of an op becomes a copy of it, and what the schedule reads afterwards reads the copy.
     Every op that touches a large tensor is held behind the one before it in the schedule, so that
-    the executor can neither run a recomputation early nor let two large ops overlap.
+    the executor can neither run a recomputation early nor let two large ops overlap. Under XLA, which ignores
+    control edges, a recomputation reads a value that depends on the backward pass instead.
+
+    Args:
+        plan: a plan for ``step.graph``.
+        step: the traced function.
+        in_xla: is the function compiled with XLA?
 
     Raises:
         PlanMismatch: if the plan was made for another graph.
     """
     plan.check_graph(step.graph)
-    return _Emitter(plan, step).run()
+    return (_XlaEmitter if in_xla else _Emitter)(plan, step).run()
 
 
 class _Emitter:
@@ -63,8 +69,7 @@ class _Emitter:
         for index in self.plan.schedule:
             operation = self._copy(index) if self.runs[index] else self._rebind(index)
             if self._heavy(index):
-                self._hold(operation)
-                self._hide_constants(operation)
+                self._keep_in_order(operation)
             self.runs[index] += 1
         return Emitted(tuple(self.copies), self.control_edges)
 
@@ -90,21 +95,23 @@ class _Emitter:
         operation = self.step.operations[index]
         op = self.graph.ops[index]
         inputs = [self.newest[t] for t in op.inputs] if op.inputs else list(operation.inputs)
-        held = [self.last_heavy] if self.last_heavy is not None else []
-        name = f"{operation.name}/recomputed_{self.runs[index]}"
-        copy = _private.copy_operation(operation, inputs, held, name)
+        copy = self._held_copy(operation, inputs, f"{operation.name}/recomputed_{self.runs[index]}")
         for number, output in zip(op.outputs, copy.outputs, strict=True):
             self.newest[number] = output
         self.copies.append(copy)
-        self.control_edges += len(held)
         return copy
 
-    def _hold(self, operation: tf.Operation) -> None:
+    def _held_copy(self, operation: tf.Operation, inputs: list[tf.Tensor], name: str) -> tf.Operation:
+        """A copy of ``operation`` that runs no sooner than the schedule says."""
+        held = [self.last_heavy] if self.last_heavy is not None else []
+        self.control_edges += len(held)
+        return _private.copy_operation(operation, inputs, held, name)
+
+    def _keep_in_order(self, operation: tf.Operation) -> None:
+        self._hide_constants(operation)
         before = self.last_heavy
         self.last_heavy = operation
-        if before is None or before in operation.control_inputs:
-            return
-        if any(t.op is before for t in operation.inputs):
+        if before is None or before in operation.control_inputs or any(t.op is before for t in operation.inputs):
             return
         _private.add_control_inputs(operation, [before])
         self.control_edges += 1
@@ -117,3 +124,46 @@ class _Emitter:
                 if source.name not in self.hidden:
                     self.hidden[source.name] = _private.not_a_constant(source)
                 _private.update_input(operation, position, self.hidden[source.name])
+
+
+class _XlaEmitter(_Emitter):
+    """Ties recomputations to the newest large value of the schedule; XLA orders the rest on its own."""
+
+    def __init__(self, plan: Plan, step: TracedStep) -> None:
+        super().__init__(plan, step)
+        self.zero: tf.Tensor | None = None
+        self.trigger: tf.Tensor | None = None
+        self.late: set[str] = set()
+        self.tied: dict[str, tf.Tensor] = {}
+
+    def _keep_in_order(self, operation: tf.Operation) -> None:
+        if self.copies and operation is self.copies[-1]:
+            return
+        made = [t for t in operation.outputs if xla_ties.can_tie(t) and t.shape.is_fully_defined()]
+        if made and math.prod(made[0].shape):
+            self.trigger, self.zero = made[0], None
+            self.late.clear()
+            self.tied.clear()
+
+    def _held_copy(self, operation: tf.Operation, inputs: list[tf.Tensor], name: str) -> tf.Operation:
+        if self.trigger is not None and not any(t.name in self.late for t in inputs):
+            tieable = [(t.shape.num_elements(), n) for n, t in enumerate(inputs) if self._may_tie(t)]
+            if tieable:
+                number = min(tieable)[1]
+                inputs[number] = self._tie(inputs[number])
+        copy = _private.copy_operation(operation, inputs, [], name)
+        self.late.update(t.name for t in copy.outputs)
+        return copy
+
+    def _may_tie(self, tensor: tf.Tensor) -> bool:
+        # A constant may be needed at compile time.
+        return xla_ties.can_tie(tensor) and tensor.op.type != "Const" and tensor.shape.is_fully_defined()
+
+    def _tie(self, tensor: tf.Tensor) -> tf.Tensor:
+        if tensor.name not in self.tied:
+            with _private.building_freely(tensor.graph):
+                if self.zero is None:
+                    assert self.trigger is not None
+                    self.zero = xla_ties.late_zero(self.trigger)
+                self.tied[tensor.name] = xla_ties.tie(tensor, self.zero)
+        return self.tied[tensor.name]

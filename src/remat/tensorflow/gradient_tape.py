@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import tensorflow as tf
-
 from remat.errors import UnsupportedStep
 from remat.plan import Plan
 from remat.tensorflow import _private
@@ -22,8 +21,8 @@ class GradientTape(tf.GradientTape):  # type: ignore[misc]
     (optimizer update included) is planned and rewritten in place: the same numbers, less memory, more time.
 
     Args:
-        budget: peak device bytes of the function, everything counted: an int, "4GiB", "60%" of the plain peak, or "auto"
-            for a GPU's memory less a margin.
+        budget: peak device bytes of the function, everything counted: an int, "4GiB", "60%" of the plain peak, or
+            "auto" for a GPU's memory less a margin.
         plan: a plan made earlier for the same function, instead of a budget.
         checkpoints: tensors to keep, everything else between them being recomputed where that is exact.
         planner: a planner's name.

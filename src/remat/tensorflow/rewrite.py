@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
-
-from remat.budget import format_bytes, parse_budget
+from remat.budget import parse_budget
 from remat.cost_model import get_profile
 from remat.errors import InfeasibleBudget
 from remat.graph import Graph
@@ -19,6 +18,8 @@ from remat.plan import plan as make_plan
 from remat.simulator import simulate
 from remat.tensorflow import _private
 from remat.tensorflow.allocator import AllocatorModel
+from remat.tensorflow.closed_loop import infeasible, plan_within
+from remat.tensorflow.compiled import Program
 from remat.tensorflow.device import current_device
 from remat.tensorflow.emit import Emitted, emit
 from remat.tensorflow.trace import TracedStep, trace_func_graph
@@ -27,7 +28,8 @@ _log = logging.getLogger("remat")
 
 # What the allocator's model does not see (light ops that float, regions left by other steps).
 _UNSEEN_FRACTION = 0.02
-_ROUNDS = 6
+_ROUNDS = 5
+_COMPILED_ROUNDS = 4
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,11 @@ def rewrite(
     else:
         budget = device.auto_budget_bytes() if request.budget == "auto" else request.budget
         assert budget is not None
-        plan = plan_for_allocator(step.graph, budget, allocator, request)
+        if in_xla:
+            program = Program(func_graph, step, input_shapes or {}, allocator)
+            plan = plan_for_program(step, budget, program, request)
+        else:
+            plan = plan_for_allocator(step.graph, budget, allocator, request)
     emitted = emit(plan, step, in_xla=in_xla)
     _log.info("%s\n  copies         %d, control edges %d", plan, len(emitted.copies), emitted.control_edges)
     return Rewritten(plan, step, emitted)
@@ -109,59 +115,71 @@ def rewrite(
 def plan_for_allocator(graph: Graph, budget: int | str, allocator: AllocatorModel, request: Request) -> Plan:
     """A plan whose peak stays within the budget as the device's own counter will show it.
 
-    The planners count tensors; the allocator rounds them to chunks. So the planner's budget is lowered until
-    the replay through the allocator's model fits.
-
     Raises:
         InfeasibleBudget: with the smallest budget for which this function succeeds.
     """
     baseline_bytes = allocator.peak_bytes(graph, graph.plain_schedule)
+    # The plain step's rounding is a good first guess of the plan's.
+    counted_bytes = simulate(graph, graph.plain_schedule).peak_bytes
+    return _plan_for_device(
+        graph,
+        budget,
+        baseline_bytes,
+        min(1.0, counted_bytes / max(1, baseline_bytes)),
+        lambda plan: allocator.peak_bytes(graph, plan.schedule),
+        request,
+        rounds=_ROUNDS,
+    )
+
+
+def plan_for_program(step: TracedStep, budget: int | str, program: Program, request: Request) -> Plan:
+    """A plan whose compiled program stays within the budget; each round compiles once.
+
+    Raises:
+        InfeasibleBudget: with the smallest budget for which this function succeeds.
+    """
+    graph = step.graph
+    baseline_bytes = program.peak_bytes(None)
+    counted_bytes = simulate(graph, graph.plain_schedule).peak_bytes
+    return _plan_for_device(
+        graph,
+        budget,
+        baseline_bytes,
+        counted_bytes / max(1, baseline_bytes),
+        program.peak_bytes,
+        request,
+        rounds=_COMPILED_ROUNDS,
+    )
+
+
+def _plan_for_device(
+    graph: Graph,
+    budget: int | str,
+    baseline_bytes: int,
+    first_ratio: float,
+    real_peak_bytes: Callable[[Plan], int],
+    request: Request,
+    *,
+    rounds: int,
+) -> Plan:
     budget_bytes = parse_budget(budget, baseline_bytes)
     target_bytes = int(budget_bytes / (1 + _UNSEEN_FRACTION))
 
-    def attempt(planner_budget: int) -> tuple[Plan, int]:
-        plan = make_plan(
+    def plan_with(planner_budget: int) -> Plan:
+        return make_plan(
             graph, planner_budget, planner=request.planner, time_limit_s=request.time_limit_s, **request.options
         )
-        return plan, allocator.peak_bytes(graph, plan.schedule)
 
-    # The plain step's rounding is a good first guess of the plan's.
-    counted_bytes = simulate(graph, graph.plain_schedule).peak_bytes
-    planner_budget = int(target_bytes * min(1.0, counted_bytes / max(1, baseline_bytes)))
-    for _ in range(_ROUNDS):
+    if baseline_bytes <= target_bytes:
+        found = dataclasses.replace(
+            plan_with(simulate(graph, graph.plain_schedule).peak_bytes), peak_bytes=baseline_bytes
+        )
+    else:
         try:
-            plan, peak_bytes = attempt(planner_budget)
+            found = plan_within(
+                target_bytes, int(target_bytes * first_ratio), plan_with, real_peak_bytes, rounds=rounds
+            )
         except InfeasibleBudget as error:
-            smallest, smallest_bytes = attempt(error.minimum_bytes)
-            if smallest_bytes <= target_bytes:
-                return _as_counted(smallest, smallest_bytes, baseline_bytes, budget_bytes)
-            raise _infeasible(error, smallest_bytes, budget_bytes) from None
-        if peak_bytes <= target_bytes:
-            return _as_counted(plan, peak_bytes, baseline_bytes, budget_bytes)
-        planner_budget = min(planner_budget, plan.peak_bytes) - max(1, peak_bytes - target_bytes)
-    try:
-        attempt(1)
-    except InfeasibleBudget as error:
-        smallest, smallest_bytes = attempt(error.minimum_bytes)
-        if smallest_bytes <= target_bytes:
-            return _as_counted(smallest, smallest_bytes, baseline_bytes, budget_bytes)
-        raise _infeasible(error, smallest_bytes, budget_bytes) from None
-    raise AssertionError("internal error: a planner kept a budget of one byte; please report this")
-
-
-def _as_counted(plan: Plan, peak_bytes: int, baseline_bytes: int, budget_bytes: int) -> Plan:
-    return dataclasses.replace(
-        plan, peak_bytes=peak_bytes, baseline_peak_bytes=baseline_bytes, budget_bytes=budget_bytes
-    )
-
-
-def _infeasible(error: InfeasibleBudget, peak_bytes: int, budget_bytes: int) -> InfeasibleBudget:
-    minimum = int(peak_bytes * (1 + _UNSEEN_FRACTION)) + 1
-    return InfeasibleBudget(
-        f"no schedule within {budget_bytes} bytes ({format_bytes(budget_bytes)}) was found: the smallest budget that "
-        f"can be kept is {minimum} bytes ({format_bytes(minimum)}). What binds there is {error.binding_op}. Ask for at "
-        "least that, make the batch smaller, or try another planner",
-        minimum_bytes=minimum,
-        budget_bytes=budget_bytes,
-        binding_op=error.binding_op,
-    )
+            minimum = int(error.minimum_bytes * (1 + _UNSEEN_FRACTION)) + 2
+            raise infeasible(budget_bytes, minimum, error.binding_op) from None
+    return dataclasses.replace(found, baseline_peak_bytes=baseline_bytes, budget_bytes=budget_bytes)

@@ -8,14 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
-
 from remat.cost_model import DeviceProfile, get_profile, op_time_s
 from remat.errors import UnsupportedStep
 from remat.graph import Graph, Op, Tensor
 from remat.tensorflow import _private, costs, op_facts
 from remat.tensorflow.allocator import AllocatorModel
 from remat.tensorflow.shapes import Sizes, handle_bytes, shape_bytes
-
 
 _EVERYTHING_COUNTS = AllocatorModel(min_counted_bytes=0)
 
@@ -33,6 +31,13 @@ class TracedStep:
     graph: Graph
     operations: tuple[tf.Operation, ...]
     tensors: tuple[tf.Tensor | None, ...]
+
+    def moved(self, tensor_named: Callable[[str], tf.Tensor]) -> TracedStep:
+        """The same step in a copy of its function, whose tensors are found by name."""
+        tensors = tuple(None if t is None else tensor_named(t.name) for t in self.tensors)
+        graph = next(t.graph for t in tensors if t is not None)
+        operations = tuple(graph.get_operation_by_name(op.name) for op in self.operations)
+        return TracedStep(self.graph, operations, tensors)
 
 
 def trace(fn: Callable[..., Any], *args: Any, device: str = "cpu", **kwargs: Any) -> Graph:

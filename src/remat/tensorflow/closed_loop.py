@@ -1,0 +1,111 @@
+"""Finds the budget to plan with, so that what the device really shows stays within the budget that was asked for.
+
+Planners count tensors. An allocator rounds them up, a compiler fuses them. Both are known only for a given
+schedule, so the planner's budget is corrected until the real figure is within the target and close to it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from remat.budget import format_bytes
+from remat.errors import InfeasibleBudget
+from remat.plan import Plan
+
+_CLOSE_ENOUGH = 0.03
+
+
+def plan_within(
+    target_bytes: int,
+    first_guess_bytes: int,
+    make_plan: Callable[[int], Plan],
+    real_peak_bytes: Callable[[Plan], int],
+    *,
+    rounds: int,
+) -> Plan:
+    """The cheapest plan found whose real peak is at most ``target_bytes``.
+
+    Args:
+        target_bytes: what the real peak may be.
+        first_guess_bytes: the planner's budget to begin with.
+        make_plan: planner's budget -> plan; raises InfeasibleBudget.
+        real_peak_bytes: plan -> what the device will show.
+        rounds: how many budgets to try before the smallest plan is taken.
+
+    Returns:
+        The plan, its ``peak_bytes`` being the real one.
+
+    Raises:
+        InfeasibleBudget: ``minimum_bytes`` is the smallest real peak found.
+    """
+    fits: Plan | None = None
+    fits_at = 0
+    fails_at: int | None = None
+    smallest: Plan | None = None
+    binding = ""
+    guess = max(1, first_guess_bytes)
+    for _ in range(rounds):
+        try:
+            found = make_plan(guess)
+        except InfeasibleBudget as error:
+            binding = error.binding_op
+            guess = error.minimum_bytes
+            found = make_plan(guess)
+        if smallest is not None and found.schedule == smallest.schedule:
+            break
+        peak = real_peak_bytes(found)
+        found = dataclasses.replace(found, peak_bytes=peak)
+        if smallest is None or peak < smallest.peak_bytes:
+            smallest = found
+        if peak <= target_bytes:
+            if fits is None or found.time_s < fits.time_s:
+                fits = found
+            fits_at = max(fits_at, guess)
+            if peak >= target_bytes * (1 - _CLOSE_ENOUGH) or found.overhead == 0:
+                break
+        else:
+            fails_at = guess if fails_at is None else min(fails_at, guess)
+        guess = _next_guess(guess, peak, target_bytes, fits_at, fails_at)
+        if guess == fits_at:
+            break
+    if fits is not None:
+        return fits
+    try:
+        make_plan(1)  # No planner keeps one byte: the error says what the planner can reach.
+    except InfeasibleBudget as error:
+        found = make_plan(error.minimum_bytes)
+        found = dataclasses.replace(found, peak_bytes=real_peak_bytes(found))
+        if found.peak_bytes <= target_bytes:
+            return found
+        binding = error.binding_op
+        if smallest is None or found.peak_bytes < smallest.peak_bytes:
+            smallest = found
+    assert smallest is not None
+    raise InfeasibleBudget(
+        f"the smallest peak found is {smallest.peak_bytes} bytes",
+        minimum_bytes=smallest.peak_bytes,
+        budget_bytes=target_bytes,
+        binding_op=binding,
+    )
+
+
+def _next_guess(guess: int, peak: int, target: int, fits_at: int, fails_at: int | None) -> int:
+    """The planner's budget scaled by how far off the real peak was, kept between what fits and what does not."""
+    scaled = int(guess * target / max(1, peak))
+    low = fits_at + 1 if fits_at else 1
+    if fails_at is not None and not low <= scaled < fails_at:
+        scaled = (low + fails_at) // 2 if fits_at else int(fails_at * 0.9)
+    return max(low, scaled)
+
+
+def infeasible(budget_bytes: int, minimum_bytes: int, binding_op: str) -> InfeasibleBudget:
+    """The error for a budget that cannot be kept, restating both figures."""
+    return InfeasibleBudget(
+        f"no schedule within {budget_bytes} bytes ({format_bytes(budget_bytes)}) was found: the smallest budget that "
+        f"can be kept is {minimum_bytes} bytes ({format_bytes(minimum_bytes)}). What binds there is {binding_op}. Ask "
+        "for at least that, make the batch smaller, or try another planner",
+        minimum_bytes=minimum_bytes,
+        budget_bytes=budget_bytes,
+        binding_op=binding_op,
+    )

@@ -1,0 +1,50 @@
+"""A function as XLA compiles it: the peak of the program that a plan leads to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import tensorflow as tf
+from remat.plan import Plan
+from remat.tensorflow import _private
+from remat.tensorflow.allocator import AllocatorModel
+from remat.tensorflow.emit import emit
+from remat.tensorflow.trace import TracedStep
+from remat.tensorflow.xla_memory import program_memory
+
+
+class Program:
+    """Compiles copies of a function to see what plans really need.
+
+    Args:
+        func_graph: the function; it stays as it is.
+        step: its trace.
+        input_shapes: real shapes of inputs traced with unknown dimensions, by tensor name.
+        allocator: how the device counts.
+    """
+
+    def __init__(
+        self,
+        func_graph: _private.FuncGraph,
+        step: TracedStep,
+        input_shapes: Mapping[str, Sequence[int]],
+        allocator: AllocatorModel,
+    ) -> None:
+        self._func_graph = func_graph
+        self._step = step
+        self._input_shapes = input_shapes
+        self._allocator = allocator
+        self._known: dict[tuple[int, ...], int] = {}
+
+    def peak_bytes(self, plan: Plan | None) -> int:
+        """Peak bytes of the device under a plan, None for the plain step. Compiles, unless the schedule is known."""
+        schedule = () if plan is None else plan.schedule
+        if schedule not in self._known:
+
+            def change(tensor_named: Callable[[str], tf.Tensor]) -> None:
+                if plan is not None:
+                    emit(plan, self._step.moved(tensor_named), in_xla=True)
+
+            text = _private.optimized_program(self._func_graph, self._input_shapes, change)
+            self._known[schedule] = self._allocator.program_peak_bytes(self._step.graph, program_memory(text))
+        return self._known[schedule]

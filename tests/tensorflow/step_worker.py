@@ -1,0 +1,289 @@
+"""Trains one model plainly and under several budgets, and prints what happened as JSON.
+
+A process of its own, because the device's counter of memory sees everything that the process ever holds.
+
+    python step_worker.py CASE tape|fit BUDGET... [--jit]        # a BUDGET is "70%", a number of bytes, or "minimum"
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import keras
+import numpy as np
+import tensorflow as tf
+from models import CASES, Case
+
+import remat
+from remat.keras.limit import _limits
+from remat.plan import Plan
+from remat.tensorflow import GradientTape
+from remat.tensorflow.device import current_device
+
+STEPS = 3
+Arrays = list[np.ndarray[Any, Any]]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What three steps left behind.
+
+    Attributes:
+        gradients: of every step, one list per step; empty where the step does not give them out.
+        losses: of every step.
+        variables: every variable of the model and the optimizer, by path.
+        peak_bytes: of the device's counter, over the three steps.
+        step_s: median seconds of the steps after the first.
+        trace_s: seconds of tracing, planning included.
+        copies: recomputations that the traced function holds.
+        plan: what was planned.
+    """
+
+    gradients: list[Arrays]
+    losses: list[float]
+    variables: dict[str, np.ndarray[Any, Any]]
+    peak_bytes: int
+    step_s: float
+    trace_s: float
+    copies: int
+    plan: Plan | None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One budget against plain training. Differences are relative to the largest plain value of their array."""
+
+    budget: str
+    budget_bytes: int
+    predicted_bytes: int
+    measured_bytes: int
+    plain_measured_bytes: int
+    plain_predicted_bytes: int
+    recomputed: int
+    copies: int
+    overhead: float
+    plan_s: float
+    trace_s: float
+    step_s: float
+    plain_step_s: float
+    gradient_difference: float
+    loss_difference: float
+    weight_difference: float
+    unequal_states: list[str]
+    states: int
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A budget that no plan fits."""
+
+    budget: str
+    minimum_bytes: int
+    binding_op: str
+    infeasible: bool = True
+
+
+class Trainer:
+    """One model and optimizer, set back to their first values before every training.
+
+    A new model for each budget would not do: in TensorFlow 2.21 the variables of a model stay allocated once its
+    optimizer has stepped inside a function, whoever lets go of them.
+    """
+
+    def __init__(self, case: Case, jit: bool) -> None:
+        self.case = case
+        self.jit = jit
+        self.model = case.model()
+        self.optimizer = case.optimizer()
+        self.optimizer.build(self.model.trainable_variables)
+        self.first = {number: np.array(v) for number, v in enumerate(self._all_variables())}
+        self.batches = [[tf.constant(part) for part in case.batch(seed)] for seed in range(STEPS)]
+
+    def train(self, how: str, budget: int | str | None) -> Trained:
+        for number, variable in enumerate(self._all_variables()):
+            # Handed over as it is, an array may become the variable's memory, which the device then does not count.
+            variable.assign(tf.raw_ops.DeepCopy(x=self.first[number]))
+        gc.collect()
+        return self._with_tape(budget) if how == "tape" else self._with_fit(budget)
+
+    def _with_tape(self, budget: int | str | None) -> Trained:
+        model, optimizer, loss = self.model, self.optimizer, self.case.loss()
+        tapes = []
+
+        @tf.function(jit_compile=self.jit)
+        def step(x: tf.Tensor, y: tf.Tensor) -> Any:
+            tape = tf.GradientTape() if budget is None else GradientTape(budget=budget)
+            tapes.append(tape)
+            with tape:
+                value = loss(y, model(x, training=True))
+                scaled = optimizer.scale_loss(value)
+            gradients = tape.gradient(scaled, model.trainable_variables)
+            optimizer.apply(gradients, model.trainable_variables)
+            return value, [tf.convert_to_tensor(g) for g in gradients]
+
+        started = time.perf_counter()
+        traced = step.get_concrete_function(*self.batches[0])
+        trace_s = time.perf_counter() - started
+        device = current_device()
+        device.reset_peak()
+        gradients, losses, times = [], [], []
+        for batch in self.batches:
+            started = time.perf_counter()
+            value, found = step(*batch)
+            losses.append(float(value))
+            times.append(time.perf_counter() - started)
+            gradients.append([g.numpy().copy() for g in found])
+            del found
+        peak = device.peak_bytes
+        assert len(tapes) == 1, "traced more than once"
+        return Trained(
+            gradients,
+            losses,
+            self._values(),
+            peak,
+            float(np.median(times[1:])),
+            trace_s,
+            _copies(traced.graph),
+            None if budget is None else tapes[0].plan,
+        )
+
+    def _with_fit(self, budget: int | str | None) -> Trained:
+        model = self.model
+        model.compile(self.optimizer, self.case.loss(), jit_compile=self.jit)
+        if budget is not None:
+            remat.keras.limit_memory(model, budget=budget)
+        data = tf.data.Dataset.from_generator(
+            lambda: iter(self.batches),
+            output_signature=tuple(tf.TensorSpec((None, *t.shape[1:]), t.dtype) for t in self.batches[0]),
+        )
+        losses = _Losses()
+        device = current_device()
+        device.reset_peak()
+        started = time.perf_counter()
+        model.fit(data, epochs=1, shuffle=False, verbose=0, callbacks=[losses])
+        total_s = time.perf_counter() - started
+        peak = device.peak_bytes
+        limit = None if budget is None else _limits[model]
+        return Trained(
+            [],
+            losses.values,
+            self._values(),
+            peak,
+            float(np.median(np.diff(losses.times))),
+            total_s,
+            0 if limit is None else _copies(limit.rewritten.step.operations[0].graph),
+            None if limit is None else limit.plan,
+        )
+
+    def _all_variables(self) -> list[keras.Variable]:
+        return [*self.model.variables, *self.optimizer.variables]
+
+    def _values(self) -> dict[str, np.ndarray[Any, Any]]:
+        trainable = {id(v) for v in self.model.trainable_variables}
+        return {
+            f"{'weight' if id(v) in trainable else 'state'} {number} {v.path}": np.array(v)
+            for number, v in enumerate(self._all_variables())
+        }
+
+
+def _copies(graph: tf.Graph) -> int:
+    return sum("_remat_copy" in op.node_def.attr for op in graph.get_operations())
+
+
+class _Losses(keras.callbacks.Callback):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: list[float] = []
+        self.times: list[float] = []
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.values.append(float(logs["loss"]))
+        self.times.append(time.perf_counter())
+
+
+def largest_difference(found: Arrays, plain: Arrays) -> float:
+    """The largest difference of two lists of arrays, each relative to its plain array's largest value."""
+    assert [a.shape for a in found] == [a.shape for a in plain]
+    differences = [
+        float(np.max(np.abs(a.astype("float64") - b.astype("float64")))) / max(float(np.max(np.abs(b))), 1e-12)
+        for a, b in zip(found, plain, strict=True)
+        if b.size
+    ]
+    assert np.isfinite(differences).all()
+    return max(differences)
+
+
+def gradient_difference(found: Arrays, plain: Arrays) -> float:
+    """The largest difference of two steps' gradients, relative to the step's largest gradient."""
+    scale = max(float(np.max(np.abs(b))) for b in plain)
+    return max(float(np.max(np.abs(a - b))) for a, b in zip(found, plain, strict=True)) / scale
+
+
+def compare(budget: str, found: Trained, plain: Trained) -> Outcome:
+    assert found.plan is not None
+    assert found.variables.keys() == plain.variables.keys()
+    # Integer states are counters and seeds: steps taken, random numbers drawn.
+    exact = [n for n, v in plain.variables.items() if not np.issubdtype(v.dtype, np.floating)]
+    rest = [n for n in plain.variables if n not in exact]
+    return Outcome(
+        budget=budget,
+        budget_bytes=found.plan.budget_bytes,
+        predicted_bytes=found.plan.peak_bytes,
+        measured_bytes=found.peak_bytes,
+        plain_measured_bytes=plain.peak_bytes,
+        plain_predicted_bytes=found.plan.baseline_peak_bytes,
+        recomputed=found.plan.recomputed,
+        copies=found.copies,
+        overhead=found.plan.overhead,
+        plan_s=found.plan.plan_seconds,
+        trace_s=found.trace_s,
+        step_s=found.step_s,
+        plain_step_s=plain.step_s,
+        gradient_difference=max(
+            (gradient_difference(a, b) for a, b in zip(found.gradients, plain.gradients, strict=True)), default=0.0
+        ),
+        loss_difference=float(np.max(np.abs(np.subtract(found.losses, plain.losses)))),
+        weight_difference=largest_difference([found.variables[n] for n in rest], [plain.variables[n] for n in rest]),
+        unequal_states=[n for n in exact if not np.array_equal(found.variables[n], plain.variables[n])],
+        states=len(exact),
+    )
+
+
+def main(name: str, how: str, budgets: list[str], jit: bool) -> list[dict[str, Any]]:
+    tf.config.experimental.enable_op_determinism()
+    trainer = Trainer(CASES[name], jit)
+    plain = trainer.train(how, None)
+    results: list[dict[str, Any]] = []
+    for budget in budgets:
+        try:
+            wanted: int | str = int(budget) if budget.isdigit() else budget
+            if budget == "minimum":
+                wanted = minimum_bytes(trainer, how)
+            found = trainer.train(how, wanted)
+        except remat.InfeasibleBudget as error:
+            results.append(asdict(Refused(budget, error.minimum_bytes, error.binding_op)))
+            continue
+        results.append(asdict(compare(budget, found, plain)))
+        del found
+    return results
+
+
+def minimum_bytes(trainer: Trainer, how: str) -> int:
+    try:
+        trainer.train(how, 1)
+    except remat.InfeasibleBudget as error:
+        return error.minimum_bytes
+    raise AssertionError("a budget of one byte was accepted")
+
+
+if __name__ == "__main__":
+    arguments = [a for a in sys.argv[1:] if a != "--jit"]
+    print(json.dumps(main(arguments[0], arguments[1], arguments[2:], "--jit" in sys.argv)))
