@@ -105,7 +105,7 @@ class Trainer:
         self.optimizer = case.optimizer()
         self.optimizer.build(self.model.trainable_variables)
         self.first = {number: np.array(v) for number, v in enumerate(self._all_variables())}
-        self.batches = [[tf.constant(part) for part in case.batch(seed)] for seed in range(STEPS)]
+        self.batches = [tuple(tf.constant(part) for part in case.batch(seed)) for seed in range(STEPS)]
 
     def train(self, how: str, budget: int | str | None) -> Trained:
         for number, variable in enumerate(self._all_variables()):

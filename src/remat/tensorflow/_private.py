@@ -163,3 +163,8 @@ def optimized_program(
         compiled = tf.function(body, jit_compile=True, autograph=False)
         text: str = compiled.experimental_get_compiler_ir(*specs)(stage="optimized_hlo")
     return text
+
+
+def function_of(op: tf.Operation, attribute: str) -> FuncGraph:
+    """The function that an attribute of ``op`` names, such as the body of a loop."""
+    return op.graph._get_function(op.get_attr(attribute).name).graph

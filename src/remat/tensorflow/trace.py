@@ -11,8 +11,10 @@ import tensorflow as tf
 from remat.cost_model import DeviceProfile, get_profile, op_time_s
 from remat.errors import UnsupportedStep
 from remat.graph import Graph, Op, Tensor
+from remat.simulator import simulate
 from remat.tensorflow import _private, costs, op_facts
 from remat.tensorflow.allocator import AllocatorModel
+from remat.tensorflow.loops import LOOPS, Loop
 from remat.tensorflow.shapes import Sizes, handle_bytes, shape_bytes
 
 _EVERYTHING_COUNTS = AllocatorModel(min_counted_bytes=0)
@@ -161,6 +163,8 @@ class _Tracer:
         self.ops: list[Op] = []
         self.operations: list[tf.Operation] = []
         self.numbers: dict[tf.Operation, int] = {}
+        self.loops: dict[tf.Operation, Loop] = {}
+        self.loop_sizes: dict[tf.Operation, Sizes] = {}
         if resident_bytes > 0:
             self.pinned.append(self._add(None, Tensor(resident_bytes, name="resident: not of this function")))
 
@@ -217,6 +221,7 @@ class _Tracer:
                 outputs=outputs,
                 time_s=self._time_s(op, outputs),
                 recomputable=not makes_output and op_facts.may_repeat(op),
+                workspace_bytes=self._workspace_bytes(op),
                 after=tuple(sorted(after)),
                 in_place=self._in_place(op, outputs),
             )
@@ -224,7 +229,52 @@ class _Tracer:
         self.operations.append(op)
         self.numbers[op] = index
 
+    def _loop(self, op: tf.Operation) -> Loop:
+        if op not in self.loops:
+            body = _private.function_of(op, "body")
+            known = {
+                inner.name: shape
+                for inner, outer in zip(body.inputs, op.inputs, strict=True)
+                if (shape := self.sizes.shape(outer)) is not None
+            }
+            sizes = Sizes(body, known)
+            self.loop_sizes[op] = sizes
+            self.loops[op] = Loop(op, lambda t: self.allocator.counted(sizes.bytes(t) or 0))
+        return self.loops[op]
+
+    def _workspace_bytes(self, op: tf.Operation) -> int:
+        """What the kernels inside a loop's body need at once, beyond what the loop reads."""
+        if op.type not in LOOPS:
+            return 0
+        loop = self._loop(op)
+        body = _Tracer(loop.body, self.loop_sizes[op], self.profile, 0, self.allocator, None).run().graph
+        return simulate(body, body.plain_schedule).peak_bytes - body.pinned_bytes
+
+    def _list(self, op: tf.Operation, number: int, output: tf.Tensor) -> Tensor:
+        """A list of tensors behind a handle: the loop that fills it says how large it gets."""
+        if op.type == "TensorListFromTensor":
+            shape = self.sizes.shape(op.inputs[0]) or (0,)
+            items = shape[0] * self.allocator.counted(shape_bytes(shape[1:], op.inputs[0].dtype))
+            return Tensor(items, output.name, dtype="variant")
+        if op.type == "ZerosLike":
+            copied = self.tensors[self.ids[op.inputs[0].name]]
+            while copied.alias_of is not None:
+                copied = self.tensors[copied.alias_of]
+            return Tensor(copied.size_bytes, output.name, dtype="variant")
+        if op.type in op_facts.VIEWS:
+            return Tensor(0, output.name, dtype="variant", alias_of=self.ids[op.inputs[0].name])
+        if op.type in LOOPS:
+            loop = self._loop(op)
+            source = loop.list_source(number)
+            grown = loop.grown_bytes(number)
+            if source is not None and not grown:
+                return Tensor(0, output.name, dtype="variant", alias_of=self.ids[op.inputs[source].name])
+            return Tensor(grown, output.name, dtype="variant")
+        return Tensor(0, output.name, dtype=output.dtype.name)
+
     def _describe(self, op: tf.Operation, number: int, output: tf.Tensor) -> Tensor:
+        if output.dtype == tf.variant:
+            return self._list(op, number, output)
         alias_of = None
         if op.type in op_facts.VIEWS and number == 0:
             alias_of = self.ids[op.inputs[0].name]

@@ -1,0 +1,139 @@
+"""The memory of ``tf.while_loop``: lists that grow with every iteration, and what one iteration needs.
+
+A loop is one op of the graph and is never repeated. Its lists (what the forward loop keeps for the backward loop,
+tensor arrays) stand behind ``variant`` handles that have no size of their own: it follows from the loop's body.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+
+import tensorflow as tf
+from remat.tensorflow import _private
+
+LOOPS = frozenset({"StatelessWhile", "While"})
+_PASSED_ON = frozenset({"Identity", "TensorListPopBack", "TensorListResize"})
+_APPENDS = {"TensorListPushBack": 1, "TensorListSetItem": 2}  # The number of the input that is appended.
+
+
+class Loop:
+    """One ``While`` operation.
+
+    Args:
+        op: the operation.
+        bytes_in_body: bytes of a tensor of the loop's body as the device counts them.
+    """
+
+    def __init__(self, op: tf.Operation, bytes_in_body: Callable[[tf.Tensor], int]) -> None:
+        self.op = op
+        self.body = _private.function_of(op, "body")
+        self._bytes_in_body = bytes_in_body
+        self._owners: dict[str, int] = {}
+
+    def list_source(self, number: int) -> int | None:
+        """Number of the input whose list the output hands on; None where the output is no list."""
+        tensor = self.body.outputs[number]
+        if tensor.dtype != tf.variant:
+            return None
+        while tensor.op.type in _PASSED_ON | _APPENDS.keys():
+            tensor = tensor.op.inputs[0]
+        return next((n for n, given in enumerate(self.body.inputs) if given is tensor), None)
+
+    def grown_bytes(self, number: int) -> int:
+        """Bytes that the loop adds to the list behind an output; a value kept in two lists counts in the first."""
+        added = [item for item in self._items(number) if self._owner(item) == number]
+        bytes_ = sum(self._bytes_in_body(item) for item in added if not self._is_shared(item))
+        return bytes_ * self.iterations() if bytes_ else 0
+
+    def _items(self, number: int) -> list[tf.Tensor]:
+        """What one iteration appends to the list behind an output."""
+        tensor = self.body.outputs[number]
+        items = []
+        while tensor.dtype == tf.variant and tensor.op.type in _PASSED_ON | _APPENDS.keys():
+            if tensor.op.type in _APPENDS and not (tensor.op.type == "TensorListSetItem" and self._is_full(number)):
+                items.append(self._value_kept(tensor.op.inputs[_APPENDS[tensor.op.type]]))
+            tensor = tensor.op.inputs[0]
+        return items
+
+    def _is_full(self, number: int) -> bool:
+        """Did the list come into the loop with all its items, so that setting one replaces another?"""
+        source = self.list_source(number)
+        return source is not None and self.op.inputs[source].op.type != "TensorListReserve"
+
+    def _value_kept(self, item: tf.Tensor) -> tf.Tensor:
+        """The value behind an item: what came in from the iteration before is what that iteration handed out."""
+        for _ in range(2):
+            while item.op.type == "Identity":
+                item = item.op.inputs[0]
+            number = next((n for n, given in enumerate(self.body.inputs) if given is item), None)
+            if number is not None:
+                item = self.body.outputs[number]
+        return item
+
+    def _owner(self, item: tf.Tensor) -> int:
+        if not self._owners:
+            # What is kept for the backward loop outlives the forward loop's own arrays.
+            lists = sorted(
+                range(len(self.body.outputs)), key=lambda n: self.body.outputs[n].op.type != "TensorListPushBack"
+            )
+            for number in lists:
+                for kept in self._items(number):
+                    self._owners.setdefault(kept.name, number)
+        return self._owners[item.name]
+
+    def iterations(self) -> int:
+        """How often the loop runs, at most; 1 with a warning where the trace does not tell."""
+        condition = _private.function_of(self.op, "cond")
+        found = [
+            count for op in condition.get_operations() if (count := self._iterations_by(op, condition)) is not None
+        ]
+        if found:
+            return min(found)
+        warnings.warn(
+            f"the number of iterations of the loop {self.op.name!r} is not known while it is traced, so what it keeps "
+            "for the backward pass is counted for one iteration only; give tf.while_loop maximum_iterations",
+            stacklevel=2,
+        )
+        return 1
+
+    def _is_shared(self, item: tf.Tensor) -> bool:
+        # What the loop only reads (a variable, an outer tensor) is kept by handle, once.
+        while item.op.type in ("Identity", "ReadVariableOp"):
+            item = item.op.inputs[0]
+        if item.op.type != "Placeholder":
+            return item.op.type == "Const"
+        number = next((n for n, given in enumerate(self.body.inputs) if given is item), None)
+        return number is not None and self.body.outputs[number] is item
+
+    def _iterations_by(self, op: tf.Operation, condition: _private.FuncGraph) -> int | None:
+        if op.type != "Less":
+            return None
+        counter = next((n for n, given in enumerate(condition.inputs) if given is op.inputs[0]), None)
+        limit = self._value(op.inputs[1], condition)
+        if counter is None or limit is None:
+            return None
+        start = tf.get_static_value(self.op.inputs[counter])
+        step = self._step(counter)
+        if start is None or step is None or step <= 0:
+            return None
+        return max(0, math.ceil((float(limit) - float(start)) / step))
+
+    def _value(self, tensor: tf.Tensor, condition: _private.FuncGraph) -> float | None:
+        for number, given in enumerate(condition.inputs):
+            if given is tensor:
+                tensor = self.op.inputs[number]
+        if tensor.op.type in LOOPS and tensor.value_index == 0:
+            return float(Loop(tensor.op, self._bytes_in_body).iterations())  # A backward loop counts its forward loop.
+        value = tf.get_static_value(tensor)
+        return None if value is None else float(value)
+
+    def _step(self, counter: int) -> float | None:
+        tensor = self.body.outputs[counter]
+        while tensor.op.type == "Identity":
+            tensor = tensor.op.inputs[0]
+        if tensor.op.type not in ("Add", "AddV2"):
+            return None
+        known = [tf.get_static_value(t) for t in tensor.op.inputs if t is not self.body.inputs[counter]]
+        return float(known[0]) if len(known) == 1 and known[0] is not None else None
