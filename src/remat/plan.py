@@ -138,6 +138,39 @@ def plan(
     overhead = _share(timeline.time_s - plain.time_s, plain.time_s)
     time_left_s = None if time_limit_s is None else max(0.0, time_limit_s - (time.perf_counter() - started))
     bound, meaning = _lower_bound(graph, schedule, budget_bytes, overhead, time_left_s)
+    return _assemble(graph, schedule, timeline, plain, bound, meaning, planner, budget_bytes, started)
+
+
+def plan_for_schedule(graph: Graph, schedule: Schedule, *, planner: str, started: float | None = None) -> Plan:
+    """The plan around a schedule that was made without a budget; its own peak stands as the budget.
+
+    Args:
+        graph: the training step.
+        schedule: a legal schedule; it is replayed by the independent validator.
+        planner: how it was made, for the report.
+        started: ``time.perf_counter()`` when planning began.
+
+    Raises:
+        InvalidSchedule: if the schedule breaks a rule.
+    """
+    timeline = _replay_twice(graph, schedule, planner)
+    plain = simulate(graph, graph.plain_schedule)
+    meaning = "none was sought, since no budget was given"
+    begun = time.perf_counter() if started is None else started
+    return _assemble(graph, schedule, timeline, plain, 0.0, meaning, planner, timeline.peak_bytes, begun)
+
+
+def _assemble(
+    graph: Graph,
+    schedule: Schedule,
+    timeline: Timeline,
+    plain: Timeline,
+    bound: float,
+    meaning: str,
+    planner: str,
+    budget_bytes: int,
+    started: float,
+) -> Plan:
     return Plan(
         schedule=schedule,
         fingerprint=graph.fingerprint,
@@ -145,7 +178,7 @@ def plan(
         baseline_peak_bytes=plain.peak_bytes,
         time_s=timeline.time_s,
         baseline_time_s=plain.time_s,
-        overhead=overhead,
+        overhead=_share(timeline.time_s - plain.time_s, plain.time_s),
         overhead_lower_bound=bound,
         lower_bound_meaning=meaning,
         planner=planner,

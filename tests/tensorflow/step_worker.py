@@ -39,7 +39,7 @@ class Trained:
     Attributes:
         gradients: of every step, one list per step; empty where the step does not give them out.
         losses: of every step.
-        variables: every variable of the model and the optimizer, by path.
+        variables: every variable of the model and the optimizer, by path; "state" are the model's statistics and seeds.
         peak_bytes: of the device's counter, over the three steps.
         step_s: median seconds of the steps after the first.
         trace_s: seconds of tracing, planning included.
@@ -59,7 +59,11 @@ class Trained:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One budget against plain training. Differences are relative to the largest plain value of their array."""
+    """One budget against plain training.
+
+    Differences of gradients and weights are relative to the largest of all plain ones, differences of statistics to
+    the largest plain value of their own array.
+    """
 
     budget: str
     budget_bytes: int
@@ -77,6 +81,8 @@ class Outcome:
     gradient_difference: float
     loss_difference: float
     weight_difference: float
+    statistics_difference: float
+    statistics: int
     unequal_states: list[str]
     states: int
 
@@ -187,9 +193,9 @@ class Trainer:
         return [*self.model.variables, *self.optimizer.variables]
 
     def _values(self) -> dict[str, np.ndarray[Any, Any]]:
-        trainable = {id(v) for v in self.model.trainable_variables}
+        statistics = {id(v) for v in self.model.non_trainable_variables}
         return {
-            f"{'weight' if id(v) in trainable else 'state'} {number} {v.path}": np.array(v)
+            f"{'state' if id(v) in statistics else 'weight'} {number} {v.path}": np.array(v)
             for number, v in enumerate(self._all_variables())
         }
 
@@ -221,10 +227,15 @@ def largest_difference(found: Arrays, plain: Arrays) -> float:
     return max(differences)
 
 
-def gradient_difference(found: Arrays, plain: Arrays) -> float:
-    """The largest difference of two steps' gradients, relative to the step's largest gradient."""
-    scale = max(float(np.max(np.abs(b))) for b in plain)
-    return max(float(np.max(np.abs(a - b))) for a, b in zip(found, plain, strict=True)) / scale
+def difference_to_largest(found: Arrays, plain: Arrays) -> float:
+    """The largest difference of two lists of arrays, relative to the largest value of all plain ones.
+
+    For gradients and weights: some are zero but for rounding (the bias of attention's keys).
+    """
+    assert [a.shape for a in found] == [a.shape for a in plain]
+    difference = max(float(np.max(np.abs(a - b))) for a, b in zip(found, plain, strict=True))
+    assert np.isfinite(difference)
+    return difference / max(float(np.max(np.abs(b))) for b in plain)
 
 
 def compare(budget: str, found: Trained, plain: Trained) -> Outcome:
@@ -232,7 +243,12 @@ def compare(budget: str, found: Trained, plain: Trained) -> Outcome:
     assert found.variables.keys() == plain.variables.keys()
     # Integer states are counters and seeds: steps taken, random numbers drawn.
     exact = [n for n, v in plain.variables.items() if not np.issubdtype(v.dtype, np.floating)]
-    rest = [n for n in plain.variables if n not in exact]
+    statistics = [n for n in plain.variables if n.startswith("state") and n not in exact]
+    weights = [n for n in plain.variables if n.startswith("weight")]
+
+    def both(names: list[str]) -> tuple[Arrays, Arrays]:
+        return [found.variables[n] for n in names], [plain.variables[n] for n in names]
+
     return Outcome(
         budget=budget,
         budget_bytes=found.plan.budget_bytes,
@@ -248,10 +264,12 @@ def compare(budget: str, found: Trained, plain: Trained) -> Outcome:
         step_s=found.step_s,
         plain_step_s=plain.step_s,
         gradient_difference=max(
-            (gradient_difference(a, b) for a, b in zip(found.gradients, plain.gradients, strict=True)), default=0.0
+            (difference_to_largest(a, b) for a, b in zip(found.gradients, plain.gradients, strict=True)), default=0.0
         ),
         loss_difference=float(np.max(np.abs(np.subtract(found.losses, plain.losses)))),
-        weight_difference=largest_difference([found.variables[n] for n in rest], [plain.variables[n] for n in rest]),
+        weight_difference=difference_to_largest(*both(weights)),
+        statistics_difference=largest_difference(*both(statistics)) if statistics else 0.0,
+        statistics=len(statistics),
         unequal_states=[n for n in exact if not np.array_equal(found.variables[n], plain.variables[n])],
         states=len(exact),
     )

@@ -116,11 +116,12 @@ class TensorFlowLimit:
 
         def finish() -> None:
             if sys.exc_info()[0] is None:
+                input_shapes = self._input_shapes(symbols)
                 self._rewritten = rewrite(
                     graph,
                     self._request,
-                    input_shapes=self._input_shapes(symbols),
-                    resident_bytes=resident_elsewhere_bytes(graph),
+                    input_shapes=input_shapes,
+                    resident_bytes=resident_elsewhere_bytes(graph, input_shapes),
                     in_xla=in_xla,
                 )
 

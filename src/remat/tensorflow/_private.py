@@ -18,6 +18,7 @@ from tensorflow.python.ops import control_flow_util as _control_flow_util
 from tensorflow.python.ops import handle_data_util as _handle_data_util
 
 import tensorflow as tf
+from remat.errors import RematError
 
 __all__ = [
     "FuncGraph",
@@ -32,6 +33,9 @@ __all__ = [
 
 
 _COPY_MARK = "_remat_copy"
+
+# AutoGraph replaces every exception that leaves the code it converted, unless the exception says not to.
+RematError.ag_pass_through = True  # type: ignore[attr-defined]
 
 
 def copy_operation(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import tensorflow as tf
 from remat.errors import UnsupportedStep
@@ -47,7 +47,7 @@ class GradientTape(tf.GradientTape):  # type: ignore[misc]
         *,
         budget: int | str | None = None,
         plan: Plan | None = None,
-        checkpoints: Sequence[tf.Tensor] | Literal["memory", "speed"] | None = None,
+        checkpoints: Sequence[tf.Tensor] | None = None,
         planner: str = "auto",
         time_limit_s: float | None = None,
         batch_size: int | None = None,
@@ -68,6 +68,7 @@ class GradientTape(tf.GradientTape):  # type: ignore[misc]
         self._func_graph: _private.FuncGraph | None = None
         self._in_xla = False
         self._rewritten: Rewritten | None = None
+        self._forward_ends: int | None = None
         self._traced = False
         self._known_outputs: list[tf.Tensor] = []
 
@@ -90,6 +91,8 @@ class GradientTape(tf.GradientTape):  # type: ignore[misc]
 
     def gradient(self, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
         """As in ``tf.GradientTape``; refuses a target that depends on none of the sources."""
+        if self._func_graph is not None and self._forward_ends is None:
+            self._forward_ends = len(self._func_graph.get_operations())
         gradients = super().gradient(target, sources, *args, **kwargs)
         if all(gradient is None for gradient in tf.nest.flatten(gradients)):
             names = ", ".join(str(getattr(s, "name", s)) for s in tf.nest.flatten(sources)[:3])
@@ -124,13 +127,16 @@ class GradientTape(tf.GradientTape):  # type: ignore[misc]
 
     def _rewrite(self, outputs: Sequence[tf.Tensor] | None) -> None:
         graph = self._func_graph
+        assert graph is not None
+        input_shapes = self._input_shapes(graph)
         self._rewritten = rewrite(
             graph,
             self._request,
-            input_shapes=self._input_shapes(graph),
-            resident_bytes=resident_elsewhere_bytes(graph),
+            input_shapes=input_shapes,
+            resident_bytes=resident_elsewhere_bytes(graph, input_shapes),
             in_xla=self._in_xla,
             outputs=outputs,
+            forward_ends=self._forward_ends,
         )
 
     def _input_shapes(self, graph: _private.FuncGraph) -> dict[str, tuple[int, ...]]:

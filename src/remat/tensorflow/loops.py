@@ -103,7 +103,7 @@ class Loop:
         while item.op.type in ("Identity", "ReadVariableOp"):
             item = item.op.inputs[0]
         if item.op.type != "Placeholder":
-            return item.op.type == "Const"
+            return bool(item.op.type == "Const")
         number = next((n for n, given in enumerate(self.body.inputs) if given is item), None)
         return number is not None and self.body.outputs[number] is item
 

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-import tensorflow as tf
+from collections.abc import Mapping, Sequence
 
+import tensorflow as tf
 from remat.tensorflow import _private
 from remat.tensorflow.device import current_device
 from remat.tensorflow.shapes import handle_bytes, shape_bytes
 
 
-def resident_elsewhere_bytes(graph: _private.FuncGraph) -> int:
-    """Bytes in use on the device now that are no input of ``graph``, by the device's own counter."""
+def resident_elsewhere_bytes(graph: _private.FuncGraph, input_shapes: Mapping[str, Sequence[int]]) -> int:
+    """Bytes in use on the device now that are no input of ``graph``, by the device's own counter.
+
+    Args:
+        graph: the function.
+        input_shapes: real shapes of inputs traced with unknown dimensions, by tensor name.
+    """
     device = current_device()
     counted = device.allocator.counted
     known = 0
     for tensor in graph.inputs:
         if tensor.dtype == tf.resource:
             known += counted(handle_bytes(tensor))
-        elif tensor.dtype not in (tf.variant, tf.string) and tensor.shape.is_fully_defined():
-            known += counted(shape_bytes(tensor.shape, tensor.dtype))
+        elif tensor.dtype not in (tf.variant, tf.string):
+            shape = input_shapes.get(tensor.name, tensor.shape if tensor.shape.is_fully_defined() else ())
+            known += counted(shape_bytes(shape, tensor.dtype))
     return max(0, device.in_use_bytes - known)

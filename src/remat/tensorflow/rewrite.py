@@ -11,10 +11,11 @@ from typing import Any
 import tensorflow as tf
 from remat.budget import parse_budget
 from remat.cost_model import get_profile
-from remat.errors import InfeasibleBudget
+from remat.errors import InfeasibleBudget, UnsupportedStep
 from remat.graph import Graph
 from remat.plan import Plan
 from remat.plan import plan as make_plan
+from remat.planners.checkpoints import plan_with_checkpoints
 from remat.simulator import simulate
 from remat.tensorflow import _private
 from remat.tensorflow.allocator import AllocatorModel
@@ -70,6 +71,7 @@ def rewrite(
     resident_bytes: int = 0,
     in_xla: bool = False,
     outputs: Sequence[tf.Tensor] | None = None,
+    forward_ends: int | None = None,
 ) -> Rewritten:
     """Plan the whole function within the budget and rewrite it in place.
 
@@ -80,6 +82,7 @@ def rewrite(
         resident_bytes: device memory in use that the function does not know of.
         in_xla: is the function compiled with XLA?
         outputs: the function's outputs where its trace has not ended yet; every operation then counts as needed.
+        forward_ends: how many operations the function had when its gradients were asked for; for checkpoints.
 
     Raises:
         InfeasibleBudget: where no schedule fits; nothing was rewritten.
@@ -99,6 +102,8 @@ def rewrite(
     if request.plan is not None:
         plan = request.plan
         plan.check_graph(step.graph)
+    elif request.checkpoints is not None:
+        plan = _plan_for_checkpoints(step, request.checkpoints, forward_ends, allocator)
     else:
         budget = device.auto_budget_bytes() if request.budget == "auto" else request.budget
         assert budget is not None
@@ -110,6 +115,25 @@ def rewrite(
     emitted = emit(plan, step, in_xla=in_xla)
     _log.info("%s\n  copies         %d, control edges %d", plan, len(emitted.copies), emitted.control_edges)
     return Rewritten(plan, step, emitted)
+
+
+def _plan_for_checkpoints(
+    step: TracedStep, checkpoints: Sequence[tf.Tensor], forward_ends: int | None, allocator: AllocatorModel
+) -> Plan:
+    numbers = {t.name: number for number, t in enumerate(step.tensors) if t is not None}
+    unknown = [t.name for t in checkpoints if t.name not in numbers]
+    if unknown:
+        raise UnsupportedStep(
+            f"the checkpoint {unknown[0]!r} is no tensor that the function's outputs need; give tensors that were made "
+            "inside the tape, on the way to the loss"
+        )
+    operations = step.operations[0].graph.get_operations()[:forward_ends]
+    forward = set(operations)
+    turning_point = max((n for n, op in enumerate(step.operations) if op in forward), default=None)
+    plan = plan_with_checkpoints(step.graph, [numbers[t.name] for t in checkpoints], turning_point)
+    peak_bytes = allocator.peak_bytes(step.graph, plan.schedule)
+    baseline_bytes = allocator.peak_bytes(step.graph, step.graph.plain_schedule)
+    return dataclasses.replace(plan, peak_bytes=peak_bytes, budget_bytes=peak_bytes, baseline_peak_bytes=baseline_bytes)
 
 
 def plan_for_allocator(graph: Graph, budget: int | str, allocator: AllocatorModel, request: Request) -> Plan:
