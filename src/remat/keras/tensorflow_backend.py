@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -114,8 +113,8 @@ class TensorFlowLimit:
         in_xla = _private.in_xla_context(graph)
         symbols = _leaves(data)
 
-        def finish() -> None:
-            if sys.exc_info()[0] is None:
+        def finish(succeeded: bool) -> None:
+            if succeeded:
                 input_shapes = self._input_shapes(symbols)
                 self._rewritten = rewrite(
                     graph,

@@ -8,6 +8,7 @@ with a clear message when a release moves one of these.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -77,9 +78,15 @@ def add_control_inputs(op: tf.Operation, before: Sequence[tf.Operation]) -> None
     op._add_control_inputs(list(before))
 
 
-def call_when_traced(function: Callable[[], None]) -> None:
-    """Run ``function`` when the trace of the innermost ``tf.function`` ends, its outputs known."""
-    _ops.add_exit_callback_to_default_func_graph(function)
+def call_when_traced(function: Callable[[bool], None]) -> None:
+    """Run ``function`` when the trace of the innermost ``tf.function`` ends, its outputs known.
+
+    Args:
+        function: told whether the trace succeeded.
+    """
+    # The caller may be handling an error while this trace goes well: only another one means that the trace failed.
+    handled_before = sys.exc_info()[1]
+    _ops.add_exit_callback_to_default_func_graph(lambda: function(sys.exc_info()[1] is handled_before))
 
 
 @contextlib.contextmanager

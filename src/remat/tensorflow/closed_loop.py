@@ -13,7 +13,8 @@ from remat.budget import format_bytes
 from remat.errors import InfeasibleBudget
 from remat.plan import Plan
 
-_CLOSE_ENOUGH = 0.03
+_CLOSE_ENOUGH = 0.05
+_SMALLEST_STEP = 0.02
 
 
 def plan_within(
@@ -40,11 +41,11 @@ def plan_within(
         InfeasibleBudget: ``minimum_bytes`` is the smallest real peak found.
     """
     fits: Plan | None = None
-    fits_at = 0
     fails_at: int | None = None
     smallest: Plan | None = None
     binding = ""
     guess = max(1, first_guess_bytes)
+    tried: set[tuple[int, ...]] = set()
     for _ in range(rounds):
         try:
             found = make_plan(guess)
@@ -52,22 +53,26 @@ def plan_within(
             binding = error.binding_op
             guess = error.minimum_bytes
             found = make_plan(guess)
-        if smallest is not None and found.schedule == smallest.schedule:
+        if found.schedule in tried:
             break
-        peak = real_peak_bytes(found)
-        found = dataclasses.replace(found, peak_bytes=peak)
-        if smallest is None or peak < smallest.peak_bytes:
+        tried.add(found.schedule)
+        counted = found.peak_bytes
+        found = dataclasses.replace(found, peak_bytes=real_peak_bytes(found))
+        if smallest is None or found.peak_bytes < smallest.peak_bytes:
             smallest = found
-        if peak <= target_bytes:
+        if found.peak_bytes <= target_bytes:
             if fits is None or found.time_s < fits.time_s:
                 fits = found
-            fits_at = max(fits_at, guess)
-            if peak >= target_bytes * (1 - _CLOSE_ENOUGH) or found.overhead == 0:
+            if found.peak_bytes >= target_bytes * (1 - _CLOSE_ENOUGH) or found.overhead == 0:
                 break
+            # Rounding jumps, so a higher guess may fail: go half of the way that is left.
+            room = target_bytes - found.peak_bytes
+            guess = guess + room if fails_at is None else (guess + fails_at) // 2
         else:
             fails_at = guess if fails_at is None else min(fails_at, guess)
-        guess = _next_guess(guess, peak, target_bytes, fits_at, fails_at)
-        if guess == fits_at:
+            excess = found.peak_bytes - target_bytes
+            guess = min(guess, counted) - max(excess, int(_SMALLEST_STEP * target_bytes))
+        if guess < 1:
             break
     if fits is not None:
         return fits
@@ -88,15 +93,6 @@ def plan_within(
         budget_bytes=target_bytes,
         binding_op=binding,
     )
-
-
-def _next_guess(guess: int, peak: int, target: int, fits_at: int, fails_at: int | None) -> int:
-    """The planner's budget scaled by how far off the real peak was, kept between what fits and what does not."""
-    scaled = int(guess * target / max(1, peak))
-    low = fits_at + 1 if fits_at else 1
-    if fails_at is not None and not low <= scaled < fails_at:
-        scaled = (low + fails_at) // 2 if fits_at else int(fails_at * 0.9)
-    return max(low, scaled)
 
 
 def infeasible(budget_bytes: int, minimum_bytes: int, binding_op: str) -> InfeasibleBudget:

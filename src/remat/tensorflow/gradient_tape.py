@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -120,9 +119,9 @@ class GradientTape(tf.GradientTape):  # type: ignore[misc]
         """Names of the recomputations that were written into the function, in schedule order."""
         return tuple(copy.name for copy in self._rewritten.emitted.copies) if self._rewritten is not None else ()
 
-    def _finish(self) -> None:
+    def _finish(self, succeeded: bool) -> None:
         self._traced = True
-        if sys.exc_info()[0] is None and self._known_outputs and self._rewritten is None:
+        if succeeded and self._known_outputs and self._rewritten is None:
             self._rewrite(None)
 
     def _rewrite(self, outputs: Sequence[tf.Tensor] | None) -> None:

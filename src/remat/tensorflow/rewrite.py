@@ -29,7 +29,12 @@ _log = logging.getLogger("remat")
 
 # What the allocator's model does not see (light ops that float, regions left by other steps).
 _UNSEEN_FRACTION = 0.02
-_ROUNDS = 5
+_ROUNDS = 6
+
+# For one round of several; the methods that bring most per second come first.
+_SECONDS_PER_OP = 1.5e-3
+_LEAST_S = 1.5
+_MOST_S = 10.0
 _COMPILED_ROUNDS = 4
 
 
@@ -189,10 +194,10 @@ def _plan_for_device(
     budget_bytes = parse_budget(budget, baseline_bytes)
     target_bytes = int(budget_bytes / (1 + _UNSEEN_FRACTION))
 
+    time_limit_s = request.time_limit_s or max(_LEAST_S, min(_MOST_S, _SECONDS_PER_OP * len(graph.ops)))
+
     def plan_with(planner_budget: int) -> Plan:
-        return make_plan(
-            graph, planner_budget, planner=request.planner, time_limit_s=request.time_limit_s, **request.options
-        )
+        return make_plan(graph, planner_budget, planner=request.planner, time_limit_s=time_limit_s, **request.options)
 
     if baseline_bytes <= target_bytes:
         found = dataclasses.replace(
