@@ -12,6 +12,7 @@ from remat.tensorflow.trace import TracedStep
 
 # Tensors this small may float: holding their ops in order would cost edges and gain nothing.
 _LIGHT_FRACTION = 1e-3
+_MOST_AXES = 64
 
 
 @dataclass(frozen=True)
@@ -156,8 +157,10 @@ class _XlaEmitter(_Emitter):
         return copy
 
     def _may_tie(self, tensor: tf.Tensor) -> bool:
-        # A constant may be needed at compile time.
-        return xla_ties.can_tie(tensor) and tensor.op.type != "Const" and tensor.shape.is_fully_defined()
+        if not xla_ties.can_tie(tensor) or tensor.op.type == "Const" or not tensor.shape.is_fully_defined():
+            return False
+        # XLA wants shapes and axes, which are small integers, at compile time.
+        return bool(tensor.dtype.is_floating) or tensor.shape.num_elements() > _MOST_AXES
 
     def _tie(self, tensor: tf.Tensor) -> tf.Tensor:
         if tensor.name not in self.tied:
