@@ -73,6 +73,7 @@ class StorageLifetimes:
     """Every storage instance that a schedule makes, in the order of birth; parallel arrays.
 
     Attributes:
+        tensor: the root tensor that it holds.
         size_bytes: bytes of each.
         birth: step that makes it.
         last: last step that uses it.
@@ -80,6 +81,7 @@ class StorageLifetimes:
         taken_over: the storage instance whose bytes it takes over at birth, -1 where it needs its own.
     """
 
+    tensor: _Ints
     size_bytes: _Ints
     birth: _Ints
     last: _Ints
@@ -284,7 +286,9 @@ class _Replay:
         taken_over = np.full(len(roots), -1, dtype=np.int64)
         for _, lent, to, _ in self._takeovers():
             taken_over[number[to]] = number[lent]
-        return StorageLifetimes(self._size[roots], self._birth[roots], self._last[roots], self._kept[roots], taken_over)
+        return StorageLifetimes(
+            self._tensor[roots], self._size[roots], self._birth[roots], self._last[roots], self._kept[roots], taken_over
+        )
 
     def _saved_in_place(self) -> _Ints:
         saved = np.zeros(len(self._steps), dtype=np.int64)

@@ -48,25 +48,27 @@ def _train(name: str, budget: str | None, quick: bool, folder: Path) -> None:
     times: list[float] = []
     peaks: list[int] = []
     losses: list[float] = []
-    seen = [0, 0.0]
+    images_seen, loss_seen = 0, 0.0
 
     class Meter(keras.callbacks.Callback):  # type: ignore[misc]
         def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-            seen[:] = [0, 0.0]
+            nonlocal images_seen, loss_seen
+            images_seen, loss_seen = 0, 0.0
 
         def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
             device.reset_peak()
             self.started = time.perf_counter()
 
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            nonlocal images_seen, loss_seen
             mean = float(logs["loss"])  # Waits until the step is done.
             times.append(time.perf_counter() - self.started)
             peaks.append(device.peak_bytes)
             # Keras reports the mean over the epoch so far; the picture shows each step's own loss.
-            images = min(work.batch_size, len(work.images) - batch * work.batch_size)
-            total = mean * (seen[0] + images)
-            losses.append((total - seen[1]) / images)
-            seen[:] = [seen[0] + images, total]
+            images = min(work.batch_size, len(work.images) - images_seen)
+            total = mean * (images_seen + images)
+            losses.append((total - loss_seen) / images)
+            images_seen, loss_seen = images_seen + images, total
 
     work = make_workload(name, quick=quick)
     if budget is not None:

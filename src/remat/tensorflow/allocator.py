@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from remat.graph import Graph
+from remat.graph import Graph, Tensor
 from remat.simulator import storage_lifetimes
 from remat.tensorflow.xla_memory import CompiledMemory
 
@@ -56,22 +56,28 @@ class AllocatorModel:
             if size:
                 births[birth].append(number)
                 deaths[len(schedule) if kept else last].append(number)
+        pieces = [_blocks(graph.tensors[tensor]) for tensor in lives.tensor.tolist()]
         heap = _Heap()
         for root in {graph.roots[t] for t in graph.inputs}:
             if size := self.counted(graph.tensors[root].size_bytes):
                 heap.allocate(size)
         for _ in range(repeats):
-            held: dict[int, int] = {}
+            held: dict[int, list[int]] = {}
             for step in range(len(schedule) + 1):
                 workspace = self.counted(graph.ops[schedule[step]].workspace_bytes) if step < len(schedule) else 0
                 for number in births.get(step, ()):
                     source = taken_over[number]
-                    held[number] = held.pop(source) if source in held else heap.allocate(sizes[number])
+                    count = pieces[number]
+                    held[number] = (
+                        held.pop(source)
+                        if source in held
+                        else [heap.allocate(sizes[number] // count) for _ in range(count)]
+                    )
                 if workspace:
                     heap.free(heap.allocate(workspace))
                 for number in deaths.get(step, ()):
-                    if number in held:
-                        heap.free(held.pop(number))
+                    for address in held.pop(number, ()):
+                        heap.free(address)
         return heap.peak_bytes
 
     def program_peak_bytes(self, graph: Graph, memory: CompiledMemory) -> int:
@@ -82,6 +88,11 @@ class AllocatorModel:
             if counted := self.counted(size):
                 heap.allocate(counted)
         return heap.peak_bytes
+
+
+def _blocks(tensor: Tensor) -> int:
+    """A list of tensors is as many blocks as it has items; everything else is one."""
+    return max(1, tensor.shape[0]) if tensor.dtype == "variant" and tensor.shape else 1
 
 
 @dataclass

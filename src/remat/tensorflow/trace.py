@@ -255,12 +255,12 @@ class _Tracer:
         if op.type == "TensorListFromTensor":
             shape = self.sizes.shape(op.inputs[0]) or (0,)
             items = shape[0] * self.allocator.counted(shape_bytes(shape[1:], op.inputs[0].dtype))
-            return Tensor(items, output.name, dtype="variant")
+            return Tensor(items, output.name, shape[:1], "variant")
         if op.type == "ZerosLike":
             copied = self.tensors[self.ids[op.inputs[0].name]]
             while copied.alias_of is not None:
                 copied = self.tensors[copied.alias_of]
-            return Tensor(copied.size_bytes, output.name, dtype="variant")
+            return Tensor(copied.size_bytes, output.name, copied.shape, "variant")
         if op.type in op_facts.VIEWS:
             return Tensor(0, output.name, dtype="variant", alias_of=self.ids[op.inputs[0].name])
         if op.type in LOOPS:
@@ -269,7 +269,7 @@ class _Tracer:
             grown = loop.grown_bytes(number)
             if source is not None and not grown:
                 return Tensor(0, output.name, dtype="variant", alias_of=self.ids[op.inputs[source].name])
-            return Tensor(grown, output.name, dtype="variant")
+            return Tensor(grown, output.name, (loop.iterations(),) if grown else None, "variant")
         return Tensor(0, output.name, dtype=output.dtype.name)
 
     def _describe(self, op: tf.Operation, number: int, output: tf.Tensor) -> Tensor:

@@ -1,0 +1,76 @@
+"""Loops are kept, exact, and what they keep for the backward pass is counted."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import remat.tensorflow
+from remat.tensorflow.device import current_device
+
+ITERATIONS = 24
+SHAPE = (1024, 256)  # 1 MiB a tensor
+
+
+def make_step(weight: tf.Variable, budget: str | None, limit: int | None = ITERATIONS):
+    tapes = []
+
+    @tf.function
+    def step(x: tf.Tensor, count: tf.Tensor) -> list[tf.Tensor]:
+        tape = remat.tensorflow.GradientTape(budget=budget, time_limit_s=1.0) if budget else tf.GradientTape()
+        tapes.append(tape)
+        with tape:
+            h = x
+            for _ in range(16):
+                h = tf.tanh(h @ weight)
+            _, h = tf.while_loop(
+                lambda i, _: i < (ITERATIONS if limit else count),
+                lambda i, h: (i + 1, tf.tanh(h @ weight)),
+                [tf.constant(0), h],
+            )
+            loss = tf.reduce_sum(h * h)
+        return [loss, tape.gradient(loss, weight)]
+
+    return step, tapes
+
+
+@pytest.fixture
+def weight() -> tf.Variable:
+    random = np.random.default_rng(0)
+    return tf.Variable(random.normal(size=(SHAPE[1], SHAPE[1]), scale=SHAPE[1] ** -0.5).astype("float32"))
+
+
+def test_a_loop_is_counted_and_exact(weight: tf.Variable) -> None:
+    x = tf.constant(np.random.default_rng(1).normal(size=SHAPE).astype("float32"))
+    count = tf.constant(ITERATIONS)
+    plain, _ = make_step(weight, None)
+    expected = [t.numpy() for t in plain(x, count)]
+    limited, tapes = make_step(weight, "85%")
+    got = [t.numpy() for t in limited(x, count)]
+    plan = tapes[-1].plan
+    assert plan is not None
+    assert plan.recomputed > 0
+    assert not any("while" in name for name in tapes[-1].recomputed_operations)
+    device = current_device()
+    device.reset_peak()
+    limited(x, count)
+    assert device.peak_bytes <= plan.budget_bytes
+    assert device.peak_bytes == pytest.approx(plan.peak_bytes, rel=0.1)
+    for want, value in zip(expected, got, strict=True):
+        np.testing.assert_allclose(value, want, rtol=1e-4, atol=1e-5 * float(np.abs(want).max()))
+
+
+def test_the_lists_of_a_loop_grow_with_its_iterations(weight: tf.Variable) -> None:
+    step, _ = make_step(weight, None)
+    graph = remat.tensorflow.trace(step, tf.TensorSpec(SHAPE), tf.TensorSpec((), tf.int32))
+    [loop] = [op for op in graph.ops if op.kind in ("While", "StatelessWhile") and "gradient" not in op.name]
+    kept = sorted(graph.tensors[t].size_bytes for t in loop.outputs if graph.tensors[t].dtype == "variant")
+    assert kept[-1] >= ITERATIONS * 4 * SHAPE[0] * SHAPE[1]
+    assert not loop.recomputable
+
+
+def test_a_loop_of_unknown_length_warns(weight: tf.Variable) -> None:
+    step, _ = make_step(weight, None, limit=None)
+    with pytest.warns(UserWarning, match="number of iterations of the loop .* is not known"):
+        remat.tensorflow.trace(step, tf.TensorSpec(SHAPE), tf.TensorSpec((), tf.int32))
