@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final
 
-import keras
 import numpy as np
+
+import keras
 from keras import layers
 
 _CLASSES: Final = 10

@@ -31,11 +31,11 @@ def main() -> int:
 
 def _train(name: str, budget: str | None, quick: bool, folder: Path) -> None:
     os.environ["KERAS_BACKEND"] = "tensorflow"
-    import keras
     import numpy as np
-    import tensorflow as tf
 
+    import keras
     import remat.keras
+    import tensorflow as tf
     from remat.demo.models import make_workload
     from remat.tensorflow.device import current_device
 

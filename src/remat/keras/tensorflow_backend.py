@@ -94,7 +94,9 @@ class TensorFlowLimit:
                     raise StopIteration
                 self._shapes = _largest(batches)
                 _build(model, batches[0])
-                result = run(_same_type_of_iterator(batches, iterator.element_spec))
+                again = _same_type_of_iterator(batches, iterator.element_spec)
+                del batches  # The data must not lie in memory twice when the step is planned.
+                result = run(again)
                 self._iterator_is_planned = True
                 return result
             batches = list(itertools.islice(iterator, model.steps_per_execution))

@@ -33,34 +33,56 @@ class Loop:
         self._owners: dict[str, int] = {}
 
     def list_source(self, number: int) -> int | None:
-        """Number of the input whose list the output hands on; None where the output is no list."""
+        """Number of the input whose list the output hands on; None where the output is no list.
+
+        What is read from one list and kept in another is one block: the output then hands on the list that was read.
+        """
         tensor = self.body.outputs[number]
         if tensor.dtype != tf.variant:
             return None
+        read_from = [self._list_read(item) for item in self._appended(number)]
+        if read_from and None not in read_from:
+            return read_from[0]
+        return self._input_behind(tensor)
+
+    def _input_behind(self, tensor: tf.Tensor) -> int | None:
         while tensor.op.type in _PASSED_ON | _APPENDS.keys():
             tensor = tensor.op.inputs[0]
         return next((n for n, given in enumerate(self.body.inputs) if given is tensor), None)
 
+    def _list_read(self, item: tf.Tensor) -> int | None:
+        """Number of the input list that an item was read from, None for a value made in the body."""
+        while item.op.type == "Identity":
+            item = item.op.inputs[0]
+        return self._input_behind(item.op.inputs[0]) if item.op.type == "TensorListGetItem" else None
+
     def grown_bytes(self, number: int) -> int:
         """Bytes that the loop adds to the list behind an output; a value kept in two lists counts in the first."""
-        added = [item for item in self._items(number) if self._owner(item) == number]
+        added = [item for item in self._items(number) if self._owner(item) == number and self._list_read(item) is None]
         bytes_ = sum(self._bytes_in_body(item) for item in added if not self._is_shared(item))
         return bytes_ * self.iterations() if bytes_ else 0
 
     def _items(self, number: int) -> list[tf.Tensor]:
-        """What one iteration appends to the list behind an output."""
+        """The values that one iteration adds to the list behind an output."""
+        return [] if self._only_sets(number) else [self._value_kept(item) for item in self._appended(number)]
+
+    def _appended(self, number: int) -> list[tf.Tensor]:
         tensor = self.body.outputs[number]
         items = []
         while tensor.dtype == tf.variant and tensor.op.type in _PASSED_ON | _APPENDS.keys():
-            if tensor.op.type in _APPENDS and not (tensor.op.type == "TensorListSetItem" and self._is_full(number)):
-                items.append(self._value_kept(tensor.op.inputs[_APPENDS[tensor.op.type]]))
+            if tensor.op.type in _APPENDS:
+                items.append(tensor.op.inputs[_APPENDS[tensor.op.type]])
             tensor = tensor.op.inputs[0]
         return items
 
-    def _is_full(self, number: int) -> bool:
+    def _only_sets(self, number: int) -> bool:
         """Did the list come into the loop with all its items, so that setting one replaces another?"""
-        source = self.list_source(number)
-        return source is not None and self.op.inputs[source].op.type != "TensorListReserve"
+        tensor = self.body.outputs[number]
+        source = self._input_behind(tensor)
+        while tensor.op.type == "Identity":
+            tensor = tensor.op.inputs[0]
+        sets = tensor.op.type == "TensorListSetItem"
+        return sets and source is not None and self.op.inputs[source].op.type != "TensorListReserve"
 
     def _value_kept(self, item: tf.Tensor) -> tf.Tensor:
         """The value behind an item: what came in from the iteration before is what that iteration handed out."""
