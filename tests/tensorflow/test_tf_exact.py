@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import keras
+import numpy as np
 import pytest
 import tensorflow as tf
-from small_steps import BATCH, WIDTH, Chain, assert_equal_gradients, copies_in, inputs, run
+from small_steps import BATCH, PLANNING, WIDTH, Chain, assert_equal_gradients, copies_in, inputs, run
+
+import remat
+from remat.tensorflow import GradientTape
 
 
 def dense(chain, x):
@@ -80,10 +85,6 @@ def gradient_penalty(chain, table, x):
     return tf.reduce_mean(tf.square(tape.gradient(y, x)))
 
 
-def recomputed_by_tensorflow(chain, table, x):
-    return dense(chain, tf.recompute_grad(lambda y: tf.tanh(chain(y) + table[0]))(x))
-
-
 LOSSES = [
     embedding,
     custom_gradient,
@@ -109,7 +110,10 @@ def test_gradients_equal_plain(loss):
     x = inputs()
 
     plain = run(lambda x: loss(chain, table, x), sources, x, budget=None)
-    found = run(lambda x: loss(chain, table, x), sources, x, budget="80%")
+    try:
+        found = run(lambda x: loss(chain, table, x), sources, x, budget="70%")
+    except remat.InfeasibleBudget as error:
+        found = run(lambda x: loss(chain, table, x), sources, x, budget=error.minimum_bytes)
 
     assert_equal_gradients(found, plain)
     assert len(copies_in(found.function)) == found.tape.plan.recomputed > 0
@@ -136,47 +140,40 @@ def test_a_source_without_gradient_stays_none():
 
 def test_dropout_mask_of_the_recomputation_is_the_first_one():
     """The output shows the mask of the forward pass, the gradient of ``scale`` the one that the backward pass used."""
-    import keras
-
     chain = Chain()
     scale = tf.Variable(tf.ones([BATCH, WIDTH]))
-    x = inputs()
-    masks, draws = [], []
-    for budget in (None, "60%"):
+
+    def three_steps(make_tape):
         dropout = keras.layers.Dropout(0.5, seed=5)
-        shown = []
-
-        def loss(x, dropout=dropout, shown=shown):
-            dropped = dropout(chain(x) * scale + 3.0, training=True)
-            shown.append(tf.not_equal(dropped, 0.0))
-            return dense(chain, tf.tanh(dropped))
-
-        from remat.tensorflow import GradientTape
-
-        @tf.function
-        def step(x, budget=budget, loss=loss, shown=shown):
-            tape = tf.GradientTape() if budget is None else GradientTape(budget=budget, time_limit_s=0.5)
-            with tape:
-                value = loss(x)
-            tapes.append(tape)
-            return shown[0], tape.gradient(value, [scale])[0]
-
         tapes = []
-        seen = [step(x) for _ in range(3)]
-        for forward, gradient in seen:
-            tf.debugging.assert_equal(forward, tf.not_equal(gradient, 0.0))
-        masks.append([forward.numpy() for forward, _ in seen])
-        draws.append(dropout.seed_generator.state.numpy())
-        if budget is not None:
-            assert tapes[0].plan.recomputed > 0
-    for plain, limited in zip(*masks, strict=True):
-        assert (plain == limited).all()
-        assert 0.45 < plain.mean() < 0.55
-    assert (masks[0][0] != masks[0][1]).any()
-    assert (draws[0] == draws[1]).all()
+
+        @tf.function(autograph=False)
+        def step(x):
+            tape = make_tape()
+            tapes.append(tape)
+            with tape:
+                dropped = dropout(chain(x) * scale + 3.0, training=True)
+                loss = dense(chain, tf.tanh(dropped))
+            return tf.not_equal(dropped, 0.0), tf.not_equal(tape.gradient(loss, scale), 0.0)
+
+        masks = [[mask.numpy() for mask in step(inputs())] for _ in range(3)]
+        return masks, dropout.seed_generator.state.numpy(), tapes[0]
+
+    plain_masks, plain_seed, _ = three_steps(tf.GradientTape)
+    masks, seed, tape = three_steps(lambda: GradientTape(budget="70%", **PLANNING))
+
+    assert any("dropout" in name for name in tape.recomputed_operations)
+    assert np.array_equal(masks, plain_masks)
+    assert np.array_equal(seed, plain_seed)
+    for forward, backward in masks:
+        assert np.array_equal(forward, backward)
+        assert 0.45 < forward.mean() < 0.55
+    assert not np.array_equal(masks[0], masks[1])
 
 
-@pytest.mark.parametrize("make", [lambda: tf.random.Generator.from_seed(1), lambda: None], ids=["Generator", "stateful"])
+@pytest.mark.parametrize(
+    "make", [lambda: tf.random.Generator.from_seed(1), lambda: None], ids=["Generator", "stateful"]
+)
 def test_stateful_random_numbers_are_drawn_once(make):
     chain = Chain()
     results = []
@@ -217,8 +214,6 @@ def test_variables_written_in_the_step_are_written_once():
 
 
 def test_persistent_tape_gives_both_gradients():
-    from remat.tensorflow import GradientTape
-
     chain = Chain()
     x = inputs()
 
@@ -240,8 +235,6 @@ def test_persistent_tape_gives_both_gradients():
 
 def test_limited_step_inside_a_second_tape():
     """Second-order gradients: the outer, plain tape differentiates through the inner one's gradients."""
-    from remat.tensorflow import GradientTape
-
     chain = Chain(depth=3)
 
     def second_order(inner_of):

@@ -103,7 +103,7 @@ def test_a_failed_plan_leaves_the_function_untraced_and_usable(chain):
 def test_plan_for_the_same_function_is_followed(chain):
     x = inputs()
     first = run(loss_of(chain), chain.weights, x, budget="70%")
-    plain = run(loss_of(chain), chain.weights, x, budget=None)
+    plain = run(loss_of(chain), chain.weights, x, budget=None)  # What it leaves in memory is not part of the function.
 
     @tf.function
     def step(x):
@@ -195,3 +195,13 @@ def test_plan_is_known_inside_the_function_after_gradient(chain):
 
     step(inputs())
     assert seen[0].recomputed > 0
+
+
+def test_tracing_while_an_error_is_handled_still_plans(chain):
+    """As in: except InfeasibleBudget as error, try again with error.minimum_bytes."""
+    try:
+        raise KeyError("handled by the caller")
+    except KeyError:
+        found = run(loss_of(chain), chain.weights, inputs(), budget="70%")
+
+    assert found.tape.plan.recomputed > 0

@@ -88,7 +88,7 @@ def test_a_tie_survives_the_compiler() -> None:
     assert program.count(" tanh(") == 2
 
 
-PROGRAM = """HloModule m, is_scheduled=true, input_output_alias={ {1}: (1, {}, may-alias) }, entry_computation_layout={x}
+PROGRAM = """HloModule m, is_scheduled=true, input_output_alias={ {1}: (1, {}, may-alias) }, entry_computation_layout=x
 
 %body (p: f32[256,256]) -> f32[256,256] {
   %p = f32[256,256]{1,0} parameter(0)

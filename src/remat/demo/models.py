@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final
 
-import numpy as np
-
 import keras
+import numpy as np
 from keras import layers
 
 _CLASSES: Final = 10

@@ -89,7 +89,7 @@ def save_pictures(folder: Path, results: Mapping[str, Sequence[Line]]) -> tuple[
             if line.run.plan is None or line.run.graph is None:
                 continue
             budget = str(line.run.result.budget)
-            figure = plots.memory_figure(line.run.graph, line.run.plan, title=f"{TITLES[model]}, budget {budget}")
+            figure = plots.memory_figure(line.run.graph, line.run.plan, title=f"{TITLES[model]}: memory over a step")
             written.append(_save(figure, folder / f"{model}-memory-{_in_file_name(budget)}.png"))
     return tuple(written)
 

@@ -31,11 +31,11 @@ def main() -> int:
 
 def _train(name: str, budget: str | None, quick: bool, folder: Path) -> None:
     os.environ["KERAS_BACKEND"] = "tensorflow"
-    import numpy as np
-
     import keras
-    import remat.keras
+    import numpy as np
     import tensorflow as tf
+
+    import remat.keras
     from remat.demo.models import make_workload
     from remat.tensorflow.device import current_device
 

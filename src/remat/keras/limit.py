@@ -6,6 +6,7 @@ import weakref
 from typing import Any, Protocol
 
 import keras
+
 from remat.budget import parse_budget
 from remat.errors import UnsupportedStep
 from remat.plan import Plan

@@ -6,6 +6,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+
 from remat.cost_model import get_profile
 from remat.errors import UnsupportedStep
 from remat.graph import Graph

@@ -9,6 +9,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+
 from remat.errors import UnsupportedStep
 from remat.plan import Plan
 from remat.tensorflow import _private

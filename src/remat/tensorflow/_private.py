@@ -12,13 +12,13 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import tensorflow as tf
 from tensorflow.core.framework import attr_value_pb2
 from tensorflow.python.framework import ops as _ops
 from tensorflow.python.framework.func_graph import FuncGraph
 from tensorflow.python.ops import control_flow_util as _control_flow_util
 from tensorflow.python.ops import handle_data_util as _handle_data_util
 
-import tensorflow as tf
 from remat.errors import RematError
 
 __all__ = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import tensorflow as tf
+
 from remat.plan import Plan
 from remat.tensorflow import _private
 from remat.tensorflow.allocator import AllocatorModel

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 import tensorflow as tf
+
 from remat.plan import Plan
 from remat.tensorflow import _private, op_facts, xla_ties
 from remat.tensorflow.trace import TracedStep

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
+
 from remat.errors import UnsupportedStep
 from remat.plan import Plan
 from remat.tensorflow import _private

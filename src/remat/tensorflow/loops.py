@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable
 
 import tensorflow as tf
+
 from remat.tensorflow import _private
 
 LOOPS = frozenset({"StatelessWhile", "While"})

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
+
 from remat.tensorflow import _private
 from remat.tensorflow.device import current_device
 from remat.tensorflow.shapes import handle_bytes, shape_bytes

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
+
 from remat.budget import parse_budget
 from remat.cost_model import get_profile
 from remat.errors import InfeasibleBudget, UnsupportedStep

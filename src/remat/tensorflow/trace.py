@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
+
 from remat.cost_model import DeviceProfile, get_profile, op_time_s
 from remat.errors import UnsupportedStep
 from remat.graph import Graph, Op, Tensor

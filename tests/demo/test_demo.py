@@ -1,0 +1,140 @@
+"""A quick run of the whole demo, through the command line."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from remat import demo
+from remat.cli import app
+from remat.demo.results import Run
+from remat.demo.runs import train
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.fixture(scope="module")
+def runs() -> dict[str | None, Run]:
+    """A plain and a planned training run of the small model, each in a process of its own."""
+    return {budget: train("residual", budget, quick=True) for budget in (None, "60%")}
+
+
+@pytest.fixture
+def trained(runs: dict[str | None, Run], monkeypatch: pytest.MonkeyPatch) -> dict[str | None, Run]:
+    """Lets the demo find these runs; a test may put others in their place."""
+    found = dict(runs)
+    monkeypatch.setattr(demo, "train", lambda model, budget, *, quick: found[budget])
+    return found
+
+
+def quick_demo(out: Path) -> tuple[int, dict[str, object], str]:
+    result = CliRunner().invoke(app, ["demo", "--quick", "--out", str(out), "--json"])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.exit_code, json.loads(result.stdout), result.stderr
+
+
+def test_the_quick_demo_keeps_its_budget_and_its_numbers(tmp_path: Path, trained: dict[str | None, Run]) -> None:
+    out = tmp_path / "a" / "b"
+    code, report, _ = quick_demo(out)
+    assert code == 0, report
+    assert report["passed"] is True
+    assert report["failures"] == []
+    assert json.loads((out / "demo.json").read_text()) == report
+    (model,) = report["models"]  # type: ignore[misc]
+    plain, planned = model["runs"]
+    assert plain["budget"] is None
+    assert planned["budget"] == "60%"
+    for line in (plain, planned):
+        assert set(line) == {
+            "budget", "budget_bytes", "predicted_peak_bytes", "measured_peak_bytes", "prediction_error",
+            "step_time_s", "relative_step_time", "first_step_s", "recomputed_ops", "recomputed_runs",
+            "predicted_overhead", "plan_seconds", "final_loss", "final_accuracy", "largest_weight_difference",
+            "largest_relative_weight_difference", "losses", "failures",
+        }  # fmt: skip
+        assert len(line["losses"]) == 4
+        assert line["step_time_s"] > 0
+        assert abs(line["prediction_error"]) < 0.05
+    # The budget binds: plain training is far over it, so the check is no formality.
+    assert planned["measured_peak_bytes"] <= planned["budget_bytes"] < 0.65 * plain["measured_peak_bytes"]
+    assert planned["recomputed_ops"] > 0
+    assert plain["recomputed_ops"] == 0
+    assert planned["losses"] == pytest.approx(plain["losses"], rel=1e-5)
+    assert planned["largest_weight_difference"] <= 1e-5
+
+
+def test_every_picture_is_a_png_and_nothing_else_is_left(tmp_path: Path, trained: dict[str | None, Run]) -> None:
+    quick_demo(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "demo.json", "residual-loss.png", "residual-memory-60pc.png",
+    ]  # fmt: skip
+    for path in tmp_path.glob("*.png"):
+        assert path.read_bytes().startswith(PNG)
+        assert path.stat().st_size < 150_000
+
+
+def test_the_training_runs_did_train(runs: dict[str | None, Run]) -> None:
+    for name, trained in runs[None].weights.items():
+        if name.endswith(("moving_mean", "kernel")):
+            assert np.any(trained != 0), name
+    moved = [v for name, v in runs[None].weights.items() if name.endswith("moving_variance")]
+    assert moved
+    assert all(np.any(values != 1) for values in moved)
+
+
+def test_a_measured_peak_over_the_budget_fails_the_demo(tmp_path: Path, trained: dict[str | None, Run]) -> None:
+    planned = trained["60%"]
+    assert planned.plan is not None
+    over = replace(planned.result, measured_peak_bytes=planned.plan.budget_bytes + 1)
+    trained["60%"] = replace(planned, result=over)
+    code, report, stderr = quick_demo(tmp_path)
+    assert code == 1
+    assert report["passed"] is False
+    assert "residual under 60%" in stderr
+    assert "over the budget" in stderr
+
+
+@pytest.mark.parametrize("change", [1e-3, np.nan], ids=["moved", "not a number"])
+def test_weights_that_differ_fail_the_demo(tmp_path: Path, trained: dict[str | None, Run], change: float) -> None:
+    planned = trained["60%"]
+    name = next(name for name in planned.weights if name.endswith("moving_variance"))
+    weights = {key: values.copy() for key, values in planned.weights.items()}
+    weights[name][0] += change
+    trained["60%"] = replace(planned, weights=weights)
+    if np.isnan(change):
+        line = demo.compare([trained[None], trained["60%"]])[1]
+        assert line.failures
+        return
+    code, report, stderr = quick_demo(tmp_path)
+    assert code == 1
+    assert report["passed"] is False
+    assert name in stderr
+    assert "float rounding" in stderr
+
+
+def test_training_with_other_random_numbers_is_more_than_rounding(runs: dict[str | None, Run]) -> None:
+    from remat.demo.results import TOLERANCE, weight_difference
+
+    # One step's update of one kernel, left out: the smallest thing that a wrong plan could do.
+    name = next(name for name in runs[None].weights if name.endswith("kernel"))
+    other = dict(runs[None].weights)
+    other[name] = other[name] * (1 + 1e-4)
+    assert weight_difference(runs[None].weights, other).relative > 5 * TOLERANCE
+
+
+def test_runs_of_different_models_cannot_be_compared(runs: dict[str | None, Run]) -> None:
+    from remat.demo.results import weight_difference
+
+    with pytest.raises(ValueError, match="different models"):
+        weight_difference(runs[None].weights, {"other": np.zeros(3)})
+
+
+def test_a_budget_that_cannot_be_kept_ends_with_one_line(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["demo", "--quick", "--out", str(tmp_path / "x"), "--budget", "0%"])
+    assert result.exit_code == 2
+    assert "0%" in result.stderr
+    assert not (tmp_path / "x").exists()

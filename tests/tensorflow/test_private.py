@@ -1,0 +1,144 @@
+"""Each private TensorFlow symbol that remat needs is where it was; if a release moves one, this says which."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+
+import pytest
+import tensorflow as tf
+
+from remat.tensorflow import _private
+from remat.tensorflow.device import current_device
+
+SYMBOLS = [
+    ("tensorflow.core.framework.attr_value_pb2", "AttrValue"),
+    ("tensorflow.python.framework.ops", "add_exit_callback_to_default_func_graph"),
+    ("tensorflow.python.framework.func_graph", "FuncGraph"),
+    ("tensorflow.python.ops.control_flow_util", "GraphOrParentsInXlaContext"),
+    ("tensorflow.python.ops.handle_data_util", "copy_handle_data"),
+    ("tensorflow.python.ops.handle_data_util", "get_resource_handle_data"),
+    ("tensorflow.python.client.device_lib", "list_local_devices"),
+]
+METHODS = [
+    (tf.Graph, "_create_op_internal", ["op_type", "inputs", "dtypes", "name", "attrs", "compute_device"]),
+    (tf.Operation, "_update_input", ["index", "tensor"]),
+    (tf.Operation, "_add_control_inputs", []),  # These two are C++: they show no signature.
+    (tf.Operation, "_set_device", []),
+]
+MOVED = (
+    f"TensorFlow {tf.__version__} has no {{name}} any more: remat reaches it in src/remat/tensorflow/_private.py, "
+    "which needs another way to do the same"
+)
+
+
+@pytest.mark.parametrize(("module", "name"), SYMBOLS, ids=lambda part: part)
+def test_symbol_is_there(module, name):
+    try:
+        found = hasattr(importlib.import_module(module), name)
+    except ImportError:
+        found = False
+    assert found, MOVED.format(name=f"{module}.{name}")
+
+
+@pytest.mark.parametrize(("owner", "name", "parameters"), METHODS, ids=lambda part: str(part))
+def test_method_takes_what_it_took(owner, name, parameters):
+    method = getattr(owner, name, None)
+    assert method is not None, MOVED.format(name=f"{owner.__name__}.{name}")
+    for parameter in parameters:
+        assert parameter in inspect.signature(method).parameters, MOVED.format(
+            name=f"parameter {parameter!r} of {owner.__name__}.{name}"
+        )
+
+
+def test_every_private_symbol_is_listed_here():
+    tree = ast.parse(inspect.getsource(_private))
+    found = {
+        f"{node.module}.{name.name}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("tensorflow.")
+        for name in node.names
+    }
+    known = {module for module, _ in SYMBOLS} | {f"{module}.{name}" for module, name in SYMBOLS}
+
+    assert found
+    assert found <= known
+
+
+def test_a_copy_computes_the_same_and_is_marked():
+    @tf.function
+    def function(x):
+        y = tf.tanh(x)
+        copy = _private.copy_operation(y.op, [x], [y.op], "again")
+        assert y.op in copy.control_inputs
+        assert "_remat_copy" in copy.node_def.attr, MOVED.format(name="attrs= of Graph._create_op_internal")
+        return y, copy.outputs[0]
+
+    one, other = function(tf.constant([0.5, 1.0]))
+    tf.debugging.assert_equal(one, other)
+
+
+def test_an_input_and_a_control_edge_can_be_changed():
+    @tf.function
+    def function(x):
+        one, other = tf.sin(x), tf.cos(x)
+        result = tf.square(one)
+        _private.update_input(result.op, 0, other)
+        _private.add_control_inputs(result.op, [one.op])
+        assert result.op.inputs[0] is other
+        assert one.op in result.op.control_inputs
+        return result
+
+    assert float(function(tf.constant(0.0))) == 1.0
+
+
+def test_the_end_of_a_trace_is_seen_with_its_outputs():
+    seen = []
+
+    @tf.function
+    def function(x):
+        graph = tf.compat.v1.get_default_graph()
+        _private.call_when_traced(lambda succeeded: seen.append((succeeded, [t.name for t in graph.outputs])))
+        return tf.tanh(x, name="result")
+
+    function(tf.constant(1.0))
+    assert [succeeded for succeeded, _ in seen] == [True]
+    assert seen[0][1], "the outputs of a function are not known when its exit callbacks run"
+
+
+def test_a_failed_trace_is_seen_as_such():
+    seen = []
+
+    @tf.function
+    def function(x):
+        _private.call_when_traced(seen.append)
+        raise KeyError(x.name)
+
+    with pytest.raises(KeyError):
+        function(tf.constant(1.0))
+    assert seen == [False]
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_xla_is_recognised(jit):
+    seen = []
+
+    @tf.function(jit_compile=jit)
+    def function(x):
+        seen.append(_private.in_xla_context(tf.compat.v1.get_default_graph()))
+        return x + 1.0
+
+    function(tf.constant(1.0))
+    assert seen == [jit]
+
+
+def test_shape_of_a_variable_behind_its_handle():
+    variable = tf.Variable(tf.zeros([3, 5]))
+    graph = tf.function(lambda: variable + 1.0).get_concrete_function().graph
+
+    assert _private.handle_shapes(graph.inputs[0]) == [(tf.TensorShape([3, 5]), tf.float32)]
+
+
+def test_memory_of_the_device_is_known():
+    assert _private.memory_limit_bytes(current_device().name) > 0

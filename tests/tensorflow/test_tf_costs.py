@@ -1,0 +1,119 @@
+"""Floating-point operations against figures worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+import tensorflow as tf
+
+from remat.tensorflow.costs import flops
+
+B, H, W, C, F = 2, 16, 12, 8, 24
+
+
+def ones(*shape):
+    return tf.ones(shape)
+
+
+CASES = {
+    "matmul": (lambda: ones(5, 7) @ ones(7, 11), "MatMul", 2 * 5 * 7 * 11),
+    "matmul transposed": (
+        lambda: tf.linalg.matmul(ones(7, 5), ones(7, 11), transpose_a=True),
+        "MatMul",
+        2 * 5 * 7 * 11,
+    ),
+    "batch matmul": (lambda: ones(3, 4, 5, 7) @ ones(3, 4, 7, 11), "BatchMatMulV2", 2 * 12 * 5 * 7 * 11),
+    "batch matmul transposed": (
+        lambda: tf.linalg.matmul(ones(4, 7, 5), ones(4, 7, 11), adjoint_a=True),
+        "BatchMatMulV2",
+        2 * 4 * 5 * 7 * 11,
+    ),
+    "convolution": (
+        lambda: tf.nn.conv2d(ones(B, H, W, C), ones(3, 5, C, F), 1, "SAME"),
+        "Conv2D",
+        2 * (B * H * W * F) * (3 * 5 * C),
+    ),
+    "convolution with strides": (
+        lambda: tf.nn.conv2d(ones(B, H, W, C), ones(3, 3, C, F), 2, "SAME"),
+        "Conv2D",
+        2 * (B * (H // 2) * (W // 2) * F) * (3 * 3 * C),
+    ),
+    "convolution in groups": (
+        lambda: tf.nn.conv2d(ones(B, H, W, C), ones(3, 3, C // 4, F), 1, "SAME"),
+        "Conv2D",
+        2 * (B * H * W * F) * (3 * 3 * C // 4),
+    ),
+    "convolution in three dimensions": (
+        lambda: tf.nn.conv3d(ones(B, 4, H, W, C), ones(2, 3, 3, C, F), [1] * 5, "SAME"),
+        "Conv3D",
+        2 * (B * 4 * H * W * F) * (2 * 3 * 3 * C),
+    ),
+    "depthwise": (
+        lambda: tf.nn.depthwise_conv2d(ones(B, H, W, C), ones(3, 3, C, 2), [1] * 4, "SAME"),
+        "DepthwiseConv2dNative",
+        2 * (B * H * W * C * 2) * (3 * 3),
+    ),
+    "gradient of a convolution's input": (
+        lambda: tf.raw_ops.Conv2DBackpropInput(
+            input_sizes=[B, H, W, C],
+            filter=ones(3, 3, C, F),
+            out_backprop=ones(B, H, W, F),
+            strides=[1] * 4,
+            padding="SAME",
+        ),
+        "Conv2DBackpropInput",
+        2 * (B * H * W * F) * (3 * 3 * C),
+    ),
+    "gradient of a convolution's filter": (
+        lambda: tf.raw_ops.Conv2DBackpropFilter(
+            input=ones(B, H, W, C),
+            filter_sizes=[3, 3, C, F],
+            out_backprop=ones(B, H, W, F),
+            strides=[1] * 4,
+            padding="SAME",
+        ),
+        "Conv2DBackpropFilter",
+        2 * (B * H * W * F) * (3 * 3 * C),
+    ),
+    "gradient of a depthwise convolution's filter": (
+        lambda: tf.raw_ops.DepthwiseConv2dNativeBackpropFilter(
+            input=ones(B, H, W, C),
+            filter_sizes=[3, 3, C, 1],
+            out_backprop=ones(B, H, W, C),
+            strides=[1] * 4,
+            padding="SAME",
+        ),
+        "DepthwiseConv2dNativeBackpropFilter",
+        2 * (B * H * W * C) * (3 * 3),
+    ),
+    "einsum": (
+        lambda: tf.einsum("bqhd,bkhd->bhqk", ones(2, 10, 4, 8), ones(2, 12, 4, 8)),
+        "Einsum",
+        2 * (2 * 4 * 10 * 12 * 8),
+    ),
+    "einsum with an ellipsis": (
+        lambda: tf.einsum("...ij,jk->...ik", ones(2, 3, 5, 7), ones(7, 11)),
+        "Einsum",
+        2 * (2 * 3 * 5 * 7 * 11),
+    ),
+    "element-wise": (lambda: tf.tanh(ones(5, 7)), "Tanh", 5 * 7),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_flops(name):
+    build, kind, expected = CASES[name]
+    with tf.Graph().as_default() as graph:
+        build()
+    (op,) = [op for op in graph.get_operations() if op.type == kind]
+
+    found = flops(op, [tuple(t.shape) for t in op.inputs], [tuple(t.shape) for t in op.outputs])
+
+    assert found == expected
+
+
+def test_unknown_shapes_count_what_is_known():
+    with tf.Graph().as_default() as graph:
+        ones(5, 7) @ ones(7, 11)
+    (op,) = [op for op in graph.get_operations() if op.type == "MatMul"]
+
+    assert flops(op, [None, (7, 11)], [(5, 11)]) >= 0

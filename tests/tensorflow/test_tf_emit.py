@@ -1,0 +1,136 @@
+"""A plan as it stands in the rewritten function: the right copies, in the schedule's order, and really late."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+import tensorflow as tf
+from small_steps import BATCH, WIDTH, Chain, copies_in, inputs
+
+import remat
+import remat.testing
+from remat.cost_model import get_profile
+from remat.tensorflow import _private, measure
+from remat.tensorflow.emit import emit
+from remat.tensorflow.trace import trace_func_graph
+
+
+@dataclasses.dataclass
+class Written:
+    """A function that was rewritten by a plan for it."""
+
+    plan: remat.Plan
+    step: object
+    emitted: object
+    function: object
+
+
+def write(budget, rewrite=True):
+    """A chain's training step, planned by tensors alone: the schedule is the planner's, whatever the device counts."""
+    chain = Chain()
+    found = {}
+
+    @tf.function
+    def function(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(chain(x)))
+        graph = tf.compat.v1.get_default_graph()
+
+        def finish(succeeded):
+            step = trace_func_graph(graph, profile=get_profile("cpu"))
+            plan = remat.plan(step.graph, budget, time_limit_s=0.5)
+            found.update(step=step, plan=plan, emitted=emit(plan, step) if rewrite else None)
+
+        _private.call_when_traced(finish)
+        return tape.gradient(loss, chain.weights)
+
+    function.get_concrete_function(inputs())
+    return Written(function=function, **found)
+
+
+@pytest.fixture(scope="module")
+def written():
+    return write("65%")
+
+
+def test_every_further_run_is_a_copy(written):
+    copies = copies_in(written.function.get_concrete_function(inputs()))
+
+    assert len(written.emitted.copies) == written.plan.recomputed > 0
+    assert {op.name for op in copies} == {op.name for op in written.emitted.copies}
+    again = [index for place, index in enumerate(written.plan.schedule) if index in written.plan.schedule[:place]]
+    assert [op.type for op in written.emitted.copies] == [written.step.graph.ops[index].kind for index in again]
+
+
+def test_plain_plan_writes_nothing():
+    plain = write("100%")
+
+    assert plain.plan.recomputed == 0
+    assert plain.emitted.copies == ()
+
+
+def test_large_operations_run_in_schedule_order(written):
+    """Each one depends, by data or by control edge, on the large one before it in the schedule."""
+    runs: dict[int, int] = {}
+    copies = iter(written.emitted.copies)
+    large = []
+    for index in written.plan.schedule:
+        operation = next(copies) if runs.get(index) else written.step.operations[index]
+        runs[index] = runs.get(index, 0) + 1
+        op = written.step.graph.ops[index]
+        touched = [written.step.graph.tensors[t] for t in op.outputs]
+        if any(t.size_bytes >= BATCH * WIDTH * 4 and t.alias_of is None for t in touched):
+            large.append(operation)
+    assert len(large) > 2 * len(written.emitted.copies) > 4
+    for before, operation in itertools.pairwise(large):
+        assert before in ancestors(operation), f"{operation.name} may run before {before.name}"
+
+
+def ancestors(operation):
+    found, stack = set(), [operation]
+    while stack:
+        op = stack.pop()
+        for before in {t.op for t in op.inputs} | set(op.control_inputs):
+            if before not in found:
+                found.add(before)
+                stack.append(before)
+    return found
+
+
+def test_copies_read_copies_of_what_was_dropped(written):
+    """A recomputed chain may not hold on to the first instance that it was meant to let go of."""
+    newest: dict[int, str] = {}
+    copies = iter(written.emitted.copies)
+    seen: set[int] = set()
+    for index in written.plan.schedule:
+        operation = next(copies) if index in seen else written.step.operations[index]
+        seen.add(index)
+        op = written.step.graph.ops[index]
+        for position, tensor in enumerate(op.inputs):
+            if tensor in newest:
+                assert operation.inputs[position].name in (newest[tensor], f"{newest[tensor]}/held:0")
+        for tensor, output in zip(op.outputs, operation.outputs, strict=True):
+            newest[tensor] = output.name
+
+
+def test_the_executor_keeps_the_copies_and_the_memory():
+    """Fails if the graph optimizer folds the copies back, or runs them early."""
+    x = inputs()
+    plain, planned = write("65%", rewrite=False), write("65%")
+
+    plain_peak = measure(plain.function, x, repeats=2).peak_bytes
+    planned_peak = measure(planned.function, x, repeats=2).peak_bytes
+
+    saved = plain.plan.baseline_peak_bytes - planned.plan.peak_bytes
+    assert saved > 4 * BATCH * WIDTH * 4
+    assert plain_peak - planned_peak > 0.7 * saved
+
+
+def test_plan_for_another_graph_writes_nothing(written):
+    other = write("100%")
+
+    with pytest.raises(remat.PlanMismatch):
+        emit(written.plan, dataclasses.replace(other.step, graph=remat.testing.chain(3)))
+    assert not copies_in(other.function.get_concrete_function(inputs()))

@@ -1,0 +1,91 @@
+"""Does every kernel that the table names really write into its input's memory? Asked of the device's counter."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import tensorflow as tf
+
+from remat.tensorflow import op_facts
+from remat.tensorflow.device import current_device
+
+SIDE = 1024
+SIZE_BYTES = SIDE * SIDE * 4
+INTEGERS = frozenset({"BitwiseAnd", "BitwiseOr", "Invert", "TruncateDiv"})
+BOOLEANS = frozenset({"LogicalAnd", "LogicalNot", "LogicalOr"})
+FURTHER = {"ClipByValue": {"clip_value_min": 0.1, "clip_value_max": 0.9}}
+POSITIONS = [
+    (kind, position) for kind in sorted(op_facts._IN_PLACE_INPUTS) for position in op_facts._IN_PLACE_INPUTS[kind]
+] + [("AddN", 0), ("AddN", 1)]
+
+
+def dtype_of(kind):
+    return tf.int32 if kind in INTEGERS else tf.bool if kind in BOOLEANS else tf.float32
+
+
+def whole(kind):
+    """An operand of 4 MiB."""
+    dtype = dtype_of(kind)
+    side = SIDE if dtype.size == 4 else 2 * SIDE
+    values = tf.random.stateless_uniform([side, side], seed=[1, 2], minval=0.2, maxval=0.8)
+    return tf.cast(values + 1.0, tf.int32) if dtype == tf.int32 else tf.cast(values, dtype)
+
+
+def apply(kind, position, dying, other):
+    function = getattr(tf.raw_ops, kind)
+    if kind == "AddN":
+        return function(inputs=[dying, other] if position == 0 else [other, dying])
+    names = [n for n, p in inspect.signature(function).parameters.items() if n != "name" and p.default is p.empty]
+    if kind in ("Select", "SelectV2"):
+        operands = [other > 0.5, dying, other] if position == 1 else [other > 0.5, other, dying]
+    elif kind == "BiasAdd":
+        operands = [dying, other[0]]
+    elif kind in FURTHER:
+        return function(**{names[0]: dying}, **FURTHER[kind])
+    else:
+        operands = [dying] if len(names) == 1 else [dying, other] if position == 0 else [other, dying]
+    return function(**dict(zip(names, operands, strict=True)))
+
+
+def tensors_at_peak(use):
+    """How many tensors of 4 MiB a function allocates at its peak, for ``use(a tensor that dies, one that stays)``."""
+
+    @tf.function(autograph=False)
+    def step(x, other):
+        dying = tf.reverse(x, [0])  # Not element-wise: makes a tensor of its own.
+        result = use(dying, other)
+        return tf.reduce_any(result) if result.dtype == tf.bool else tf.reduce_max(result)
+
+    return step
+
+
+def measured(use, x):
+    step = tensors_at_peak(use)
+    device = current_device()
+    step(x, x)
+    device.reset_peak()
+    before = device.peak_bytes  # Not in_use_bytes, which collects garbage first: that is most of a test's time.
+    step(x, x)
+    return (device.peak_bytes - before) / SIZE_BYTES
+
+
+@pytest.mark.parametrize(("kind", "position"), POSITIONS)
+def test_output_takes_over_a_dying_input(kind, position):
+    # Select has a mask of a quarter of the bytes.
+    assert measured(lambda dying, other: apply(kind, position, dying, other), whole(kind)) < 1.3
+
+
+@pytest.mark.parametrize("kind", ["Cumsum", "ReverseV2", "Transpose"])
+def test_the_measurement_sees_an_operation_that_does_not(kind):
+    use = {
+        "Cumsum": lambda dying, other: tf.cumsum(dying),
+        "ReverseV2": lambda dying, other: tf.reverse(dying, [1]),
+        "Transpose": lambda dying, other: tf.transpose(dying),
+    }[kind]
+
+    assert measured(use, whole(kind)) > 1.9
+
+
+def test_the_measurement_sees_an_input_that_is_needed_later():
+    assert measured(lambda dying, other: tf.sin(dying) + tf.cumsum(dying), whole("Sin")) > 1.9

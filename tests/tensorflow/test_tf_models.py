@@ -1,0 +1,70 @@
+"""Real models within a budget: the same numbers, and the memory that was promised, by the device's own counter.
+
+Each model trains three steps plainly and under every budget in one process of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from models import CASES
+from worker import outcomes, shown
+
+# Of the largest gradient or weight, or of the statistic's own scale. Half precision has 11 bits.
+ROUNDING = {"float32": 1e-5, "mixed_float16": 2e-3, "float64": 1e-6}
+QUICK = [
+    ("transformer", "tape", ("50%", "minimum")),
+    ("unet", "tape", ("50%",)),
+    ("mlp", "fit", ("50%",)),
+]
+EVERY = [(name, how, ("70%", "50%", "minimum")) for name, how in itertools.product(CASES, ("tape", "fit"))]
+RUNS = [pytest.param(*run, id="-".join([*run[:2], "quick"])) for run in QUICK] + [
+    pytest.param(*run, id="-".join(run[:2]), marks=pytest.mark.slow) for run in EVERY
+]
+
+
+@pytest.fixture
+def trained(case, how, budgets):
+    found = outcomes(case, how, *budgets)
+    assert [one["budget"] for one in found] == list(budgets)
+    refused = [one for one in found if one.get("infeasible")]
+    assert not refused, f"a budget that had to be feasible is not: {refused}"
+    return found
+
+
+@pytest.mark.parametrize(("case", "how", "budgets"), RUNS)
+class TestModel:
+    def test_first_gradients_equal_plain(self, case, trained):
+        for one in trained:
+            assert one["differences"]["first_gradients"] <= ROUNDING[CASES[case].policy], one
+
+    @pytest.mark.parametrize("what", ["gradients", "losses", "weights", "statistics"])
+    def test_three_steps_equal_plain(self, case, trained, what):
+        """To rounding, or to what a single rounding of the weights makes of plain training, where that is more."""
+        for one in trained:
+            allowed = max(ROUNDING[CASES[case].policy], 3 * one["sensitivity"][what])
+            assert one["differences"][what] <= allowed, one
+
+    def test_seeds_and_counters_equal_plain_bit_by_bit(self, trained):
+        for one in trained:
+            assert one["differences"]["unequal_states"] == []
+            assert one["differences"]["states_count"] > 0
+
+    def test_as_many_operations_are_recomputed_as_planned(self, trained):
+        for one in trained:
+            assert one["copies"] == one["recomputed"] > 0
+
+    def test_measured_peak_is_within_the_budget(self, trained):
+        for one in trained:
+            assert one["measured_bytes"] <= one["budget_bytes"], shown(one)
+
+    def test_predicted_peak_is_within_5_percent_of_the_measured_one(self, trained):
+        for one in trained:
+            assert one["predicted_bytes"] == pytest.approx(one["measured_bytes"], rel=0.05), shown(one)
+
+    def test_recomputation_is_not_undone(self, trained):
+        """Whoever folds the copies back, or runs them early, measures the plain peak again."""
+        for one in trained:
+            planned = one["plain_predicted_bytes"] - one["predicted_bytes"]
+            assert one["plain_measured_bytes"] - one["measured_bytes"] > 0.8 * planned > 0, shown(one)
