@@ -32,7 +32,7 @@ def write(budget, rewrite=True):
     chain = Chain()
     found = {}
 
-    @tf.function
+    @tf.function(autograph=False)
     def function(x):
         with tf.GradientTape() as tape:
             loss = tf.reduce_mean(tf.square(chain(x)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 from collections.abc import Mapping, Sequence
@@ -111,11 +112,16 @@ def _line_json(line: Line) -> dict[str, Any]:
         "plan_seconds": 0.0 if plan is None else plan.plan_seconds,
         "final_loss": result.final_loss,
         "final_accuracy": result.final_accuracy,
-        "largest_weight_difference": None if difference is None else difference.absolute,
-        "largest_relative_weight_difference": None if difference is None else difference.relative,
+        "largest_weight_difference": None if difference is None else _finite(difference.absolute),
+        "largest_relative_weight_difference": None if difference is None else _finite(difference.relative),
         "losses": list(result.losses),
         "failures": list(line.failures),
     }
+
+
+def _finite(value: float) -> float | None:
+    """JSON knows no infinity; the line's failures then say what is wrong."""
+    return value if math.isfinite(value) else None
 
 
 def _budget(text: str | None, size_bytes: int) -> str:

@@ -11,11 +11,14 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from remat.demo.results import FAILURE_FILE, GRAPH_FILE, PLAN_FILE, RESULT_FILE, WEIGHTS_FILE, RunResult
 from remat.errors import RematError
 from remat.json_files import write_json
+
+# The whole demo has to end within minutes; the planner's best plans for these models come well before that.
+_PLANNING_S: Final = 5.0
 
 
 def main() -> int:
@@ -72,7 +75,7 @@ def _train(name: str, budget: str | None, quick: bool, folder: Path) -> None:
 
     work = make_workload(name, quick=quick)
     if budget is not None:
-        remat.keras.limit_memory(work.model, budget=budget)
+        remat.keras.limit_memory(work.model, budget=budget, time_limit_s=_PLANNING_S)
     history = work.model.fit(
         work.images, work.labels, batch_size=work.batch_size, epochs=work.epochs, verbose=0, callbacks=[Meter()]
     ).history

@@ -35,7 +35,7 @@ def trace_model(
         UnsupportedStep: where the model does not say what it takes.
     """
     profile = get_profile(device)
-    if not model.inputs:
+    if not getattr(model, "inputs", None):  # A subclassed model has no such attribute before it is built.
         raise UnsupportedStep(
             f"{model.name!r} does not say what it takes; build it from keras.Input, or call it once on data"
         )

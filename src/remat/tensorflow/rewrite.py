@@ -192,7 +192,8 @@ def _plan_for_device(
     *,
     rounds: int,
 ) -> Plan:
-    budget_bytes = parse_budget(budget, baseline_bytes)
+    # A step of small blocks alone shows nothing on a CPU's counter; it keeps any budget.
+    budget_bytes = parse_budget(budget, max(1, baseline_bytes))
     target_bytes = int(budget_bytes / (1 + _UNSEEN_FRACTION))
 
     time_limit_s = request.time_limit_s or max(_LEAST_S, min(_MOST_S, _SECONDS_PER_OP * len(graph.ops)))
@@ -200,9 +201,9 @@ def _plan_for_device(
     def plan_with(planner_budget: int) -> Plan:
         return make_plan(graph, planner_budget, planner=request.planner, time_limit_s=time_limit_s, **request.options)
 
-    if baseline_bytes <= target_bytes:
+    if baseline_bytes <= target_bytes or not baseline_bytes:
         found = dataclasses.replace(
-            plan_with(simulate(graph, graph.plain_schedule).peak_bytes), peak_bytes=baseline_bytes
+            plan_with(max(1, simulate(graph, graph.plain_schedule).peak_bytes)), peak_bytes=baseline_bytes
         )
     else:
         try:

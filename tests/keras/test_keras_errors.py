@@ -1,0 +1,168 @@
+"""What ``limit_memory`` refuses, and what its errors say."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import keras
+import pytest
+import remat
+from small_models import BATCH, PLANNING, Subclassed, compiled, data, functional, limit
+
+
+def train(model):
+    return model.fit(*data(), batch_size=BATCH, shuffle=False, verbose=0)
+
+
+@pytest.mark.parametrize("thing", [None, "model", keras.layers.Dense(3)])
+def test_not_a_model(thing):
+    with pytest.raises(TypeError, match=f"takes a keras.Model, not {type(thing).__name__}"):
+        remat.keras.limit_memory(thing, "50%")
+
+
+@pytest.mark.parametrize("budget", ["plenty", "-1GiB", 0, "0%"])
+def test_unreadable_budget_is_refused_at_once(budget):
+    with pytest.raises(remat.InvalidBudget, match=str(budget)):
+        remat.keras.limit_memory(functional(), budget)
+
+
+def test_micro_batches_are_not_ignored():
+    with pytest.raises(remat.UnsupportedStep, match="micro_batches=2 is not supported"):
+        remat.keras.limit_memory(functional(), "50%", micro_batches=2)
+
+
+def test_auto_on_a_cpu():
+    model = limit(compiled(functional), "auto")
+
+    with pytest.raises(remat.InvalidBudget, match="'auto'.*CPU:0"):
+        train(model)
+
+
+def test_run_eagerly():
+    model = limit(compiled(functional, run_eagerly=True))
+
+    with pytest.raises(remat.UnsupportedStep, match="run_eagerly=True.*compile it with run_eagerly=False"):
+        train(model)
+
+
+def test_no_limit_no_plan():
+    with pytest.raises(ValueError, match="has no memory limit; call remat.keras.limit_memory"):
+        remat.keras.plan_of(functional())
+
+
+def test_no_plan_before_the_first_step():
+    assert remat.keras.plan_of(limit(compiled(functional))) is None
+
+
+def test_below_the_minimum_then_at_it():
+    model = limit(compiled(functional), 1000)
+    before = [w.numpy() for w in model.weights]
+    with pytest.raises(remat.InfeasibleBudget) as caught:
+        train(model)
+
+    error = caught.value
+    assert error.budget_bytes == 1000
+    assert str(error.minimum_bytes) in str(error)
+    assert error.binding_op
+    assert error.binding_op in str(error)
+    assert remat.keras.plan_of(model) is None
+    assert all((w.numpy() == b).all() for w, b in zip(model.weights, before, strict=True))
+    # The error holds the frames of the failed call, and with them what that had allocated.
+    minimum_bytes = error.minimum_bytes
+    del error, caught
+    limit(model, int(minimum_bytes * 1.02))
+    train(model)
+    assert remat.keras.plan_of(model).recomputed > 0
+
+
+def test_unknown_planner():
+    model = compiled(functional)
+    remat.keras.limit_memory(model, "50%", planner="magic")
+
+    with pytest.raises(ValueError, match="peak_greedy"):
+        train(model)
+
+
+def test_something_else_replaced_the_training_function():
+    model = compiled(functional)
+    model.make_train_function = lambda force=False: None
+
+    with pytest.raises(remat.UnsupportedStep, match="something else has replaced make_train_function"):
+        limit(model)
+
+
+def test_trace_model_of_a_model_that_does_not_say_what_it_takes():
+    with pytest.raises(remat.UnsupportedStep, match=r"does not say what it takes"):
+        remat.keras.trace_model(compiled(Subclassed), batch_size=8)
+
+
+def test_trace_model_of_an_unknown_dimension():
+    inputs = keras.Input((None, 4))
+    model = keras.Model(inputs, keras.layers.Dense(3)(inputs))
+
+    with pytest.raises(remat.UnsupportedStep, match=r"give every dimension but the first"):
+        remat.keras.trace_model(model, batch_size=8)
+
+
+def run_in_a_process(code, **environment):
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", **environment},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+REPLICAS = """
+import keras, numpy as np, tensorflow as tf, remat.keras
+tf.config.set_logical_device_configuration(
+    tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 2)
+with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", jit_compile=False)
+remat.keras.limit_memory(model, "50%")
+try:
+    model.fit(np.ones((8, 4)), np.ones((8, 1)), verbose=0)
+except remat.UnsupportedStep as error:
+    print(error)
+"""
+
+
+def test_several_replicas():
+    assert "trains on 2 replicas; limit_memory supports one device" in run_in_a_process(REPLICAS)
+
+
+OTHER_BACKEND = """
+import sys, types
+import keras
+# Only the name counts: no other backend is installed where this runs.
+keras.backend.backend = lambda: "jax"
+import remat.keras
+try:
+    remat.keras.limit_memory(keras.Sequential([keras.layers.Dense(1)]), "50%")
+except remat.UnsupportedStep as error:
+    print(error)
+"""
+
+
+def test_another_backend():
+    said = run_in_a_process(OTHER_BACKEND)
+    assert "the active backend is 'jax'; set KERAS_BACKEND=tensorflow" in said
+
+
+def test_a_user_error_in_the_model_is_not_hidden():
+    @keras.saving.register_keras_serializable("remat_tests")
+    class Broken(keras.layers.Layer):
+        def call(self, x):
+            raise RuntimeError("the user's own mistake")
+
+    model = keras.Sequential([Broken(), keras.layers.Dense(10)])
+    model.compile("sgd", "mse", jit_compile=False)
+    remat.keras.limit_memory(model, "50%", **PLANNING)
+    with pytest.raises(RuntimeError, match="the user's own mistake"):
+        train(model)

@@ -1,0 +1,306 @@
+"""``fit`` under a limit does what plain ``fit`` does, in every way of feeding and steering it."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import remat
+import tensorflow as tf
+from keras import layers
+from small_models import (
+    BATCH,
+    BUDGET,
+    BUILDERS,
+    PLANNING,
+    WIDTH,
+    assert_same,
+    assert_same_variables,
+    both,
+    compiled,
+    data,
+    functional,
+    limit,
+)
+
+
+def fit(x, y=None, **options):
+    defaults = {"epochs": 2, "shuffle": False, "verbose": 0}
+    if not isinstance(x, tf.data.Dataset | keras.utils.PyDataset):
+        defaults["batch_size"] = BATCH
+    return lambda model: model.fit(x, y, **{**defaults, **options})
+
+
+@pytest.mark.parametrize("build", BUILDERS, ids=lambda b: b.__name__)
+def test_every_kind_of_model(build):
+    assert_same(*both(build, fit(*data())))
+
+
+def test_own_train_step_is_kept():
+    _, limited = both(BUILDERS[-1], fit(*data()))
+
+    assert list(limited.history) == ["doubled_loss"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"sample_weight": np.linspace(0.1, 2, 3 * BATCH)}, id="sample_weight"),
+        pytest.param({"class_weight": {n: 0.5 + n for n in range(10)}}, id="class_weight"),
+        pytest.param({"validation_split": 0.25}, id="validation_split"),
+        pytest.param({"shuffle": True}, id="shuffle"),
+        pytest.param({"initial_epoch": 1, "epochs": 3}, id="initial_epoch"),
+        pytest.param({"steps_per_epoch": 2}, id="steps_per_epoch"),
+    ],
+)
+def test_options_of_fit(options):
+    assert_same(*both(functional, fit(*data(), **options)))
+
+
+def test_validation_data():
+    plain, limited = both(functional, fit(*data(), validation_data=data(BATCH // 2, seed=1)))
+
+    assert_same(plain, limited)
+    assert "val_accuracy" in limited.history
+
+
+@pytest.mark.parametrize("samples", [2 * BATCH + 1, 2 * BATCH + 700])
+def test_a_last_short_batch(samples):
+    assert_same(*both(functional, fit(*data(samples))))
+
+
+def test_fewer_samples_than_a_batch():
+    assert_same(*both(functional, fit(*data(BATCH), batch_size=4 * BATCH)))
+
+
+@pytest.mark.parametrize("samples", [4 * BATCH, 3 * BATCH + 100])
+def test_several_steps_per_execution(samples):
+    assert_same(*both(functional, fit(*data(samples)), steps_per_execution=2))
+
+
+def test_callbacks_see_every_batch_and_may_stop():
+    def run(model):
+        seen = []
+
+        class Watch(keras.callbacks.Callback):
+            def on_train_batch_end(self, batch, logs=None):
+                seen.append((batch, float(logs["loss"])))
+
+            def on_epoch_end(self, epoch, logs=None):
+                self.model.optimizer.learning_rate = 0.01
+                self.model.stop_training = epoch == 1
+
+        history = model.fit(*data(), batch_size=BATCH, epochs=5, shuffle=False, verbose=0, callbacks=[Watch()])
+        return {**history.history, "seen": [loss for _, loss in seen]}
+
+    plain, limited = both(functional, run)
+    assert len(plain.history["seen"]) == 6
+    assert_same(plain, limited)
+
+
+def test_learning_rate_schedule_and_clipping():
+    def optimizer():
+        schedule = keras.optimizers.schedules.ExponentialDecay(0.05, 2, 0.5)
+        return keras.optimizers.SGD(schedule, momentum=0.9, global_clipnorm=0.1)
+
+    trained = []
+    for limited in (False, True):
+        model = compiled(functional, optimizer=optimizer())
+        if limited:
+            limit(model)
+        trained.append(fit(*data())(model))
+    np.testing.assert_allclose(trained[0].history["loss"], trained[1].history["loss"], rtol=1e-5)
+
+
+def test_regularisers_and_added_losses_count_once():
+    @keras.saving.register_keras_serializable("remat_tests")
+    class Penalty(layers.Layer):
+        def call(self, x):
+            self.add_loss(1e-3 * keras.ops.mean(keras.ops.square(x)))
+            return x
+
+    def build():
+        inputs = keras.Input((WIDTH,))
+        x = inputs
+        for _ in range(3):
+            x = layers.Dense(2 * WIDTH, activation="gelu", kernel_regularizer="l2", activity_regularizer="l2")(x)
+            x = Penalty()(x)
+        return keras.Model(inputs, layers.Dense(10)(x))
+
+    assert_same(*both(build, fit(*data())))
+
+
+def dataset(batch, drop_remainder, samples=2 * BATCH + 300):
+    return tf.data.Dataset.from_tensor_slices(data(samples)).batch(batch, drop_remainder=drop_remainder)
+
+
+@pytest.mark.parametrize("drop_remainder", [True, False])
+def test_datasets(drop_remainder):
+    plain, limited = both(functional, fit(dataset(BATCH, drop_remainder)))
+
+    assert_same(plain, limited)
+    assert limited.model.optimizer.iterations == 2 * (2 if drop_remainder else 3)
+
+
+def test_dataset_of_unknown_batch_size():
+    batches = dataset(BATCH, False)
+    signature = (tf.TensorSpec([None, WIDTH]), tf.TensorSpec([None], tf.int64))
+
+    def unknown():
+        return tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=signature)
+
+    assert_same(*both(functional, lambda model: fit(unknown())(model)))
+
+
+def test_python_generator():
+    x, y = data()
+
+    def generate():
+        while True:
+            for start in range(0, len(x), BATCH):
+                yield x[start : start + BATCH], y[start : start + BATCH]
+
+    assert_same(*both(functional, lambda model: model.fit(generate(), steps_per_epoch=3, epochs=2, verbose=0)))
+
+
+def test_pydataset():
+    x, y = data()
+
+    class Batches(keras.utils.PyDataset):
+        def __len__(self):
+            return 3
+
+        def __getitem__(self, index):
+            part = slice(index * BATCH, (index + 1) * BATCH)
+            return x[part], y[part]
+
+    assert_same(*both(functional, lambda model: fit(Batches())(model)))
+
+
+def two_inputs_and_outputs():
+    inputs = {"left": keras.Input((WIDTH,), name="left"), "right": keras.Input((WIDTH,), name="right")}
+    x = layers.Concatenate()(list(inputs.values()))
+    for _ in range(3):
+        x = layers.Dropout(0.1)(layers.Dense(2 * WIDTH, activation="gelu")(x))
+    return keras.Model(inputs, {"kind": layers.Dense(10, name="kind")(x), "size": layers.Dense(1, name="size")(x)})
+
+
+def test_dict_inputs_and_several_outputs():
+    x, y = data()
+    loss = {"kind": keras.losses.SparseCategoricalCrossentropy(from_logits=True), "size": "mse"}
+
+    assert_same(
+        *both(
+            two_inputs_and_outputs,
+            fit({"left": x, "right": x[::-1].copy()}, {"kind": y, "size": x[:, :1]}),
+            loss=loss,
+            loss_weights={"kind": 1.0, "size": 0.3},
+            metrics={"kind": "accuracy"},
+        )
+    )
+
+
+def test_train_on_batch():
+    x, y = data()
+
+    def run(model):
+        steps = [model.train_on_batch(x[n * BATCH : (n + 1) * BATCH], y[n * BATCH : (n + 1) * BATCH]) for n in range(3)]
+        return {"loss": [float(loss) for loss, _ in steps], "accuracy": [float(a) for _, a in steps]}
+
+    assert_same(*both(functional, run))
+
+
+def test_a_larger_batch_is_planned_again():
+    x, y = data()
+
+    def run(model):
+        losses = [float(model.train_on_batch(x[:size], y[:size])[0]) for size in (BATCH, BATCH // 2, 2 * BATCH)]
+        return {"loss": losses}
+
+    plain, limited = both(functional, run)
+    assert_same(plain, limited)
+    model = compiled(functional)
+    limit(model)
+    model.train_on_batch(x[:BATCH], y[:BATCH])
+    first = remat.keras.plan_of(model)
+    model.train_on_batch(x[: BATCH // 2], y[: BATCH // 2])
+    assert remat.keras.plan_of(model) is first
+    model.train_on_batch(x[: 2 * BATCH], y[: 2 * BATCH])
+    assert remat.keras.plan_of(model).baseline_peak_bytes > 1.5 * first.baseline_peak_bytes
+
+
+def test_a_larger_batch_in_a_later_fit_is_planned_again():
+    model = limit(compiled(functional))
+    fit(*data(), epochs=1)(model)
+    first = remat.keras.plan_of(model)
+    fit(*data(), epochs=1, batch_size=2 * BATCH)(model)
+
+    assert remat.keras.plan_of(model).baseline_peak_bytes > 1.5 * first.baseline_peak_bytes
+
+
+def test_compiling_again_keeps_the_limit():
+    def run(model):
+        first = fit(*data())(model)
+        model.compile(keras.optimizers.SGD(0.01), loss="sparse_categorical_crossentropy", jit_compile=False)
+        second = fit(*data())(model)
+        return {"first": first.history["loss"], "second": second.history["loss"]}
+
+    assert_same(*both(functional, run))
+
+
+def test_a_model_may_be_limited_before_it_is_compiled():
+    model = limit(functional())
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=False)
+    fit(*data())(model)
+
+    assert remat.keras.plan_of(model).recomputed > 0
+
+
+def test_a_second_limit_replaces_the_first():
+    model = limit(compiled(functional), "95%")
+    fit(*data())(model)
+    first = remat.keras.plan_of(model)
+    limit(model, BUDGET)
+    assert remat.keras.plan_of(model) is None
+    fit(*data())(model)
+
+    assert remat.keras.plan_of(model).peak_bytes < first.peak_bytes
+
+
+def test_two_models_have_limits_of_their_own():
+    one, other = limit(compiled(functional), "95%"), limit(compiled(functional), BUDGET)
+    fit(*data())(one)
+    fit(*data())(other)
+
+    assert remat.keras.plan_of(one).recomputed < remat.keras.plan_of(other).recomputed
+
+
+def test_evaluate_and_predict_stay_plain():
+    plain, limited = both(functional, fit(*data()))
+
+    np.testing.assert_allclose(
+        limited.model.evaluate(*data(), verbose=0), plain.model.evaluate(*data(), verbose=0), 1e-4
+    )
+    np.testing.assert_allclose(
+        limited.model.predict(data()[0], verbose=0), plain.model.predict(data()[0], verbose=0), atol=1e-3
+    )
+
+
+def test_a_budget_that_the_plain_step_keeps_changes_nothing():
+    model = compiled(functional)
+    remat.keras.limit_memory(model, "64GiB", **PLANNING)
+    fit(*data())(model)
+
+    assert remat.keras.plan_of(model).recomputed == 0
+    plain = compiled(functional)
+    keras.utils.set_random_seed(3)
+    fit(*data())(plain)
+    assert_same_variables(model, plain)
+
+
+def test_planner_and_its_options_are_passed_on():
+    model = compiled(functional)
+    remat.keras.limit_memory(model, "90%", planner="peak_greedy")
+    fit(*data())(model)
+
+    assert remat.keras.plan_of(model).planner == "peak_greedy"

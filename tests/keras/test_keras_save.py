@@ -1,0 +1,61 @@
+"""Saving and loading: a limit is a setting of the object, never part of the file, and never in its way."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import remat
+from small_models import BATCH, BUILDERS, assert_same_variables, compiled, data, limit
+
+
+def train(model):
+    model.fit(*data(), batch_size=BATCH, shuffle=False, verbose=0)
+
+
+@pytest.mark.parametrize("build", BUILDERS, ids=lambda b: b.__name__)
+def test_save_and_load(build, tmp_path):
+    model = limit(compiled(build))
+    train(model)
+    model.save(tmp_path / "model.keras")
+    assert remat.keras.plan_of(model).recomputed > 0
+
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+
+    for a, b in zip(loaded.weights, model.weights, strict=True):
+        np.testing.assert_array_equal(a.numpy(), b.numpy())
+    with pytest.raises(ValueError, match="has no memory limit; call remat.keras.limit_memory"):
+        remat.keras.plan_of(loaded)
+    limit(loaded)
+    train(loaded)
+    train(model)
+    assert remat.keras.plan_of(loaded).recomputed > 0
+    assert_same_variables(loaded, model)
+
+
+def test_a_checkpoint_callback_works(tmp_path):
+    model = limit(compiled(BUILDERS[0]))
+    callback = keras.callbacks.ModelCheckpoint(tmp_path / "{epoch}.keras")
+    model.fit(*data(), batch_size=BATCH, epochs=2, verbose=0, callbacks=[callback])
+
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["1.keras", "2.keras"]
+
+
+def test_weights_file(tmp_path):
+    model = limit(compiled(BUILDERS[0]))
+    train(model)
+    model.save_weights(tmp_path / "model.weights.h5")
+    other = compiled(BUILDERS[0])
+    other.load_weights(tmp_path / "model.weights.h5")
+
+    for a, b in zip(other.weights, model.weights, strict=True):
+        np.testing.assert_array_equal(a.numpy(), b.numpy())
+
+
+def test_a_clone_is_plain():
+    model = limit(compiled(BUILDERS[0]))
+    train(model)
+    clone = keras.models.clone_model(model)
+
+    with pytest.raises(ValueError, match="has no memory limit"):
+        remat.keras.plan_of(clone)
