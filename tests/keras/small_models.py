@@ -8,9 +8,10 @@ from typing import Any
 
 import keras
 import numpy as np
-import remat
 import tensorflow as tf
 from keras import layers
+
+import remat
 
 # An activation has more than 256 KiB, so that the device counts it, and a weight less: in TensorFlow 2.21 the variables
 # of a model stay allocated once its optimizer has stepped inside a function, and would pile up from test to test.

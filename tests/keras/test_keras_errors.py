@@ -8,8 +8,9 @@ import sys
 
 import keras
 import pytest
-import remat
 from small_models import BATCH, PLANNING, Subclassed, compiled, data, functional, limit
+
+import remat
 
 
 def train(model):

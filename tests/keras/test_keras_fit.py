@@ -5,7 +5,6 @@ from __future__ import annotations
 import keras
 import numpy as np
 import pytest
-import remat
 import tensorflow as tf
 from keras import layers
 from small_models import (
@@ -22,6 +21,8 @@ from small_models import (
     functional,
     limit,
 )
+
+import remat
 
 
 def fit(x, y=None, **options):

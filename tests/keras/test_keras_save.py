@@ -5,8 +5,9 @@ from __future__ import annotations
 import keras
 import numpy as np
 import pytest
-import remat
 from small_models import BATCH, BUILDERS, assert_same_variables, compiled, data, limit
+
+import remat
 
 
 def train(model):

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import keras
 import pytest
-import remat
 from keras import layers
 from small_models import WIDTH, functional, sequential
 
+import remat
 from remat.tensorflow.device import current_device
 
 
