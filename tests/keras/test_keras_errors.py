@@ -37,19 +37,19 @@ def test_micro_batches_are_not_ignored():
 def test_auto_on_a_cpu():
     model = limit(compiled(functional), "auto")
 
-    with pytest.raises(remat.InvalidBudget, match="'auto'.*CPU:0"):
+    with pytest.raises(remat.InvalidBudget, match=r"'auto'.*CPU:0"):
         train(model)
 
 
 def test_run_eagerly():
     model = limit(compiled(functional, run_eagerly=True))
 
-    with pytest.raises(remat.UnsupportedStep, match="run_eagerly=True.*compile it with run_eagerly=False"):
+    with pytest.raises(remat.UnsupportedStep, match=r"run_eagerly=True.*compile it with run_eagerly=False"):
         train(model)
 
 
 def test_no_limit_no_plan():
-    with pytest.raises(ValueError, match="has no memory limit; call remat.keras.limit_memory"):
+    with pytest.raises(ValueError, match=r"has no memory limit; call remat.keras.limit_memory"):
         remat.keras.plan_of(functional())
 
 

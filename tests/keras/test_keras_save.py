@@ -25,7 +25,7 @@ def test_save_and_load(build, tmp_path):
 
     for a, b in zip(loaded.weights, model.weights, strict=True):
         np.testing.assert_array_equal(a.numpy(), b.numpy())
-    with pytest.raises(ValueError, match="has no memory limit; call remat.keras.limit_memory"):
+    with pytest.raises(ValueError, match=r"has no memory limit; call remat.keras.limit_memory"):
         remat.keras.plan_of(loaded)
     limit(loaded)
     train(loaded)
@@ -58,5 +58,5 @@ def test_a_clone_is_plain():
     train(model)
     clone = keras.models.clone_model(model)
 
-    with pytest.raises(ValueError, match="has no memory limit"):
+    with pytest.raises(ValueError, match=r"has no memory limit"):
         remat.keras.plan_of(clone)

@@ -35,13 +35,9 @@ def trained(case, how, budgets):
 
 @pytest.mark.parametrize(("case", "how", "budgets"), RUNS)
 class TestModel:
-    def test_first_gradients_equal_plain(self, case, trained):
-        for one in trained:
-            assert one["differences"]["first_gradients"] <= ROUNDING[CASES[case].policy], one
-
-    @pytest.mark.parametrize("what", ["gradients", "losses", "weights", "statistics"])
+    @pytest.mark.parametrize("what", ["first_gradients", "gradients", "losses", "weights", "statistics"])
     def test_three_steps_equal_plain(self, case, trained, what):
-        """To rounding, or to what a single rounding of the weights makes of plain training, where that is more."""
+        """To rounding, or to what half a rounding of the weights makes of plain training, where that is more."""
         for one in trained:
             allowed = max(ROUNDING[CASES[case].policy], 3 * one["sensitivity"][what])
             assert one["differences"][what] <= allowed, one
