@@ -90,11 +90,11 @@ def core_files() -> list[Path]:
     return [
         path
         for path in sorted(PACKAGE.rglob("*.py"))
-        if path.relative_to(PACKAGE).parts[0] not in (*FRONT_ENDS, "cli", "cli.py")
+        if path.relative_to(PACKAGE).parts[0] not in (*FRONT_ENDS, "cli", "demo")
     ]
 
 
-FORBIDDEN_IN_CORE = (*FRAMEWORKS, *(f"remat.{name}" for name in FRONT_ENDS), "remat.cli")
+FORBIDDEN_IN_CORE = (*FRAMEWORKS, *(f"remat.{name}" for name in FRONT_ENDS), "remat.cli", "remat.demo")
 
 
 @pytest.mark.parametrize("path", core_files(), ids=lambda path: str(path.relative_to(PACKAGE)))
