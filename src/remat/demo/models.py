@@ -50,7 +50,7 @@ def make_workload(name: str, *, quick: bool) -> Workload:
     model = (
         residual_network(width=16, blocks=3 if quick else 8)
         if name == "residual"
-        else transformer(width=96, blocks=1 if quick else 3)
+        else transformer(width=96, blocks=1 if quick else 4)
     )
     model.compile(
         optimizer=keras.optimizers.SGD(0.1, momentum=0.9, global_clipnorm=1.0),

@@ -18,7 +18,7 @@ from remat.errors import RematError
 from remat.json_files import write_json
 
 # The whole demo has to end within minutes; the planner's best plans for these models come well before that.
-_PLANNING_S: Final = 3.0
+_PLANNING_S: Final = 5.0
 
 
 def main() -> int:

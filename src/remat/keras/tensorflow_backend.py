@@ -31,7 +31,8 @@ class TensorFlowLimit:
         self._request = request
         self._shapes: _Shapes = []
         self._rewritten: Rewritten | None = None
-        self._iterator_is_planned = False
+        self._known_iterator: weakref.ref[tf.data.Iterator] | None = None
+        self._run: Callable[[Any], Any] = model.train_function
         if "make_train_function" in vars(model):
             raise UnsupportedStep(f"something else has replaced make_train_function of {model.name!r}; undo that first")
         model.make_train_function = self._make_train_function
@@ -78,38 +79,34 @@ class TensorFlowLimit:
                 model.train_step = own_train_step
             else:
                 del model.train_step
-        self._iterator_is_planned = False
-        model.train_function = self._planned(model.train_function)
+        self._run = model.train_function
+        self._shapes = []
+        model.train_function = self._train_function
         return model.train_function  # type: ignore[no-any-return]
 
-    def _planned(self, run: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """``run`` with the sizes of its data made known before it is traced."""
-
-        def train_function(iterator: Any) -> Any:
-            model = self._required_model()
-            if isinstance(iterator, tf.data.Iterator):
-                if self._iterator_is_planned:
-                    return run(iterator)
-                batches = list(itertools.islice(iterator, model.steps_per_execution))
-                if not batches:
-                    raise StopIteration
-                self._shapes = _largest(batches)
-                _build(model, batches[0])
-                again = _same_type_of_iterator(batches, iterator.element_spec)
-                del batches  # The data must not lie in memory twice when the step is planned.
-                result = run(again)
-                self._iterator_is_planned = True
-                return result
-            batches = list(itertools.islice(iterator, model.steps_per_execution))
-            if batches and _exceeds(_largest(batches), self._shapes):
-                self._shapes = _largest(batches)
-                _build(model, batches[0])
-                if self._rewritten is not None:
-                    # The function may not be traced again for a larger batch, so its plan must be.
-                    return self._make_train_function(force=True)(iter(batches))
-            return run(iter(batches))
-
-        return train_function
+    def _train_function(self, iterator: Any) -> Any:
+        """Keras' own training function, with the sizes of its data made known before it is traced."""
+        model = self._required_model()
+        is_dataset = isinstance(iterator, tf.data.Iterator)
+        if is_dataset and self._known_iterator is not None and self._known_iterator() is iterator:
+            return self._run(iterator)
+        batches = list(itertools.islice(iterator, model.steps_per_execution))
+        if not batches:
+            raise StopIteration
+        largest = _largest(batches)
+        if _exceeds(largest, self._shapes):
+            if self._shapes:
+                # The function may not be traced again for a larger batch, so its plan must be made again.
+                self._make_train_function(force=True)
+            self._shapes = largest
+            _build(model, batches[0])
+        if not is_dataset:
+            return self._run(iter(batches))
+        again = _same_type_of_iterator(batches, iterator.element_spec)
+        del batches  # The data must not lie in memory twice when the step is planned.
+        result = self._run(again)
+        self._known_iterator = weakref.ref(iterator)
+        return result
 
     def _train_step(self, own_train_step: Callable[[Any], Any], data: Any) -> Any:
         graph = tf.compat.v1.get_default_graph()

@@ -165,8 +165,6 @@ _BINARY = frozenset(
 _IN_PLACE_INPUTS = {
     **dict.fromkeys(_UNARY, (0,)),
     **dict.fromkeys(_BINARY, (0, 1)),
-    "Select": (1, 2),
-    "SelectV2": (1, 2),
 }
 
 

@@ -29,7 +29,7 @@ from remat.tensorflow.trace import TracedStep, trace_func_graph
 _log = logging.getLogger("remat")
 
 # What the allocator's model does not see (light ops that float, regions left by other steps).
-_UNSEEN_FRACTION = 0.02
+_UNSEEN_FRACTION = 0.04
 _ROUNDS = 6
 
 # For one round of several; the methods that bring most per second come first.
@@ -101,7 +101,6 @@ def rewrite(
         func_graph,
         profile=get_profile("a100" if device.is_gpu else "cpu"),
         input_shapes=input_shapes,
-        resident_bytes=resident_bytes,
         allocator=allocator,
         outputs=outputs,
     )
@@ -115,9 +114,9 @@ def rewrite(
         assert budget is not None
         if in_xla:
             program = Program(func_graph, step, input_shapes or {}, allocator)
-            plan = plan_for_program(step, budget, program, request)
+            plan = plan_for_program(step, budget, program, request, resident_bytes)
         else:
-            plan = plan_for_allocator(step.graph, budget, allocator, request)
+            plan = plan_for_allocator(step.graph, budget, allocator, request, resident_bytes)
     emitted = emit(plan, step, in_xla=in_xla)
     _log.info("%s\n  copies         %d, control edges %d", plan, len(emitted.copies), emitted.control_edges)
     return Rewritten(plan, step, emitted)
@@ -142,8 +141,13 @@ def _plan_for_checkpoints(
     return dataclasses.replace(plan, peak_bytes=peak_bytes, budget_bytes=peak_bytes, baseline_peak_bytes=baseline_bytes)
 
 
-def plan_for_allocator(graph: Graph, budget: int | str, allocator: AllocatorModel, request: Request) -> Plan:
+def plan_for_allocator(
+    graph: Graph, budget: int | str, allocator: AllocatorModel, request: Request, resident_bytes: int = 0
+) -> Plan:
     """A plan whose peak stays within the budget as the device's own counter will show it.
+
+    What lies on the device besides (``resident_bytes``) counts against the budget, but is no part of the graph: the
+    plan fits the same function on another day.
 
     Raises:
         InfeasibleBudget: with the smallest budget for which this function succeeds.
@@ -158,11 +162,14 @@ def plan_for_allocator(graph: Graph, budget: int | str, allocator: AllocatorMode
         min(1.0, counted_bytes / max(1, baseline_bytes)),
         lambda plan: allocator.peak_bytes(graph, plan.schedule),
         request,
+        resident_bytes,
         rounds=_ROUNDS,
     )
 
 
-def plan_for_program(step: TracedStep, budget: int | str, program: Program, request: Request) -> Plan:
+def plan_for_program(
+    step: TracedStep, budget: int | str, program: Program, request: Request, resident_bytes: int = 0
+) -> Plan:
     """A plan whose compiled program stays within the budget; each round compiles once.
 
     Raises:
@@ -178,6 +185,7 @@ def plan_for_program(step: TracedStep, budget: int | str, program: Program, requ
         counted_bytes / max(1, baseline_bytes),
         program.peak_bytes,
         request,
+        resident_bytes,
         rounds=_COMPILED_ROUNDS,
     )
 
@@ -189,12 +197,13 @@ def _plan_for_device(
     first_ratio: float,
     real_peak_bytes: Callable[[Plan], int],
     request: Request,
+    resident_bytes: int,
     *,
     rounds: int,
 ) -> Plan:
     # A step of small blocks alone shows nothing on a CPU's counter; it keeps any budget.
-    budget_bytes = parse_budget(budget, max(1, baseline_bytes))
-    target_bytes = int(budget_bytes / (1 + _UNSEEN_FRACTION))
+    budget_bytes = parse_budget(budget, max(1, baseline_bytes + resident_bytes))
+    target_bytes = int(budget_bytes / (1 + _UNSEEN_FRACTION)) - resident_bytes
 
     time_limit_s = request.time_limit_s or max(_LEAST_S, min(_MOST_S, _SECONDS_PER_OP * len(graph.ops)))
 
@@ -211,6 +220,11 @@ def _plan_for_device(
                 target_bytes, int(target_bytes * first_ratio), plan_with, real_peak_bytes, rounds=rounds
             )
         except InfeasibleBudget as error:
-            minimum = int(error.minimum_bytes * (1 + _UNSEEN_FRACTION)) + 2
+            minimum = int((error.minimum_bytes + resident_bytes) * (1 + _UNSEEN_FRACTION)) + 2
             raise infeasible(budget_bytes, minimum, error.binding_op) from None
-    return dataclasses.replace(found, baseline_peak_bytes=baseline_bytes, budget_bytes=budget_bytes)
+    return dataclasses.replace(
+        found,
+        peak_bytes=found.peak_bytes + resident_bytes,
+        baseline_peak_bytes=baseline_bytes + resident_bytes,
+        budget_bytes=budget_bytes,
+    )
