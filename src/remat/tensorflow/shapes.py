@@ -73,6 +73,9 @@ def _with_known_inputs(graph: _private.FuncGraph, input_shapes: Mapping[str, Seq
     definition = graph.as_graph_def()
     for node in definition.node:
         node.attr.pop("_output_shapes", None)
+        if node.op in ("StatelessWhile", "While"):
+            # Recorded while the batch dimension was unknown. Without them a loop's results have its inputs' shapes.
+            node.attr.pop("output_shapes", None)
     resolved = tf.Graph()
     with resolved.as_default():
         replaced = {}
