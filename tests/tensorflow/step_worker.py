@@ -131,7 +131,7 @@ class Trainer:
         self.model = case.model()
         self.optimizer = case.optimizer()
         self.optimizer.build(self.model.trainable_variables)
-        self.first = {number: np.array(v) for number, v in enumerate(self._all_variables())}
+        self.first = {number: v.numpy().copy() for number, v in enumerate(self._all_variables())}
         self.batches = [tuple(tf.constant(part) for part in case.batch(seed)) for seed in range(STEPS)]
 
     def train(self, how: str, budget: int | str | None, nudge: bool = False) -> Trained:
@@ -226,7 +226,7 @@ class Trainer:
         def kind(variable: keras.Variable) -> str:
             return "weight" if id(variable) in trainable else "slot" if id(variable) in slots else "state"
 
-        return {f"{kind(v)} {number} {v.path}": np.array(v) for number, v in enumerate(self._all_variables())}
+        return {f"{kind(v)} {number} {v.path}": v.numpy().copy() for number, v in enumerate(self._all_variables())}
 
 
 def _copies(graph: tf.Graph) -> int:
@@ -263,7 +263,7 @@ def statistics_difference(found: Arrays, plain: Arrays, names: list[str]) -> flo
         scale = float(np.max(np.abs(expected)))
         if path.endswith("moving_mean"):
             scale = max(scale, float(np.sqrt(np.max(by_name[path.replace("moving_mean", "moving_variance")]))))
-        worst = max(worst, float(np.max(np.abs(array - expected))) / scale)
+        worst = max(worst, float(np.max(np.abs(array - expected))) / (scale or 1.0))
     assert np.isfinite(worst)
     return worst
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from remat.budget import format_bytes
 from remat.errors import InfeasibleBudget
 from remat.plan import Plan
+from remat.tensorflow.allocator import PeakRange
 
 _CLOSE_ENOUGH = 0.05
 _SMALLEST_STEP = 0.02
@@ -21,28 +22,28 @@ def plan_within(
     target_bytes: int,
     first_guess_bytes: int,
     make_plan: Callable[[int], Plan],
-    real_peak_bytes: Callable[[Plan], int],
+    real_peak: Callable[[Plan], PeakRange],
     *,
     rounds: int,
 ) -> Plan:
-    """The cheapest plan found whose real peak is at most ``target_bytes``.
+    """The cheapest plan found whose highest real peak is at most ``target_bytes``.
 
     Args:
         target_bytes: what the real peak may be.
         first_guess_bytes: the planner's budget to begin with.
         make_plan: planner's budget -> plan; raises InfeasibleBudget.
-        real_peak_bytes: plan -> what the device will show.
+        real_peak: plan -> what the device will show.
         rounds: how many budgets to try before the smallest plan is taken.
 
     Returns:
-        The plan, its ``peak_bytes`` being the real one.
+        The plan, its ``peak_bytes`` being the real one that is expected.
 
     Raises:
-        InfeasibleBudget: ``minimum_bytes`` is the smallest real peak found.
+        InfeasibleBudget: ``minimum_bytes`` is the smallest target that this function reaches.
     """
     fits: Plan | None = None
     fails_at: int | None = None
-    smallest: Plan | None = None
+    smallest_bytes: int | None = None
     binding = ""
     guess = max(1, first_guess_bytes)
     tried: set[tuple[int, ...]] = set()
@@ -57,20 +58,21 @@ def plan_within(
             break
         tried.add(found.schedule)
         counted = found.peak_bytes
-        found = dataclasses.replace(found, peak_bytes=real_peak_bytes(found))
-        if smallest is None or found.peak_bytes < smallest.peak_bytes:
-            smallest = found
-        if found.peak_bytes <= target_bytes:
+        peak = real_peak(found)
+        found = dataclasses.replace(found, peak_bytes=peak.expected_bytes)
+        if smallest_bytes is None or peak.highest_bytes < smallest_bytes:
+            smallest_bytes = peak.highest_bytes
+        if peak.highest_bytes <= target_bytes:
             if fits is None or found.time_s < fits.time_s:
                 fits = found
-            if found.peak_bytes >= target_bytes * (1 - _CLOSE_ENOUGH) or found.overhead == 0:
+            if peak.highest_bytes >= target_bytes * (1 - _CLOSE_ENOUGH) or found.overhead == 0:
                 break
             # Rounding jumps, so a higher guess may fail: go half of the way that is left.
-            room = target_bytes - found.peak_bytes
+            room = target_bytes - peak.highest_bytes
             guess = guess + room if fails_at is None else (guess + fails_at) // 2
         else:
             fails_at = guess if fails_at is None else min(fails_at, guess)
-            excess = found.peak_bytes - target_bytes
+            excess = peak.highest_bytes - target_bytes
             guess = min(guess, counted) - max(excess, int(_SMALLEST_STEP * target_bytes))
         if guess < 1:
             break
@@ -80,16 +82,16 @@ def plan_within(
         make_plan(1)  # No planner keeps one byte: the error says what the planner can reach.
     except InfeasibleBudget as error:
         found = make_plan(error.minimum_bytes)
-        found = dataclasses.replace(found, peak_bytes=real_peak_bytes(found))
-        if found.peak_bytes <= target_bytes:
-            return found
+        peak = real_peak(found)
+        if peak.highest_bytes <= target_bytes:
+            return dataclasses.replace(found, peak_bytes=peak.expected_bytes)
         binding = error.binding_op
-        if smallest is None or found.peak_bytes < smallest.peak_bytes:
-            smallest = found
-    assert smallest is not None
+        if smallest_bytes is None or peak.highest_bytes < smallest_bytes:
+            smallest_bytes = peak.highest_bytes
+    assert smallest_bytes is not None
     raise InfeasibleBudget(
-        f"the smallest peak found is {smallest.peak_bytes} bytes",
-        minimum_bytes=smallest.peak_bytes,
+        f"the smallest peak found is {smallest_bytes} bytes",
+        minimum_bytes=smallest_bytes,
         budget_bytes=target_bytes,
         binding_op=binding,
     )

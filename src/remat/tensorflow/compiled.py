@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from remat.plan import Plan
 from remat.tensorflow import _private
-from remat.tensorflow.allocator import AllocatorModel
+from remat.tensorflow.allocator import AllocatorModel, PeakRange
 from remat.tensorflow.emit import emit
 from remat.tensorflow.trace import TracedStep
 from remat.tensorflow.xla_memory import program_memory
@@ -35,9 +35,9 @@ class Program:
         self._step = step
         self._input_shapes = input_shapes
         self._allocator = allocator
-        self._known: dict[tuple[int, ...], int] = {}
+        self._known: dict[tuple[int, ...], PeakRange] = {}
 
-    def peak_bytes(self, plan: Plan | None) -> int:
+    def peak_range(self, plan: Plan | None) -> PeakRange:
         """Peak bytes of the device under a plan, None for the plain step. Compiles, unless the schedule is known."""
         schedule = () if plan is None else plan.schedule
         if schedule not in self._known:
@@ -47,5 +47,5 @@ class Program:
                     emit(plan, self._step.moved(tensor_named), in_xla=True)
 
             text = _private.optimized_program(self._func_graph, self._input_shapes, change)
-            self._known[schedule] = self._allocator.program_peak_bytes(self._step.graph, program_memory(text))
+            self._known[schedule] = self._allocator.program_peak_range(self._step.graph, program_memory(text))
         return self._known[schedule]

@@ -58,6 +58,7 @@ class _Emitter:
         self.runs = [0] * len(step.graph.ops)
         self.copies: list[tf.Operation] = []
         self.last_heavy: tf.Operation | None = None
+        self.loose: list[tuple[tf.Operation, frozenset[int]]] = []
         self.control_edges = 0
         self.hidden: dict[str, tf.Tensor] = {}
         pinned = {self.graph.roots[t] for t in self.graph.inputs}
@@ -71,18 +72,25 @@ class _Emitter:
         for index in self.plan.schedule:
             operation = self._copy(index) if self.runs[index] else self._rebind(index)
             if self._heavy(index):
-                self._keep_in_order(operation)
+                if self.graph.ops[index].kind in op_facts.MERGED_BY_ONEDNN:
+                    self.loose.append((operation, self._merged_with(index)))
+                else:
+                    self._keep_in_order(operation)
             self.runs[index] += 1
         return Emitted(tuple(self.copies), self.control_edges)
 
     def _heavy(self, index: int) -> bool:
         """Does the op read or make a large tensor? A view's bytes are its source's; it is never held."""
         op = self.graph.ops[index]
-        if op.kind in op_facts.UNORDERED:
-            return False
         if op.outputs and all(self.graph.tensors[t].alias_of is not None for t in op.outputs):
             return False
         return any(self.large[t] for t in op.inputs) or any(self.large[t] for t in op.outputs)
+
+    def _merged_with(self, index: int) -> frozenset[int]:
+        """The ops that oneDNN may merge this one with."""
+        op = self.graph.ops[index]
+        kinds = op_facts.MERGED_BY_ONEDNN[op.kind]
+        return frozenset(n for t in op.inputs for n in self.graph.readers[t] if self.graph.ops[n].kind in kinds)
 
     def _rebind(self, index: int) -> tf.Operation:
         operation = self.step.operations[index]
@@ -111,12 +119,16 @@ class _Emitter:
 
     def _keep_in_order(self, operation: tf.Operation) -> None:
         self._hide_constants(operation)
-        before = self.last_heavy
+        # What may be merged with a later op is waited for once that op has run; early it does no harm.
+        before = [late for late, others in self.loose if all(self.runs[n] for n in others)]
+        self.loose = [(late, others) for late, others in self.loose if late not in before]
+        if self.last_heavy is not None:
+            before.append(self.last_heavy)
         self.last_heavy = operation
-        if before is None or before in operation.control_inputs or any(t.op is before for t in operation.inputs):
-            return
-        _private.add_control_inputs(operation, [before])
-        self.control_edges += 1
+        known = {op.name for op in operation.control_inputs} | {t.op.name for t in operation.inputs}
+        if missing := [op for op in before if op.name not in known]:
+            _private.add_control_inputs(operation, missing)
+            self.control_edges += len(missing)
 
     def _hide_constants(self, operation: tf.Operation) -> None:
         if operation.type not in op_facts.PUSHES_CONSTANTS_DOWN:

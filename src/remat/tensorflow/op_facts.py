@@ -31,9 +31,18 @@ VIEW_LISTS = frozenset({"IdentityN"})
 # Read only the shape of their input: they run as soon as it exists and hold nothing.
 METADATA = frozenset({"Rank", "Shape", "ShapeN", "Size"})
 
-# Never held in order by control edges: oneDNN merges them with the convolution or matrix product that reads the same
-# gradient, wherever that stands, and an edge between the two would close a cycle. They make next to nothing.
-UNORDERED = frozenset({"BiasAddGrad"})
+# oneDNN merges a BiasAddGrad with the filter gradient that reads the same tensor, wherever that stands. A control edge
+# between the two would close a cycle; so would a way from one to the other through further ops.
+MERGED_BY_ONEDNN = {
+    "BiasAddGrad": frozenset(
+        {
+            "Conv2DBackpropFilter",
+            "Conv3DBackpropFilterV2",
+            "DepthwiseConv2dNativeBackpropFilter",
+            "MatMul",
+        }
+    )
+}
 
 # The graph optimizer pushes a constant factor or summand of one of these down into the operand that makes its other
 # input: c * (a * b) becomes a * (c * b), which makes another tensor, at another time, than the schedule says.
