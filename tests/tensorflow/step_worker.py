@@ -27,6 +27,7 @@ from remat.keras.limit import _limits
 from remat.plan import Plan
 from remat.tensorflow import GradientTape
 from remat.tensorflow.device import current_device
+from remat.tensorflow.rewrite import Rewritten
 
 STEPS = 3
 Arrays = list[np.ndarray[Any, Any]]
@@ -46,6 +47,7 @@ class Trained:
         trace_s: seconds of tracing, planning included.
         copies: recomputations that the traced function holds.
         plan: what was planned.
+        largest_bytes: the size of the step's largest tensor.
     """
 
     gradients: list[Arrays]
@@ -56,6 +58,7 @@ class Trained:
     trace_s: float
     copies: int
     plan: Plan | None
+    largest_bytes: int
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,7 @@ class Outcome:
     measured_bytes: int
     plain_measured_bytes: int
     plain_predicted_bytes: int
+    largest_bytes: int
     recomputed: int
     copies: int
     overhead: float
@@ -186,6 +190,7 @@ class Trainer:
             trace_s,
             _copies(traced.graph),
             None if budget is None else tapes[0].plan,
+            0 if budget is None else _largest_bytes(tapes[0]._rewritten),
         )
 
     def _with_fit(self, budget: int | str | None) -> Trained:
@@ -214,6 +219,7 @@ class Trainer:
             total_s,
             0 if limit is None else _copies(limit.rewritten.step.operations[0].graph),
             None if limit is None else limit.plan,
+            0 if limit is None else _largest_bytes(limit.rewritten),
         )
 
     def _all_variables(self) -> list[keras.Variable]:
@@ -231,6 +237,12 @@ class Trainer:
 
 def _copies(graph: tf.Graph) -> int:
     return sum("_remat_copy" in op.node_def.attr for op in graph.get_operations())
+
+
+def _largest_bytes(rewritten: Rewritten) -> int:
+    graph = rewritten.step.graph
+    pinned = {graph.roots[t] for t in graph.inputs}
+    return max(t.size_bytes for n, t in enumerate(graph.tensors) if t.alias_of is None and n not in pinned)
 
 
 class _Losses(keras.callbacks.Callback):  # type: ignore[misc]
@@ -303,6 +315,7 @@ def compare(budget: str, found: Trained, plain: Trained, sensitivity: Difference
         measured_bytes=found.peak_bytes,
         plain_measured_bytes=plain.peak_bytes,
         plain_predicted_bytes=found.plan.baseline_peak_bytes,
+        largest_bytes=found.largest_bytes,
         recomputed=found.plan.recomputed,
         copies=found.copies,
         overhead=found.plan.overhead,

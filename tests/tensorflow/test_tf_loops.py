@@ -56,7 +56,8 @@ def test_a_loop_is_counted_and_exact(weight: tf.Variable) -> None:
     device.reset_peak()
     limited(x, count)
     assert device.peak_bytes <= plan.budget_bytes
-    assert device.peak_bytes == pytest.approx(plan.peak_bytes, rel=0.1)
+    # The allocator may hand out up to twice what a tensor needs.
+    assert abs(device.peak_bytes - plan.peak_bytes) <= 0.05 * device.peak_bytes + x.shape.num_elements() * 4
     for want, value in zip(expected, got, strict=True):
         np.testing.assert_allclose(value, want, rtol=1e-4, atol=1e-5 * float(np.abs(want).max()))
 

@@ -19,8 +19,8 @@ from remat.simulator import storage_lifetimes
 from remat.tensorflow.heap import Heap
 from remat.tensorflow.xla_memory import CompiledMemory
 
-_HEAPS = 16
-_EXPECTED_RANK = 0.6
+_HEAPS_TO_EXPECT = 8
+_HEAPS_TO_HOLD = 16
 _ALLOCATE_SHARE = 0.6
 _MOST_OTHERS = 8
 _SMALLEST_OTHER_BYTES = 256
@@ -31,8 +31,9 @@ class PeakRange:
     """What a device's counter will show as the peak of a step.
 
     Attributes:
-        expected_bytes: what a run of a few steps is expected to show.
-        highest_bytes: the most that was found on any heap; what a budget has to hold.
+        expected_bytes: what a run of a few steps is expected to show: the most on heaps whose pinned inputs lie side by
+            side, as those of a program that makes its variables first do.
+        highest_bytes: the most on these and on heaps whose pinned inputs lie anywhere; what a budget has to hold.
     """
 
     expected_bytes: int
@@ -67,10 +68,15 @@ class AllocatorModel:
         pinned = self._pinned_bytes(graph)
         sizes = [event.size_bytes for event in events if event.size_bytes]
         other_bytes = max(_SMALLEST_OTHER_BYTES, self.min_counted_bytes)
-        added = sorted(
-            _added_by_a_step(_heap_with_a_past(pinned, sizes, other_bytes, seed), events) for seed in range(_HEAPS)
-        )
-        return PeakRange(sum(pinned) + added[int(_EXPECTED_RANK * len(added))], sum(pinned) + added[-1])
+
+        def highest(heaps: int, pinned_first: bool) -> int:
+            return max(
+                _added_by_a_step(_heap_with_a_past(pinned, sizes, other_bytes, pinned_first, seed), events)
+                for seed in range(heaps)
+            )
+
+        expected_bytes = sum(pinned) + highest(_HEAPS_TO_EXPECT, pinned_first=True)
+        return PeakRange(expected_bytes, max(expected_bytes, sum(pinned) + highest(_HEAPS_TO_HOLD, pinned_first=False)))
 
     def peak_on_a_new_heap(self, graph: Graph, schedule: Sequence[int]) -> int:
         """As ``peak_range`` for a step that is the first thing on the device."""
@@ -150,12 +156,14 @@ def _new_heap(pinned: Sequence[int]) -> Heap:
     return heap
 
 
-def _heap_with_a_past(pinned: Sequence[int], sizes: Sequence[int], other_bytes: int, seed: int) -> Heap:
+def _heap_with_a_past(
+    pinned: Sequence[int], sizes: Sequence[int], other_bytes: int, pinned_first: bool, seed: int
+) -> Heap:
     """A heap after blocks of ``sizes`` have come and gone between ``pinned`` and a few other blocks, which stay."""
-    heap = Heap()
+    heap = _new_heap(pinned if pinned_first else ())
     draw = random.Random(seed)
-    past = draw.randrange(len(sizes) + 1)
-    events = [*pinned, *[0] * past, *[other_bytes] * draw.randrange(_MOST_OTHERS + 1)]
+    events = [*(() if pinned_first else pinned), *[0] * draw.randrange(len(sizes) + 1)]
+    events += [other_bytes] * draw.randrange(_MOST_OTHERS + 1)
     draw.shuffle(events)
     gone: list[int] = []
     for size in events:

@@ -8,15 +8,47 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import tensorflow as tf
 
 from remat.tensorflow import _private
+from remat.tensorflow.shapes import Sizes
 
 LOOPS = frozenset({"StatelessWhile", "While"})
 _PASSED_ON = frozenset({"Identity", "TensorListPopBack", "TensorListResize"})
 _APPENDS = {"TensorListPushBack": 1, "TensorListSetItem": 2}  # The number of the input that is appended.
+
+
+def sizes_with_loops(func_graph: _private.FuncGraph, input_shapes: Mapping[str, Sequence[int]]) -> Sizes:
+    """The sizes of a function's tensors, those that come out of its loops' lists included.
+
+    TensorFlow forgets the shape of a list's items where the list leaves a loop.
+
+    Args:
+        func_graph: the traced function.
+        input_shapes: real shapes of inputs traced with unknown dimensions, by tensor name.
+
+    Raises:
+        UnsupportedStep: where an input's shape stays unknown.
+    """
+    known = dict(input_shapes)
+    sizes = Sizes(func_graph, known)
+    stacked = [op.outputs[0] for op in func_graph.get_operations() if op.type == "TensorListStack"]
+    while found := {t.name: shape for t in stacked if (shape := _stacked_shape(t, sizes)) is not None}:
+        known |= found
+        sizes = Sizes(func_graph, known)
+    return sizes
+
+
+def _stacked_shape(stacked: tf.Tensor, sizes: Sizes) -> tuple[int, ...] | None:
+    """The shape of a stacked list that a loop has filled; None where it is known already, or cannot be known yet."""
+    filled = stacked.op.inputs[0]
+    if sizes.shape(stacked) is not None or filled.op.type not in LOOPS:
+        return None
+    loop = Loop(filled.op, sizes, lambda size_bytes: size_bytes)
+    item = loop.item_shape(filled.value_index)
+    return None if item is None else (loop.iterations(), *item)
 
 
 class Loop:
@@ -24,14 +56,30 @@ class Loop:
 
     Args:
         op: the operation.
-        bytes_in_body: bytes of a tensor of the loop's body as the device counts them.
+        outside: sizes of the tensors of the function that the loop stands in.
+        counted: bytes of a tensor -> bytes as the device counts them.
+
+    Attributes:
+        sizes: sizes of the tensors of the loop's body.
     """
 
-    def __init__(self, op: tf.Operation, bytes_in_body: Callable[[tf.Tensor], int]) -> None:
+    def __init__(self, op: tf.Operation, outside: Sizes, counted: Callable[[int], int]) -> None:
         self.op = op
         self.body = _private.function_of(op, "body")
-        self._bytes_in_body = bytes_in_body
+        self._outside = outside
+        self._counted = counted
         self._owners: dict[str, int] = {}
+        given = zip(self.body.inputs, op.inputs, strict=True)
+        known = {inner.name: shape for inner, outer in given if (shape := outside.shape(outer)) is not None}
+        self.sizes = Sizes(self.body, known)
+
+    def item_shape(self, number: int) -> tuple[int, ...] | None:
+        """The shape of what one iteration adds to the list behind an output."""
+        items = self._appended(number)
+        return self.sizes.shape(items[0]) if items else None
+
+    def _bytes_in_body(self, tensor: tf.Tensor) -> int:
+        return self._counted(self.sizes.bytes(tensor) or 0)
 
     def list_source(self, number: int) -> int | None:
         """Number of the input whose list the output hands on; None where the output is no list.
@@ -148,7 +196,9 @@ class Loop:
             if given is tensor:
                 tensor = self.op.inputs[number]
         if tensor.op.type in LOOPS and tensor.value_index == 0:
-            return float(Loop(tensor.op, self._bytes_in_body).iterations())  # A backward loop counts its forward loop.
+            return float(
+                Loop(tensor.op, self._outside, self._counted).iterations()
+            )  # A backward loop counts its forward.
         value = tf.get_static_value(tensor)
         return None if value is None else float(value)
 

@@ -19,16 +19,18 @@ class Sizes:
 
     Args:
         graph: the traced function.
-        input_shapes: real shapes of inputs whose traced shape is not fully known, by tensor name.
+        known_shapes: real shapes of inputs whose traced shape is not fully known, by tensor name; also of further
+            tensors whose shape TensorFlow does not find.
 
     Raises:
         UnsupportedStep: where an input's shape stays unknown.
     """
 
-    def __init__(self, graph: _private.FuncGraph, input_shapes: Mapping[str, Sequence[int]]) -> None:
+    def __init__(self, graph: _private.FuncGraph, known_shapes: Mapping[str, Sequence[int]]) -> None:
+        self._known = {name: tuple(shape) for name, shape in known_shapes.items()}
         self._resolved: tf.Graph | None = None
         unknown = [t for t in graph.inputs if t.dtype not in _OPAQUE and not t.shape.is_fully_defined()]
-        missing = [t for t in unknown if t.name not in input_shapes]
+        missing = [t for t in unknown if t.name not in known_shapes]
         if missing:
             listed = ", ".join(f"{t.op.name} {t.shape}" for t in missing[:3])
             raise UnsupportedStep(
@@ -36,11 +38,13 @@ class Sizes:
                 "promised; give batch_size=, or call the function with arguments of a fixed shape"
             )
         if unknown:
-            self._resolved = _with_known_inputs(graph, input_shapes)
+            self._resolved = _with_known_shapes(graph, known_shapes)
 
     def shape(self, tensor: tf.Tensor) -> tuple[int, ...] | None:
         """The tensor's shape, or None where it depends on values (``tf.boolean_mask``)."""
         shape = tensor.shape
+        if not shape.is_fully_defined() and tensor.name in self._known:
+            return self._known[tensor.name]
         if not shape.is_fully_defined() and self._resolved is not None:
             shape = self._resolved.get_tensor_by_name(tensor.name).shape
         return tuple(shape) if shape.is_fully_defined() else None
@@ -69,20 +73,22 @@ def handle_bytes(handle: tf.Tensor) -> int:
     return sum(shape_bytes(shape, dtype) for shape, dtype in _private.handle_shapes(handle) if shape.is_fully_defined())
 
 
-def _with_known_inputs(graph: _private.FuncGraph, input_shapes: Mapping[str, Sequence[int]]) -> tf.Graph:
+def _with_known_shapes(graph: _private.FuncGraph, known_shapes: Mapping[str, Sequence[int]]) -> tf.Graph:
     definition = graph.as_graph_def()
     for node in definition.node:
         node.attr.pop("_output_shapes", None)
         if node.op in ("StatelessWhile", "While"):
             # Recorded while the batch dimension was unknown. Without them a loop's results have its inputs' shapes.
             node.attr.pop("output_shapes", None)
+    replaced_tensors = {t.name: t for t in graph.inputs}
+    replaced_tensors |= {name: graph.get_tensor_by_name(name) for name in known_shapes}
     resolved = tf.Graph()
     with resolved.as_default():
         replaced = {}
-        for number, tensor in enumerate(graph.inputs):
-            shape = input_shapes.get(tensor.name, tensor.shape)
-            placeholder = tf.raw_ops.Placeholder(dtype=tensor.dtype, shape=shape, name=f"remat_input_{number}")
+        for number, (name, tensor) in enumerate(replaced_tensors.items()):
+            shape = known_shapes.get(name, tensor.shape)
+            placeholder = tf.raw_ops.Placeholder(dtype=tensor.dtype, shape=shape, name=f"remat_known_{number}")
             _private.set_handle_data_like(tensor, placeholder)
-            replaced[tensor.name] = placeholder
+            replaced[name] = placeholder
         tf.graph_util.import_graph_def(definition, input_map=replaced, name="")
     return resolved

@@ -15,7 +15,7 @@ from remat.graph import Graph, Op, Tensor
 from remat.simulator import simulate
 from remat.tensorflow import _private, costs, op_facts
 from remat.tensorflow.allocator import AllocatorModel
-from remat.tensorflow.loops import LOOPS, Loop
+from remat.tensorflow.loops import LOOPS, Loop, sizes_with_loops
 from remat.tensorflow.shapes import Sizes, handle_bytes, shape_bytes
 
 _EVERYTHING_COUNTS = AllocatorModel(min_counted_bytes=0)
@@ -85,7 +85,7 @@ def trace_func_graph(
     Raises:
         UnsupportedStep: where an input's shape is unknown.
     """
-    sizes = Sizes(func_graph, input_shapes or {})
+    sizes = sizes_with_loops(func_graph, input_shapes or {})
     return _Tracer(func_graph, sizes, profile, resident_bytes, allocator, outputs).run()
 
 
@@ -165,7 +165,6 @@ class _Tracer:
         self.operations: list[tf.Operation] = []
         self.numbers: dict[tf.Operation, int] = {}
         self.loops: dict[tf.Operation, Loop] = {}
-        self.loop_sizes: dict[tf.Operation, Sizes] = {}
         if resident_bytes > 0:
             self.pinned.append(self._add(None, Tensor(resident_bytes, name="resident: not of this function")))
 
@@ -232,15 +231,7 @@ class _Tracer:
 
     def _loop(self, op: tf.Operation) -> Loop:
         if op not in self.loops:
-            body = _private.function_of(op, "body")
-            known = {
-                inner.name: shape
-                for inner, outer in zip(body.inputs, op.inputs, strict=True)
-                if (shape := self.sizes.shape(outer)) is not None
-            }
-            sizes = Sizes(body, known)
-            self.loop_sizes[op] = sizes
-            self.loops[op] = Loop(op, lambda t: self.allocator.counted(sizes.bytes(t) or 0))
+            self.loops[op] = Loop(op, self.sizes, self.allocator.counted)
         return self.loops[op]
 
     def _workspace_bytes(self, op: tf.Operation) -> int:
@@ -248,7 +239,7 @@ class _Tracer:
         if op.type not in LOOPS:
             return 0
         loop = self._loop(op)
-        body = _Tracer(loop.body, self.loop_sizes[op], self.profile, 0, self.allocator, None).run().graph
+        body = _Tracer(loop.body, loop.sizes, self.profile, 0, self.allocator, None).run().graph
         return simulate(body, body.plain_schedule).peak_bytes - body.pinned_bytes
 
     def _list(self, op: tf.Operation, number: int, output: tf.Tensor) -> Tensor:
