@@ -56,8 +56,8 @@ def test_a_loop_is_counted_and_exact(weight: tf.Variable) -> None:
     device.reset_peak()
     limited(x, count)
     assert device.peak_bytes <= plan.budget_bytes
-    # The allocator may hand out up to twice what a tensor needs.
-    assert abs(device.peak_bytes - plan.peak_bytes) <= 0.05 * device.peak_bytes + x.shape.num_elements() * 4
+    # The backward loop gives back what it has read; the prediction holds all of it to the loop's end.
+    assert 0.95 * device.peak_bytes <= plan.peak_bytes <= 1.15 * device.peak_bytes
     for want, value in zip(expected, got, strict=True):
         np.testing.assert_allclose(value, want, rtol=1e-4, atol=1e-5 * float(np.abs(want).max()))
 

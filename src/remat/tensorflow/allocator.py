@@ -23,7 +23,6 @@ _HEAPS_TO_EXPECT = 8
 _HEAPS_TO_HOLD = 16
 _ALLOCATE_SHARE = 0.6
 _MOST_OTHERS = 8
-_SMALLEST_OTHER_BYTES = 256
 
 
 @dataclass(frozen=True)
@@ -67,12 +66,10 @@ class AllocatorModel:
         events = list(self._events(graph, schedule))
         pinned = self._pinned_bytes(graph)
         sizes = [event.size_bytes for event in events if event.size_bytes]
-        other_bytes = max(_SMALLEST_OTHER_BYTES, self.min_counted_bytes)
 
         def highest(heaps: int, pinned_first: bool) -> int:
             return max(
-                _added_by_a_step(_heap_with_a_past(pinned, sizes, other_bytes, pinned_first, seed), events)
-                for seed in range(heaps)
+                _added_by_a_step(_heap_with_a_past(pinned, sizes, pinned_first, seed), events) for seed in range(heaps)
             )
 
         expected_bytes = sum(pinned) + highest(_HEAPS_TO_EXPECT, pinned_first=True)
@@ -156,14 +153,12 @@ def _new_heap(pinned: Sequence[int]) -> Heap:
     return heap
 
 
-def _heap_with_a_past(
-    pinned: Sequence[int], sizes: Sequence[int], other_bytes: int, pinned_first: bool, seed: int
-) -> Heap:
+def _heap_with_a_past(pinned: Sequence[int], sizes: Sequence[int], pinned_first: bool, seed: int) -> Heap:
     """A heap after blocks of ``sizes`` have come and gone between ``pinned`` and a few other blocks, which stay."""
     heap = _new_heap(pinned if pinned_first else ())
     draw = random.Random(seed)
     events = [*(() if pinned_first else pinned), *[0] * draw.randrange(len(sizes) + 1)]
-    events += [other_bytes] * draw.randrange(_MOST_OTHERS + 1)
+    events += draw.choices(sizes, k=draw.randrange(_MOST_OTHERS + 1)) if sizes else []
     draw.shuffle(events)
     gone: list[int] = []
     for size in events:
