@@ -222,10 +222,10 @@ def test_tensorflow_1_loop_is_refused():
     graph = tf.Graph()
     with graph.as_default():
         fn(tf.compat.v1.placeholder(tf.float32, [4, 4]))
-    from remat.tensorflow.trace import _in_topological_order
+    from remat.tensorflow.order import in_topological_order
 
     with pytest.raises(remat.UnsupportedStep, match="TensorFlow 1 while loop"):
-        _in_topological_order(graph.get_operations())
+        in_topological_order(graph.get_operations())
 
 
 def test_trace_runs_nothing():

@@ -40,7 +40,7 @@ def auto(graph: Graph, budget_bytes: int, *, time_limit_s: float | None = None) 
     """
     if time_limit_s is None:
         time_limit_s = min(_MOST_S, max(_LEAST_S, _SECONDS_PER_OP * len(graph.ops)))
-    search = Search(Problem(graph), budget_bytes, time.monotonic() + time_limit_s)
+    search = Search(Problem.of(graph), budget_bytes, time.monotonic() + time_limit_s)
     search.offer(graph.plain_schedule)
     if search.best is None and budget_bytes >= search.problem.largest_step_bytes:
         for strategy in STRATEGIES:

@@ -25,7 +25,7 @@ def plan_with_checkpoints(graph: Graph, kept: Collection[int], turning_point: in
     Source: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost" (arXiv:1604.06174).
     """
     started = time.perf_counter()
-    problem = Problem(graph)
+    problem = Problem.of(graph)
     turn = problem.turning_point if turning_point is None else turning_point
     storages = {graph.roots[tensor] for tensor in kept}
     drop = problem.no_drops()

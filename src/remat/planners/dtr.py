@@ -22,7 +22,7 @@ def dtr(graph: Graph, budget_bytes: int, *, time_limit_s: float | None = None) -
     and per step until its next use; see :mod:`remat.planners.rematerialize`. Then an undrop sweep.
     Complexity: about a dozen replays of O(steps + reads).
     """
-    search = Search(Problem(graph), budget_bytes, time.monotonic() + (time_limit_s or 10.0))
+    search = Search(Problem.of(graph), budget_bytes, time.monotonic() + (time_limit_s or 10.0))
     search.offer(graph.plain_schedule)
     if search.best is None and budget_bytes >= search.problem.largest_step_bytes:
         evict(search)

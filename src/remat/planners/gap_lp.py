@@ -23,7 +23,7 @@ def gap_lp(graph: Graph, budget_bytes: int, *, time_limit_s: float | None = None
     The relaxation follows the rounding of Checkmate (Jain et al. 2020, arXiv:1910.02653), on gaps instead of stages.
     Complexity: four LPs with O(edges) nonzeros, and O(steps) per rounding.
     """
-    search = Search(Problem(graph), budget_bytes, time.monotonic() + (time_limit_s or 10.0))
+    search = Search(Problem.of(graph), budget_bytes, time.monotonic() + (time_limit_s or 10.0))
     search.offer(graph.plain_schedule)
     if search.best is None and budget_bytes >= search.problem.largest_step_bytes:
         round_gap_lp(search)

@@ -29,7 +29,7 @@ def keep_milp(graph: Graph, budget_bytes: int, *, time_limit_s: float | None = N
     minimise the seconds of what is recomputed. A coarser model than Checkmate's (Jain et al. 2020,
     arXiv:1910.02653), which lets thousands of ops be solved; optimal within it up to 0.5 %.
     """
-    search = Search(Problem(graph), budget_bytes, time.monotonic() + (time_limit_s or 10.0))
+    search = Search(Problem.of(graph), budget_bytes, time.monotonic() + (time_limit_s or 10.0))
     search.offer(graph.plain_schedule)
     if search.best is None and budget_bytes >= search.problem.largest_step_bytes:
         round_keep_milp(search)

@@ -36,7 +36,7 @@ def overhead_lower_bound(graph: Graph, budget_bytes: int, time_limit_s: float | 
         budget_bytes: peak bytes of the step.
         time_limit_s: seconds for the LP, 10 if None; when they run out the bound is the trivial 0.
     """
-    problem = Problem(graph)
+    problem = Problem.of(graph)
     order = (
         "for schedules that keep first runs in program order; this graph allows others, which may cost less"
         if graph.free_order

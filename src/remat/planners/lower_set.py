@@ -28,7 +28,7 @@ def lower_set(graph: Graph, budget_bytes: int, *, time_limit_s: float | None = N
     Optimal within its family, up to the scale, on graphs whose backward part mirrors the forward one. Complexity:
     O(family^2 * levels) in numpy.
     """
-    problem = Problem(graph)
+    problem = Problem.of(graph)
     search = Search(problem, budget_bytes)
     search.offer(graph.plain_schedule)
     if search.best is not None:

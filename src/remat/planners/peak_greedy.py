@@ -21,7 +21,7 @@ def peak_greedy(graph: Graph, budget_bytes: int, *, time_limit_s: float | None =
     A heuristic without guarantee, known from register allocation as spilling by cost per use (Chaitin 1982,
     doi:10.1145/872726.806984). Complexity: O(gaps) numpy work per dropped gap.
     """
-    search = Search(Problem(graph), budget_bytes, time.monotonic() + (time_limit_s or 10.0))
+    search = Search(Problem.of(graph), budget_bytes, time.monotonic() + (time_limit_s or 10.0))
     search.offer(graph.plain_schedule)
     if search.best is None and budget_bytes >= search.problem.largest_step_bytes:
         drop_greedily(search)

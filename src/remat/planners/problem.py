@@ -35,6 +35,14 @@ class Problem:
 
     graph: Graph
 
+    @classmethod
+    def of(cls, graph: Graph) -> Problem:
+        """The views of this graph, kept with it as its cached properties are: one graph is often planned again."""
+        known: Problem | None = vars(graph).get("_problem")
+        if known is None:
+            known = vars(graph)["_problem"] = cls(graph)
+        return known
+
     @cached_property
     def count(self) -> int:
         """Number of ops; also the position of the virtual last use of the graph's outputs."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -92,8 +93,17 @@ def smallest_peak_schedules(problem: Problem) -> list[tuple[int, ...]]:
     """Schedules that aim at the smallest peak, whatever the budget; deterministic, and not bound by time.
 
     Eviction, with the budget bisected on a logarithmic scale between the largest op and the plain peak; then
-    once more just under the smallest peak reached. Complexity: at most a dozen replays.
+    once more just under the smallest peak reached. Complexity: at most a dozen replays, once for a problem.
     """
+    if problem not in _smallest_known:
+        _smallest_known[problem] = _find_smallest_peak(problem)
+    return _smallest_known[problem]
+
+
+_smallest_known: weakref.WeakKeyDictionary[Problem, list[tuple[int, ...]]] = weakref.WeakKeyDictionary()
+
+
+def _find_smallest_peak(problem: Problem) -> list[tuple[int, ...]]:
     pinned = problem.graph.pinned_bytes
     found: dict[tuple[int, ...], int] = {}
 

@@ -26,7 +26,7 @@ def sqrt_n(graph: Graph, budget_bytes: int, *, time_limit_s: float | None = None
     On a chain of N equal ops: O(sqrt N) memory for one extra forward. No optimality elsewhere. Complexity:
     O(steps) for each of O(log N) numbers of segments.
     """
-    search = Search(Problem(graph), budget_bytes)
+    search = Search(Problem.of(graph), budget_bytes)
     search.offer(graph.plain_schedule)
     if search.best is not None:
         return search.best

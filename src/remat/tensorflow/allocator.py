@@ -30,9 +30,9 @@ class PeakRange:
     """What a device's counter will show as the peak of a step.
 
     Attributes:
-        expected_bytes: what a run of a few steps is expected to show: the most on heaps whose pinned inputs lie side by
-            side, as those of a program that makes its variables first do.
-        highest_bytes: the most on these and on heaps whose pinned inputs lie anywhere; what a budget has to hold.
+        expected_bytes: what a run of a few steps is expected to show: a high value among heaps whose pinned inputs lie
+            side by side, as those of a program that makes its variables first do.
+        highest_bytes: the most on these and on heaps whose pinned inputs lie anywhere; what a budget should hold.
     """
 
     expected_bytes: int
@@ -67,13 +67,14 @@ class AllocatorModel:
         pinned = self._pinned_bytes(graph)
         sizes = [event.size_bytes for event in events if event.size_bytes]
 
-        def highest(heaps: int, pinned_first: bool) -> int:
-            return max(
+        def added(heaps: int, pinned_first: bool) -> list[int]:
+            return sorted(
                 _added_by_a_step(_heap_with_a_past(pinned, sizes, pinned_first, seed), events) for seed in range(heaps)
             )
 
-        expected_bytes = sum(pinned) + highest(_HEAPS_TO_EXPECT, pinned_first=True)
-        return PeakRange(expected_bytes, max(expected_bytes, sum(pinned) + highest(_HEAPS_TO_HOLD, pinned_first=False)))
+        to_expect = added(_HEAPS_TO_EXPECT, pinned_first=True)
+        highest = max(to_expect[-1], added(_HEAPS_TO_HOLD, pinned_first=False)[-1])
+        return PeakRange(sum(pinned) + to_expect[-2], sum(pinned) + highest)
 
     def peak_on_a_new_heap(self, graph: Graph, schedule: Sequence[int]) -> int:
         """As ``peak_range`` for a step that is the first thing on the device."""

@@ -7,12 +7,16 @@ schedule, so the planner's budget is corrected until the real figure is within t
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from remat.budget import format_bytes
 from remat.errors import InfeasibleBudget
 from remat.plan import Plan
 from remat.tensorflow.allocator import PeakRange
+
+_log = logging.getLogger("remat")
 
 _CLOSE_ENOUGH = 0.05
 _SMALLEST_STEP = 0.02
@@ -30,44 +34,38 @@ def plan_within(
 ) -> Plan:
     """The cheapest plan found whose highest real peak is at most ``target_bytes``.
 
+    Where there is none, the plan whose highest real peak is smallest among those that are expected to fit.
+
     Args:
         target_bytes: what the real peak may be.
         first_guess_bytes: the planner's budget to begin with.
         make_plan: planner's budget -> plan; raises InfeasibleBudget.
         real_peak: plan -> what the device will show.
-        rounds: how many budgets to try before the smallest plan is taken.
+        rounds: how many budgets to try before the smallest plans are.
 
     Returns:
         The plan, its ``peak_bytes`` being the real one that is expected.
 
     Raises:
-        InfeasibleBudget: ``minimum_bytes`` is the smallest target that this function reaches.
+        InfeasibleBudget: no plan is even expected to fit; ``minimum_bytes`` is the smallest target that can be held.
     """
-    fits: Plan | None = None
+    found: list[_Found] = []
     fails_at: int | None = None
-    smallest_bytes: int | None = None
-    binding = ""
     guess = max(1, first_guess_bytes)
     tried: set[tuple[int, ...]] = set()
     for _ in range(rounds):
         try:
-            found = make_plan(guess)
+            plan = make_plan(guess)
         except InfeasibleBudget as error:
-            binding = error.binding_op
             guess = error.minimum_bytes
-            found = make_plan(guess)
-        if found.schedule in tried:
+            plan = make_plan(guess)
+        if plan.schedule in tried:
             break
-        tried.add(found.schedule)
-        counted = found.peak_bytes
-        peak = real_peak(found)
-        found = dataclasses.replace(found, peak_bytes=peak.expected_bytes)
-        if smallest_bytes is None or peak.highest_bytes < smallest_bytes:
-            smallest_bytes = peak.highest_bytes
+        tried.add(plan.schedule)
+        peak = real_peak(plan)
+        found.append(_Found(plan, peak))
         if peak.highest_bytes <= target_bytes:
-            if fits is None or found.time_s < fits.time_s:
-                fits = found
-            if peak.highest_bytes >= target_bytes * (1 - _CLOSE_ENOUGH) or found.overhead == 0:
+            if peak.highest_bytes >= target_bytes * (1 - _CLOSE_ENOUGH) or plan.overhead == 0:
                 break
             # Rounding jumps, so a higher guess may fail: go half of the way that is left.
             room = target_bytes - peak.highest_bytes
@@ -75,28 +73,46 @@ def plan_within(
         else:
             fails_at = guess if fails_at is None else min(fails_at, guess)
             excess = peak.highest_bytes - target_bytes
-            guess = min(guess, counted) - max(excess, int(_SMALLEST_STEP * target_bytes))
+            guess = min(guess, plan.peak_bytes) - max(excess, int(_SMALLEST_STEP * target_bytes))
         if guess < 1:
             break
-    if fits is not None:
-        return fits
+    if fits := [one for one in found if one.peak.highest_bytes <= target_bytes]:
+        return min(fits, key=lambda one: one.plan.time_s).with_real_peak()
+    binding_op = ""
     try:
         make_plan(1)  # No planner keeps one byte: the error says what the planner can reach.
     except InfeasibleBudget as error:
-        binding = error.binding_op
+        binding_op = error.binding_op
         for factor in _NEAR_THE_SMALLEST:
-            found = make_plan(int(error.minimum_bytes * factor))
-            peak = real_peak(found)
-            if peak.highest_bytes <= target_bytes:
-                return dataclasses.replace(found, peak_bytes=peak.expected_bytes)
-            smallest_bytes = min(smallest_bytes or peak.highest_bytes, peak.highest_bytes)
-    assert smallest_bytes is not None
+            plan = make_plan(int(error.minimum_bytes * factor))
+            found.append(_Found(plan, real_peak(plan)))
+            if found[-1].peak.highest_bytes <= target_bytes:
+                return found[-1].with_real_peak()
+    if expected_to_fit := [one for one in found if one.peak.expected_bytes <= target_bytes]:
+        best = min(expected_to_fit, key=lambda one: one.peak.highest_bytes)
+        _log.warning(
+            "The step is expected to stay within the budget, but the allocator's rounding may take it to %s where %s "
+            "were to be held: the budget is close to the smallest possible one.",
+            format_bytes(best.peak.highest_bytes),
+            format_bytes(target_bytes),
+        )
+        return best.with_real_peak()
+    minimum_bytes = min(one.peak.highest_bytes for one in found)
     raise InfeasibleBudget(
-        f"the smallest peak found is {smallest_bytes} bytes",
-        minimum_bytes=smallest_bytes,
+        f"the smallest peak found is {minimum_bytes} bytes",
+        minimum_bytes=minimum_bytes,
         budget_bytes=target_bytes,
-        binding_op=binding,
+        binding_op=binding_op,
     )
+
+
+@dataclass(frozen=True)
+class _Found:
+    plan: Plan
+    peak: PeakRange
+
+    def with_real_peak(self) -> Plan:
+        return dataclasses.replace(self.plan, peak_bytes=self.peak.expected_bytes)
 
 
 def infeasible(budget_bytes: int, minimum_bytes: int, binding_op: str) -> InfeasibleBudget:

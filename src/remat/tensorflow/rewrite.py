@@ -36,7 +36,7 @@ _ROUNDS = 6
 
 # For one round of several; the methods that bring most per second come first, and more time brought little.
 _SECONDS_PER_OP = 4e-4
-_LEAST_S = 1.5
+_LEAST_S = 1.0
 _MOST_S = 4.0
 _COMPILED_ROUNDS = 4
 

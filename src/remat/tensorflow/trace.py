@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import heapq
+import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,12 +11,12 @@ from typing import Any
 import tensorflow as tf
 
 from remat.cost_model import DeviceProfile, get_profile, op_time_s
-from remat.errors import UnsupportedStep
 from remat.graph import Graph, Op, Tensor
 from remat.simulator import simulate
 from remat.tensorflow import _private, costs, op_facts
 from remat.tensorflow.allocator import AllocatorModel
 from remat.tensorflow.loops import LOOPS, Loop, sizes_with_loops
+from remat.tensorflow.order import in_topological_order, operations_that_run
 from remat.tensorflow.shapes import Sizes, handle_bytes, shape_bytes
 
 _EVERYTHING_COUNTS = AllocatorModel(min_counted_bytes=0)
@@ -89,56 +90,6 @@ def trace_func_graph(
     return _Tracer(func_graph, sizes, profile, resident_bytes, allocator, outputs).run()
 
 
-def operations_that_run(func_graph: _private.FuncGraph) -> list[tf.Operation]:
-    """The operations that the function's outputs or effects need, in program order."""
-    needed: set[tf.Operation] = set()
-    stack = [t.op for t in func_graph.outputs]
-    stack += [op for op in func_graph.get_operations() if op.op_def is not None and _has_effect(op)]
-    while stack:
-        op = stack.pop()
-        if op in needed:
-            continue
-        needed.add(op)
-        stack += [t.op for t in op.inputs]
-        stack += op.control_inputs
-    return _in_topological_order([op for op in func_graph.get_operations() if op in needed])
-
-
-def _in_topological_order(operations: list[tf.Operation]) -> list[tf.Operation]:
-    """Program order, corrected where TensorFlow gave an earlier op a later input (as loops' gradients do)."""
-    place = {op: number for number, op in enumerate(operations)}
-    waiting = [0] * len(operations)
-    followers: list[list[int]] = [[] for _ in operations]
-    for number, op in enumerate(operations):
-        for before in {t.op for t in op.inputs} | set(op.control_inputs):
-            followers[place[before]].append(number)
-            waiting[number] += 1
-    ready = [number for number, count in enumerate(waiting) if count == 0]
-    ordered = []
-    while ready:
-        number = heapq.heappop(ready)
-        ordered.append(operations[number])
-        for follower in followers[number]:
-            waiting[follower] -= 1
-            if waiting[follower] == 0:
-                heapq.heappush(ready, follower)
-    if len(ordered) < len(operations):
-        raise UnsupportedStep(
-            "the function holds a TensorFlow 1 while loop (a cycle in its graph), which remat cannot plan; call "
-            "tf.compat.v1.enable_control_flow_v2(), or keep the loop in a function of its own"
-        )
-    return ordered
-
-
-def _has_effect(op: tf.Operation) -> bool:
-    return bool(op.op_def.is_stateful) and op.type not in (
-        "Placeholder",
-        "ReadVariableOp",
-        "ResourceGather",
-        "VarHandleOp",
-    )
-
-
 class _Tracer:
     def __init__(
         self,
@@ -165,12 +116,14 @@ class _Tracer:
         self.operations: list[tf.Operation] = []
         self.numbers: dict[tf.Operation, int] = {}
         self.loops: dict[tf.Operation, Loop] = {}
+        self.most_elements: dict[str, int] = {}  # of tensors whose shape depends on values
+        self.unsized: dict[str, tf.Tensor] = {}
         if resident_bytes > 0:
             self.pinned.append(self._add(None, Tensor(resident_bytes, name="resident: not of this function")))
 
     def run(self) -> TracedStep:
         all_operations = self.func_graph.get_operations()
-        needed = operations_that_run(self.func_graph) if self.trace_has_ended else _in_topological_order(all_operations)
+        needed = operations_that_run(self.func_graph) if self.trace_has_ended else in_topological_order(all_operations)
         for op in needed:
             if op.type in op_facts.RESIDENT:
                 self._add_resident(op)
@@ -179,6 +132,7 @@ class _Tracer:
                     self.ids[output.name] = self.ids[source.name]
             else:
                 self._add_op(op)
+        self._warn_of_unsized()
         outputs = tuple(dict.fromkeys(self.ids[t.name] for t in self.outputs if t.name in self.ids))
         graph = Graph(tuple(self.ops), tuple(self.tensors), tuple(self.pinned), outputs, free_order=False)
         return TracedStep(graph, tuple(self.operations), tuple(self.handles))
@@ -274,21 +228,34 @@ class _Tracer:
             alias_of = self.ids[op.inputs[number].name]
         size = self.sizes.bytes(output)
         if size is None:
-            size = self._bound_from_inputs(op, output)
+            size = self._bytes_at_most(op, output)
         size = self.allocator.counted(size)
         return Tensor(size, output.name, self.sizes.shape(output), output.dtype.name, alias_of)
 
-    def _bound_from_inputs(self, op: tf.Operation, output: tf.Tensor) -> int:
-        # The outputs whose shape depends on values (Where, Unique, a mask) pick from an input.
-        counts = [1]
-        for tensor in op.inputs:
-            shape = self.sizes.shape(tensor)
-            if shape is not None and tensor.dtype not in (tf.resource, tf.variant):
-                counts.append(shape_bytes(shape, tensor.dtype) // max(1, tensor.dtype.size))
-            elif tensor.name in self.ids:
-                counts.append(self.tensors[self.ids[tensor.name]].size_bytes // max(1, tensor.dtype.size or 1))
-        per_element = 0 if output.dtype in (tf.resource, tf.variant) else shape_bytes((), output.dtype)
-        return max(counts) * per_element
+    def _bytes_at_most(self, op: tf.Operation, output: tf.Tensor) -> int:
+        """For a shape that depends on values: ops that make one (Where, Unique, a mask) pick from what they read."""
+        dense = [t for t in op.inputs if t.dtype not in (tf.resource, tf.variant)]
+        counts = [self._elements_at_most(t) for t in dense]
+        self.most_elements[output.name] = max((n for n in counts if n is not None), default=0)
+        if not counts or None in counts:
+            self.unsized[output.name] = output
+        return shape_bytes((self.most_elements[output.name],), output.dtype)
+
+    def _elements_at_most(self, tensor: tf.Tensor) -> int | None:
+        shape = self.sizes.shape(tensor)
+        if shape is not None:
+            return math.prod(shape)
+        return None if tensor.name in self.unsized else self.most_elements.get(tensor.name)
+
+    def _warn_of_unsized(self) -> None:
+        if self.unsized:
+            first = next(iter(self.unsized.values()))
+            warnings.warn(
+                f"the sizes of {len(self.unsized)} tensors are not known while the function is traced, the first "
+                f"{first.name!r} of a {first.op.type}; they are counted too small, so the budget may be exceeded. Give "
+                "the tensors that they are made from a fixed shape (tf.ensure_shape)",
+                stacklevel=2,
+            )
 
     def _in_place(self, op: tf.Operation, outputs: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
         if not outputs:
