@@ -52,10 +52,14 @@ def test_run_eagerly():
 def test_no_limit_no_plan():
     with pytest.raises(ValueError, match=r"has no memory limit; call remat.keras.limit_memory"):
         remat.keras.plan_of(functional())
+    with pytest.raises(ValueError, match="has no memory limit"):
+        remat.keras.graph_of(functional())
 
 
 def test_no_plan_before_the_first_step():
-    assert remat.keras.plan_of(limit(compiled(functional))) is None
+    model = limit(compiled(functional))
+    assert remat.keras.plan_of(model) is None
+    assert remat.keras.graph_of(model) is None
 
 
 def test_below_the_minimum_then_at_it():

@@ -11,14 +11,11 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from remat.demo.results import FAILURE_FILE, GRAPH_FILE, PLAN_FILE, RESULT_FILE, WEIGHTS_FILE, RunResult
 from remat.errors import RematError
 from remat.json_files import write_json
-
-# The whole demo has to end within minutes; the planner's best plans for these models come well before that.
-_PLANNING_S: Final = 5.0
 
 
 def main() -> int:
@@ -75,17 +72,17 @@ def _train(name: str, budget: str | None, quick: bool, folder: Path) -> None:
 
     work = make_workload(name, quick=quick)
     if budget is not None:
-        remat.keras.limit_memory(work.model, budget=budget, time_limit_s=_PLANNING_S)
+        remat.keras.limit_memory(work.model, budget=budget)
     history = work.model.fit(
         work.images, work.labels, batch_size=work.batch_size, epochs=work.epochs, verbose=0, callbacks=[Meter()]
     ).history
 
-    plan = None
     if budget is not None:
-        plan = remat.keras.plan_of(work.model)
+        plan, graph = remat.keras.plan_of(work.model), remat.keras.graph_of(work.model)
         assert plan is not None
+        assert graph is not None
         plan.save(folder / PLAN_FILE)
-        _traced_graph(work.model).save(folder / GRAPH_FILE)
+        graph.save(folder / GRAPH_FILE)
     np.savez(folder / WEIGHTS_FILE, **{weight.path: weight.numpy() for weight in work.model.weights})
     result = RunResult(
         model=name,
@@ -99,12 +96,6 @@ def _train(name: str, budget: str | None, quick: bool, folder: Path) -> None:
         versions={"tensorflow": tf.__version__, "keras": keras.__version__, "numpy": np.__version__},
     )
     write_json(folder / RESULT_FILE, asdict(result))
-
-
-def _traced_graph(model: Any) -> Any:
-    from remat.keras.limit import _limits
-
-    return _limits[model].rewritten.step.graph  # type: ignore[attr-defined]
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ model.fit(...)                      # as ever
 print(remat.keras.plan_of(model))
 """
 
-from remat.keras.limit import limit_memory, plan_of
+from remat.keras.limit import graph_of, limit_memory, plan_of
 from remat.keras.model_trace import trace_model
 
-__all__ = ["limit_memory", "plan_of", "trace_model"]
+__all__ = ["graph_of", "limit_memory", "plan_of", "trace_model"]

@@ -1,4 +1,4 @@
-"""``limit_memory`` and ``plan_of``: one entry for every backend of Keras."""
+"""``limit_memory``, ``plan_of`` and ``graph_of``: one entry for every backend of Keras."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import keras
 
 from remat.budget import parse_budget
 from remat.errors import UnsupportedStep
+from remat.graph import Graph
 from remat.plan import Plan
 
 
@@ -18,6 +19,10 @@ class Limit(Protocol):
     @property
     def plan(self) -> Plan | None:
         """The plan in force, None before the first training step."""
+
+    @property
+    def graph(self) -> Graph | None:
+        """The step that the plan is for, None before the first training step."""
 
     def detach(self) -> None:
         """Give the model its own training step back."""
@@ -86,6 +91,21 @@ def plan_of(model: keras.Model) -> Plan | None:
     Raises:
         ValueError: if the model has no limit.
     """
+    return _limit_of(model).plan
+
+
+def graph_of(model: keras.Model) -> Graph | None:
+    """The training step that ``plan_of(model)`` is for; None before the first training step.
+
+    With it ``remat.simulate`` gives the memory over the step, under the plan and without it.
+
+    Raises:
+        ValueError: if the model has no limit.
+    """
+    return _limit_of(model).graph
+
+
+def _limit_of(model: keras.Model) -> Limit:
     if model not in _limits:
         raise ValueError(f"{model.name!r} has no memory limit; call remat.keras.limit_memory(model, budget=...) first")
-    return _limits[model].plan
+    return _limits[model]

@@ -11,6 +11,7 @@ import keras
 import tensorflow as tf
 
 from remat.errors import UnsupportedStep
+from remat.graph import Graph
 from remat.plan import Plan
 from remat.tensorflow import _private
 from remat.tensorflow.resident import resident_elsewhere_bytes
@@ -42,6 +43,11 @@ class TensorFlowLimit:
     def plan(self) -> Plan | None:
         """The plan in force, None before the first training step."""
         return self._rewritten.plan if self._rewritten is not None else None
+
+    @property
+    def graph(self) -> Graph | None:
+        """The step that the plan is for, None before the first training step."""
+        return self._rewritten.step.graph if self._rewritten is not None else None
 
     @property
     def rewritten(self) -> Rewritten | None:
