@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 import tensorflow as tf
 
+from remat.cost_model import get_profile
 from remat.tensorflow.costs import flops
+from remat.tensorflow.device import current_device
+from remat.tensorflow.trace import trace_func_graph
 
 B, H, W, C, F = 2, 16, 12, 8, 24
 
@@ -117,3 +120,28 @@ def test_unknown_shapes_count_what_is_known():
     (op,) = [op for op in graph.get_operations() if op.type == "MatMul"]
 
     assert flops(op, [None, (7, 11)], [(5, 11)]) >= 0
+
+
+@pytest.mark.parametrize(("dtype", "temporaries"), [(tf.float32, 0), (tf.float16, 3)])
+def test_half_precision_products_need_float32_copies(dtype, temporaries):
+    """Measured: the peak of one product, beyond its operands and its result."""
+    side = 1024
+
+    @tf.function
+    def product(x, y):
+        return tf.reduce_max(x @ y)
+
+    x = tf.cast(tf.random.normal((side, side)), dtype)
+    device = current_device()
+    step = trace_func_graph(
+        product.get_concrete_function(x, x).graph, profile=get_profile("cpu"), allocator=device.allocator
+    )
+    [matmul] = [op for op in step.graph.ops if op.kind == "MatMul"]
+    assert matmul.workspace_bytes == temporaries * side * side * 4
+
+    product(x, x)
+    in_use = device.in_use_bytes
+    device.reset_peak()
+    product(x, x)
+    needed = device.peak_bytes - in_use
+    assert needed == pytest.approx(matmul.workspace_bytes + side * side * dtype.size, rel=0.05)

@@ -41,13 +41,15 @@ class PeakRange:
 
 @dataclass(frozen=True)
 class AllocatorModel:
-    """How a device counts memory.
+    """How a device uses and counts memory.
 
     Attributes:
         min_counted_bytes: smaller blocks are missing from the device's statistics.
+        converts_half: do matrix products of half precision make float32 copies of their operands and results?
     """
 
     min_counted_bytes: int
+    converts_half: bool = False
 
     def counted(self, size_bytes: int) -> int:
         """Bytes that the statistics will show for a tensor of this size."""

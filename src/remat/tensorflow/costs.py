@@ -1,4 +1,4 @@
-"""Floating-point operations and bytes moved by TensorFlow operations, for the roofline cost model."""
+"""What TensorFlow's kernels cost: floating-point operations for the roofline cost model, and tensors of their own."""
 
 from __future__ import annotations
 
@@ -8,6 +8,21 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 Shape = tuple[int, ...] | None
+
+
+_MATRIX_PRODUCTS = frozenset({"MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3"})
+
+
+def converted_from_half(op: tf.Operation, shapes: Sequence[Shape]) -> list[tuple[int, ...]]:
+    """Shapes of the float32 copies that a CPU kernel makes of what it reads and writes in float16.
+
+    Args:
+        op: the operation; only matrix products are computed this way.
+        shapes: of its inputs and outputs, None where unknown.
+    """
+    if op.type not in _MATRIX_PRODUCTS or op.outputs[0].dtype != tf.float16:
+        return []
+    return [shape for shape in shapes if shape is not None]
 
 
 def flops(op: tf.Operation, inputs: Sequence[Shape], outputs: Sequence[Shape]) -> float:
@@ -21,7 +36,7 @@ def flops(op: tf.Operation, inputs: Sequence[Shape], outputs: Sequence[Shape]) -
     kind = op.type
     known_in = [shape or () for shape in inputs]
     known_out = [shape or () for shape in outputs]
-    if kind in ("MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3"):
+    if kind in _MATRIX_PRODUCTS:
         transposed = op.get_attr("transpose_a" if kind == "MatMul" else "adj_x")
         left = known_in[0]
         inner = left[-2 if transposed else -1] if len(left) >= 2 else 1

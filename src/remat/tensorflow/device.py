@@ -33,8 +33,8 @@ class Device:
 
     @property
     def allocator(self) -> AllocatorModel:
-        """How this device counts memory."""
-        return AllocatorModel(min_counted_bytes=0 if self.is_gpu else _CPU_STATISTICS_FROM_BYTES)
+        """How this device uses and counts memory."""
+        return AllocatorModel(0) if self.is_gpu else AllocatorModel(_CPU_STATISTICS_FROM_BYTES, converts_half=True)
 
     @property
     def in_use_bytes(self) -> int:

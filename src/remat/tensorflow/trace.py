@@ -189,12 +189,15 @@ class _Tracer:
         return self.loops[op]
 
     def _workspace_bytes(self, op: tf.Operation) -> int:
-        """What the kernels inside a loop's body need at once, beyond what the loop reads."""
-        if op.type not in LOOPS:
+        """What a kernel needs besides its inputs and outputs; for a loop what the kernels of its body do."""
+        if op.type in LOOPS:
+            loop = self._loop(op)
+            body = _Tracer(loop.body, loop.sizes, self.profile, 0, self.allocator, None).run().graph
+            return simulate(body, body.plain_schedule).peak_bytes - body.pinned_bytes
+        if not self.allocator.converts_half:
             return 0
-        loop = self._loop(op)
-        body = _Tracer(loop.body, loop.sizes, self.profile, 0, self.allocator, None).run().graph
-        return simulate(body, body.plain_schedule).peak_bytes - body.pinned_bytes
+        converted = costs.converted_from_half(op, [self.sizes.shape(t) for t in (*op.inputs, *op.outputs)])
+        return sum(self.allocator.counted(shape_bytes(shape, tf.float32)) for shape in converted)
 
     def _list(self, op: tf.Operation, number: int, output: tf.Tensor) -> Tensor:
         """A list of tensors behind a handle: the loop that fills it says how large it gets."""
