@@ -279,6 +279,16 @@ def test_a_second_limit_replaces_the_first():
     assert remat.keras.plan_of(model).peak_bytes < first.peak_bytes
 
 
+def test_a_limit_comes_off_again():
+    model = limit(compiled(functional))
+    assert remat.keras.limit_memory(model, None) is model
+    assert remat.keras.limit_memory(model, None) is model
+    with pytest.raises(ValueError, match="has no memory limit"):
+        remat.keras.plan_of(model)
+    assert "make_train_function" not in vars(model)
+    fit(*data())(model)
+
+
 @pytest.mark.slow
 def test_two_models_have_limits_of_their_own():
     one, other = limit(compiled(functional), "95%"), limit(compiled(functional), BUDGET)

@@ -187,6 +187,7 @@ CASES: dict[str, Case] = {
     "transformer": Case(transformer, batch_size=16, input_shape=(128,), vocabulary=1000),
     "lstm": Case(lstm, batch_size=64, input_shape=(32, 128)),
     "unet": Case(unet, batch_size=16, input_shape=(64, 64, 3), target_shape=(64, 64), classes=2),
+    "unet large": Case(unet, batch_size=64, input_shape=(64, 64, 3), target_shape=(64, 64), classes=2, slow=True),
     "loop": Case(loop, batch_size=4096, input_shape=(128,)),
     "mixed_float16": Case(mlp, batch_size=2048, input_shape=(256,), policy="mixed_float16"),
     "MobileNetV2": Case(application("MobileNetV2"), batch_size=64, input_shape=(64, 64, 3)),

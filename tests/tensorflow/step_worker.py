@@ -196,8 +196,7 @@ class Trainer:
     def _with_fit(self, budget: int | str | None) -> Trained:
         model = self.model
         model.compile(self.optimizer, self.case.loss(), jit_compile=self.jit)
-        if budget is not None:
-            remat.keras.limit_memory(model, budget=budget)
+        remat.keras.limit_memory(model, budget)
         data = tf.data.Dataset.from_generator(
             lambda: iter(self.batches),
             output_signature=tuple(tf.TensorSpec((None, *t.shape[1:]), t.dtype) for t in self.batches[0]),

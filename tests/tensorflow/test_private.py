@@ -13,6 +13,7 @@ from remat.tensorflow import _private
 from remat.tensorflow.device import current_device
 
 SYMBOLS = [
+    ("tensorflow.compiler.xla.service.hlo_pb2", "HloProto"),
     ("tensorflow.core.framework.attr_value_pb2", "AttrValue"),
     ("tensorflow.python.framework.ops", "add_exit_callback_to_default_func_graph"),
     ("tensorflow.python.framework.func_graph", "FuncGraph"),

@@ -73,6 +73,13 @@ def test_freed_neighbours_are_joined():
     assert peak((512 * KIB, 0, 1), (512 * KIB, 0, 0), (900 * KIB, 1, 1)) == 512 * KIB + 900 * KIB
 
 
+def test_a_gpu_takes_all_its_memory_at_once():
+    whole = AllocatorModel(min_counted_bytes=0, first_region_bytes=1 << 40)
+
+    assert peak((513 * KIB, 0, 0), model=whole) == 513 * KIB
+    assert Device("GPU:0").allocator == whole
+
+
 def test_the_smallest_hole_that_fits_is_taken():
     # Holes of 256 and 768 KiB after the first step: 200 KiB take the first one whole, 700 KiB the other.
     assert peak((256 * KIB, 0, 0), (4, 0, 1), (200 * KIB, 1, 1)) == max(256 * KIB + 256, 256 + 256 * KIB)

@@ -33,7 +33,7 @@ _limits: weakref.WeakKeyDictionary[Any, Limit] = weakref.WeakKeyDictionary()
 
 def limit_memory(
     model: keras.Model,
-    budget: int | str = "60%",
+    budget: int | str | None = "60%",
     *,
     micro_batches: int = 1,
     planner: str = "auto",
@@ -49,7 +49,7 @@ def limit_memory(
     Args:
         model: a Functional, Sequential or subclassed model, compiled or not. Its own ``train_step`` is kept.
         budget: peak device bytes of a training step, everything counted: an int, "4GiB", "60%" of the plain step's
-            predicted peak, or "auto" for a GPU's memory less a margin.
+            predicted peak, "auto" for a GPU's memory less a margin, or None to take a limit off again.
         micro_batches: 1; splitting the batch is not part of this version.
         planner: a planner's name.
         time_limit_s: wall seconds that an anytime planner may use.
@@ -65,6 +65,10 @@ def limit_memory(
     """
     if not isinstance(model, keras.Model):
         raise TypeError(f"limit_memory takes a keras.Model, not {type(model).__name__}")
+    if budget is None:
+        if model in _limits:
+            _limits.pop(model).detach()
+        return model
     if micro_batches != 1:
         raise UnsupportedStep(
             f"micro_batches={micro_batches!r} is not supported by this version of remat; leave it at 1, give a budget"

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.compiler.xla.service.hlo_pb2 import HloProto as CompiledProgram
 from tensorflow.core.framework import attr_value_pb2
 from tensorflow.python.framework import ops as _ops
 from tensorflow.python.framework.func_graph import FuncGraph
@@ -22,6 +23,7 @@ from tensorflow.python.ops import handle_data_util as _handle_data_util
 from remat.errors import RematError
 
 __all__ = [
+    "CompiledProgram",
     "FuncGraph",
     "add_control_inputs",
     "call_when_traced",
@@ -136,12 +138,12 @@ def is_custom_gradient(op: tf.Operation) -> bool:
     return "_gradient_op_type" in op.node_def.attr
 
 
-def optimized_program(
+def compiled_program(
     func_graph: FuncGraph,
     input_shapes: Mapping[str, Sequence[int]],
     change: Callable[[Callable[[str], tf.Tensor]], None],
-) -> str:
-    """The scheduled program that XLA compiles ``func_graph`` to, as text.
+) -> CompiledProgram:
+    """What XLA compiles ``func_graph`` to.
 
     Args:
         func_graph: the function; it stays as it is.
@@ -172,8 +174,8 @@ def optimized_program(
     specs = [tf.TensorSpec(input_shapes.get(t.name, t.shape), t.dtype) for t in given]
     with tf.init_scope():
         compiled = tf.function(body, jit_compile=True, autograph=False)
-        text: str = compiled.experimental_get_compiler_ir(*specs)(stage="optimized_hlo")
-    return text
+        serialized: bytes = compiled.experimental_get_compiler_ir(*specs)(stage="optimized_hlo_proto_serialized")
+    return CompiledProgram.FromString(serialized)
 
 
 def function_of(op: tf.Operation, attribute: str) -> FuncGraph:

@@ -46,10 +46,12 @@ class AllocatorModel:
     Attributes:
         min_counted_bytes: smaller blocks are missing from the device's statistics.
         converts_half: do matrix products of half precision make float32 copies of their operands and results?
+        first_region_bytes: what the allocator takes from the device at first; a GPU's takes all that there is.
     """
 
     min_counted_bytes: int
     converts_half: bool = False
+    first_region_bytes: int = 1 << 20
 
     def counted(self, size_bytes: int) -> int:
         """Bytes that the statistics will show for a tensor of this size."""
@@ -71,7 +73,8 @@ class AllocatorModel:
 
         def added(heaps: int, pinned_first: bool) -> list[int]:
             return sorted(
-                _added_by_a_step(_heap_with_a_past(pinned, sizes, pinned_first, seed), events) for seed in range(heaps)
+                _added_by_a_step(self._heap_with_a_past(pinned, sizes, pinned_first, seed), events)
+                for seed in range(heaps)
             )
 
         to_expect = added(_HEAPS_TO_EXPECT, pinned_first=True)
@@ -81,18 +84,43 @@ class AllocatorModel:
     def peak_on_a_new_heap(self, graph: Graph, schedule: Sequence[int]) -> int:
         """As ``peak_range`` for a step that is the first thing on the device."""
         pinned = self._pinned_bytes(graph)
-        return sum(pinned) + _added_by_a_step(_new_heap(pinned), list(self._events(graph, schedule)))
+        return sum(pinned) + _added_by_a_step(self._new_heap(pinned), list(self._events(graph, schedule)))
 
     def program_peak_range(self, graph: Graph, memory: CompiledMemory) -> PeakRange:
-        """The sum of chunks in use while a compiled program runs: inputs, outputs, one temporary block."""
+        """The sum of chunks in use while a compiled program runs: inputs, outputs, temporary blocks."""
         pinned = self._pinned_bytes(graph)
-        heap = _new_heap(pinned)
+        heap = self._new_heap(pinned)
         before = heap.in_use_bytes
-        for size in (*memory.output_bytes, memory.temporary_bytes):
+        for size in (*memory.output_bytes, *memory.temporary_bytes):
             if counted := self.counted(size):
                 heap.allocate(counted)
         peak = sum(pinned) + heap.in_use_bytes - before
         return PeakRange(peak, peak)
+
+    def _new_heap(self, pinned: Sequence[int]) -> Heap:
+        heap = Heap(self.first_region_bytes)
+        for size in pinned:
+            heap.allocate(size)
+        return heap
+
+    def _heap_with_a_past(self, pinned: Sequence[int], sizes: Sequence[int], pinned_first: bool, seed: int) -> Heap:
+        """A heap after blocks of ``sizes`` have come and gone between ``pinned`` and a few other blocks, which stay."""
+        heap = self._new_heap(pinned if pinned_first else ())
+        draw = random.Random(seed)
+        events = [*(() if pinned_first else pinned), *[0] * draw.randrange(len(sizes) + 1)]
+        events += draw.choices(sizes, k=draw.randrange(_MOST_OTHERS + 1)) if sizes else []
+        draw.shuffle(events)
+        gone: list[int] = []
+        for size in events:
+            if size:
+                heap.allocate(size)
+            elif not gone or draw.random() < _ALLOCATE_SHARE:
+                gone.append(heap.allocate(draw.choice(sizes)))
+            else:
+                heap.free(gone.pop(draw.randrange(len(gone))))
+        for address in gone:
+            heap.free(address)
+        return heap
 
     def _pinned_bytes(self, graph: Graph) -> list[int]:
         sizes = [self.counted(graph.tensors[root].size_bytes) for root in {graph.roots[t] for t in graph.inputs}]
@@ -147,33 +175,6 @@ def _added_by_a_step(heap: Heap, events: Sequence[_Event]) -> int:
             for address in held.pop(event.block):
                 heap.free(address)
     return heap.peak_bytes - before
-
-
-def _new_heap(pinned: Sequence[int]) -> Heap:
-    heap = Heap()
-    for size in pinned:
-        heap.allocate(size)
-    return heap
-
-
-def _heap_with_a_past(pinned: Sequence[int], sizes: Sequence[int], pinned_first: bool, seed: int) -> Heap:
-    """A heap after blocks of ``sizes`` have come and gone between ``pinned`` and a few other blocks, which stay."""
-    heap = _new_heap(pinned if pinned_first else ())
-    draw = random.Random(seed)
-    events = [*(() if pinned_first else pinned), *[0] * draw.randrange(len(sizes) + 1)]
-    events += draw.choices(sizes, k=draw.randrange(_MOST_OTHERS + 1)) if sizes else []
-    draw.shuffle(events)
-    gone: list[int] = []
-    for size in events:
-        if size:
-            heap.allocate(size)
-        elif not gone or draw.random() < _ALLOCATE_SHARE:
-            gone.append(heap.allocate(draw.choice(sizes)))
-        else:
-            heap.free(gone.pop(draw.randrange(len(gone))))
-    for address in gone:
-        heap.free(address)
-    return heap
 
 
 def _blocks(tensor: Tensor) -> int:

@@ -46,6 +46,6 @@ class Program:
                 if plan is not None:
                     emit(plan, self._step.moved(tensor_named), in_xla=True)
 
-            text = _private.optimized_program(self._func_graph, self._input_shapes, change)
-            self._known[schedule] = self._allocator.program_peak_range(self._step.graph, program_memory(text))
+            program = _private.compiled_program(self._func_graph, self._input_shapes, change)
+            self._known[schedule] = self._allocator.program_peak_range(self._step.graph, program_memory(program))
         return self._known[schedule]

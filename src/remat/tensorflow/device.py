@@ -13,6 +13,7 @@ from remat.tensorflow import _private
 from remat.tensorflow.allocator import AllocatorModel
 
 _CPU_STATISTICS_FROM_BYTES = 256 << 10
+_ALL_OF_A_GPU_BYTES = 1 << 40
 _GPU_MARGIN = 0.08
 
 
@@ -34,7 +35,9 @@ class Device:
     @property
     def allocator(self) -> AllocatorModel:
         """How this device uses and counts memory."""
-        return AllocatorModel(0) if self.is_gpu else AllocatorModel(_CPU_STATISTICS_FROM_BYTES, converts_half=True)
+        if self.is_gpu:
+            return AllocatorModel(min_counted_bytes=0, first_region_bytes=_ALL_OF_A_GPU_BYTES)
+        return AllocatorModel(_CPU_STATISTICS_FROM_BYTES, converts_half=True)
 
     @property
     def in_use_bytes(self) -> int:

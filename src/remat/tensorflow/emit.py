@@ -149,31 +149,40 @@ class _XlaEmitter(_Emitter):
         self.trigger: tf.Tensor | None = None
         self.late: set[str] = set()
         self.tied: dict[str, tf.Tensor] = {}
+        # The batch dimension may be unknown in the function; the trace knows it.
+        self.elements = {
+            tensor.name: math.prod(traced.shape)
+            for tensor, traced in zip(step.tensors, self.graph.tensors, strict=True)
+            if tensor is not None and traced.shape is not None
+        }
 
     def _keep_in_order(self, operation: tf.Operation) -> None:
         if self.copies and operation is self.copies[-1]:
             return
-        made = [t for t in operation.outputs if xla_ties.can_tie(t) and t.shape.is_fully_defined()]
-        if made and math.prod(made[0].shape):
+        made = [t for t in operation.outputs if xla_ties.can_be_tied_to(t) and self.elements.get(t.name)]
+        if made:
             self.trigger, self.zero = made[0], None
             self.late.clear()
             self.tied.clear()
 
     def _held_copy(self, operation: tf.Operation, inputs: list[tf.Tensor], name: str) -> tf.Operation:
         if self.trigger is not None and not any(t.name in self.late for t in inputs):
-            tieable = [(t.shape.num_elements(), n) for n, t in enumerate(inputs) if self._may_tie(t)]
+            tieable = [(self.elements[t.name], n) for n, t in enumerate(inputs) if self._may_tie(t)]
             if tieable:
                 number = min(tieable)[1]
                 inputs[number] = self._tie(inputs[number])
         copy = _private.copy_operation(operation, inputs, [], name)
         self.late.update(t.name for t in copy.outputs)
+        for output, original in zip(copy.outputs, operation.outputs, strict=True):
+            if original.name in self.elements:
+                self.elements[output.name] = self.elements[original.name]
         return copy
 
     def _may_tie(self, tensor: tf.Tensor) -> bool:
-        if not xla_ties.can_tie(tensor) or tensor.op.type == "Const" or not tensor.shape.is_fully_defined():
+        if not xla_ties.can_tie(tensor) or tensor.op.type == "Const" or tensor.name not in self.elements:
             return False
         # XLA wants shapes and axes, which are small integers, at compile time.
-        return bool(tensor.dtype.is_floating) or tensor.shape.num_elements() > _MOST_AXES
+        return bool(tensor.dtype.is_floating) or self.elements[tensor.name] > _MOST_AXES
 
     def _tie(self, tensor: tf.Tensor) -> tf.Tensor:
         if tensor.name not in self.tied:

@@ -24,10 +24,12 @@ class Heap:
     """A best-fit heap with coalescing.
 
     Attributes:
+        region_bytes: of the first region; every further one is twice as large, or large enough.
         in_use_bytes: of the chunks handed out, which may be larger than the blocks asked for.
         peak_bytes: the most that was in use; may be set back.
     """
 
+    region_bytes: int
     in_use_bytes: int = 0
     peak_bytes: int = 0
     _chunks: dict[int, _Chunk] = field(default_factory=dict)
@@ -69,14 +71,14 @@ class Heap:
         return bisect.bisect_left(self._free, (_bin(size), size, -1))
 
     def _extend(self, size: int) -> None:
-        grown = self._region_bytes < size
-        while self._region_bytes < size:
-            self._region_bytes *= 2
-        self._chunks[self._end] = _Chunk(self._region_bytes, False, None, None)
+        grown = self.region_bytes < size
+        while self.region_bytes < size:
+            self.region_bytes *= 2
+        self._chunks[self._end] = _Chunk(self.region_bytes, False, None, None)
         self._add_free(self._end)
-        self._end += self._region_bytes + _ALIGNMENT_BYTES  # Regions never join.
+        self._end += self.region_bytes + _ALIGNMENT_BYTES  # Regions never join.
         if not grown:
-            self._region_bytes *= 2
+            self.region_bytes *= 2
 
     def _split(self, address: int, size: int) -> None:
         chunk = self._chunks[address]

@@ -16,8 +16,13 @@ _TIEABLE = frozenset(
 
 
 def can_tie(tensor: tf.Tensor) -> bool:
-    """Can ``tensor`` be tied, or be tied to?"""
+    """Can ``tensor`` be tied?"""
     return tensor.dtype in _TIEABLE
+
+
+def can_be_tied_to(tensor: tf.Tensor) -> bool:
+    """Can others be tied to ``tensor``, if it is not empty?"""
+    return can_tie(tensor) and tensor.shape.rank is not None
 
 
 def late_zero(trigger: tf.Tensor) -> tf.Tensor:
