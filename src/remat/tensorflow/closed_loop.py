@@ -31,6 +31,7 @@ def plan_within(
     real_peak: Callable[[Plan], PeakRange],
     *,
     rounds: int,
+    last_rounds: int,
 ) -> Plan:
     """The cheapest plan found whose highest real peak is at most ``target_bytes``.
 
@@ -41,7 +42,8 @@ def plan_within(
         first_guess_bytes: the planner's budget to begin with.
         make_plan: planner's budget -> plan; raises InfeasibleBudget.
         real_peak: plan -> what the device will show.
-        rounds: how many budgets to try before the smallest plans are.
+        rounds: how many budgets to try at first.
+        last_rounds: how many of the smallest plans to try where none of the first fits, at most four.
 
     Returns:
         The plan, its ``peak_bytes`` being the real one that is expected.
@@ -83,7 +85,7 @@ def plan_within(
         make_plan(1)  # No planner keeps one byte: the error says what the planner can reach.
     except InfeasibleBudget as error:
         binding_op = error.binding_op
-        for factor in _NEAR_THE_SMALLEST:
+        for factor in _NEAR_THE_SMALLEST[:last_rounds]:
             plan = make_plan(int(error.minimum_bytes * factor))
             found.append(_Found(plan, real_peak(plan)))
             if found[-1].peak.highest_bytes <= target_bytes:

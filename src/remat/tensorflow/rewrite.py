@@ -32,13 +32,13 @@ _log = logging.getLogger("remat")
 _UNSEEN_FRACTION = 0.02
 # Resident memory is counted in chunks, too, and differs between two traces of the same function.
 _RESIDENT_VARIES = 0.02
-_ROUNDS = 6
+_ROUNDS = (6, 4)  # At first, and near the smallest peak where none of the first fits.
 
 # For one round of several; the methods that bring most per second come first, and more time brought little.
 _SECONDS_PER_OP = 4e-4
 _LEAST_S = 1.0
 _MOST_S = 4.0
-_COMPILED_ROUNDS = 4
+_COMPILED_ROUNDS = (4, 2)  # Likewise; each compiles once.
 
 
 @dataclass(frozen=True)
@@ -210,7 +210,7 @@ def _plan_for_device(
     request: Request,
     resident_bytes: int,
     *,
-    rounds: int,
+    rounds: tuple[int, int],
 ) -> Plan:
     # A step of small blocks alone shows nothing on a CPU's counter; it keeps any budget.
     budget_bytes = parse_budget(budget, max(1, baseline.expected_bytes + resident_bytes))
@@ -227,7 +227,14 @@ def _plan_for_device(
         )
     else:
         try:
-            found = plan_within(target_bytes, int(target_bytes * first_ratio), plan_with, real_peak, rounds=rounds)
+            found = plan_within(
+                target_bytes,
+                int(target_bytes * first_ratio),
+                plan_with,
+                real_peak,
+                rounds=rounds[0],
+                last_rounds=rounds[1],
+            )
         except InfeasibleBudget as error:
             minimum = int((error.minimum_bytes + resident_bytes) * (1 + _UNSEEN_FRACTION + _RESIDENT_VARIES)) + 2
             raise infeasible(budget_bytes, minimum, error.binding_op) from None
