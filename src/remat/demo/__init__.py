@@ -21,6 +21,7 @@ from remat.json_files import write_json
 __all__ = ["DemoFailed", "run_demo"]
 
 _MODELS = ("residual", "transformer")
+_WIDTH_IN_FILES = 150
 
 
 def run_demo(out: Path, *, json_output: bool, budgets: Sequence[str], quick: bool = False) -> int:
@@ -82,6 +83,8 @@ def run_demo(out: Path, *, json_output: bool, budgets: Sequence[str], quick: boo
 
 def _print_tables(results: dict[str, tuple[Line, ...]], out: Path, pictures: Sequence[Path], seconds: float) -> None:
     console = Console()
+    if not console.is_terminal:
+        console.width = max(console.width, _WIDTH_IN_FILES)
     for model, lines in results.items():
         console.print(show.table(model, lines))
     if not any(line.failures for lines in results.values() for line in lines):
