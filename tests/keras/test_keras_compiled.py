@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import remat.keras
+from remat.tensorflow.device import current_device
 
 BATCH, WIDTH, CLASSES = 2048, 128, 4  # Activations of 1 MiB; the weights are too small to be counted.
 
@@ -34,14 +35,22 @@ def trained(budget: str | None, *, batch_size: int = BATCH, jit_compile: bool = 
 
 def test_compiled_with_xla() -> None:
     # All temporary memory is one block, for which the allocator takes powers of two: only a large step shows savings.
-    plain, expected = trained(None, batch_size=7 * BATCH, jit_compile=True)
-    limited, got = trained("70%", batch_size=7 * BATCH, jit_compile=True)
+    batch_size = 7 * BATCH
+    limited, got, limited_peak = measured("70%", batch_size)
+    plain, expected, plain_peak = measured(None, batch_size)
     plan = remat.keras.plan_of(limited)
     assert plan is not None
     assert plan.recomputed > 0
+    assert limited_peak <= plan.budget_bytes < 0.8 * plain_peak
     np.testing.assert_allclose(got.history["loss"], expected.history["loss"], rtol=1e-4)
     for want, have in zip(plain.weights, limited.weights, strict=True):
         np.testing.assert_allclose(np.asarray(have), np.asarray(want), rtol=1e-3, atol=1e-5)
+
+
+def measured(budget: str | None, batch_size: int) -> tuple[keras.Model, Any, int]:
+    device = current_device()
+    device.reset_peak()
+    return *trained(budget, batch_size=batch_size, jit_compile=True), device.peak_bytes
 
 
 @pytest.fixture

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import remat.tensorflow
 from remat.tensorflow.device import current_device
+from remat.tensorflow.loops import sizes_with_loops
 
 ITERATIONS = 24
 SHAPE = (1024, 256)  # 1 MiB a tensor
@@ -75,3 +77,33 @@ def test_a_loop_of_unknown_length_warns(weight: tf.Variable) -> None:
     step, _ = make_step(weight, None, limit=None)
     with pytest.warns(UserWarning, match="number of iterations of the loop .* is not known"):
         remat.tensorflow.trace(step, tf.TensorSpec(SHAPE), tf.TensorSpec((), tf.int32))
+
+
+def test_shapes_behind_a_loop_are_found_for_the_real_batch() -> None:
+    """Inside ``fit`` the batch dimension is unknown, and TensorFlow forgets the shape of a list that leaves a loop."""
+    model = keras.Sequential([keras.Input((6, 8)), *[keras.layers.LSTM(4, return_sequences=True) for _ in range(2)]])
+
+    def step(x: tf.Tensor) -> tf.Tensor:
+        return tf.reduce_sum(tf.tanh(model(x)) ** 2)
+
+    def shapes(batch: int | None) -> dict[str, tuple[int, ...] | None]:
+        graph = tf.function(step).get_concrete_function(tf.TensorSpec((batch, 6, 8))).graph
+        [placeholder] = [t for t in graph.inputs if t.dtype == tf.float32]
+        sizes = sizes_with_loops(graph, {placeholder.name: (5, 6, 8)})
+        kinds = ("Tanh", "TensorListStack", "Transpose")
+        return {op.name: sizes.shape(op.outputs[0]) for op in graph.get_operations() if op.type in kinds}
+
+    found = shapes(None)
+    assert found == shapes(5)
+    assert found["Tanh"] == (5, 6, 4)
+
+
+def test_a_size_that_nothing_tells_warns() -> None:
+    @tf.function
+    def step(handle: tf.Tensor) -> tf.Tensor:
+        return tf.reduce_sum(
+            tf.raw_ops.TensorListStack(input_handle=handle, element_shape=-1, element_dtype=tf.float32)
+        )
+
+    with pytest.warns(UserWarning, match="sizes of 1 tensors are not known .* of a TensorListStack"):
+        remat.tensorflow.trace(step, tf.TensorSpec((), tf.variant))

@@ -46,6 +46,8 @@ def _stacked_shape(stacked: tf.Tensor, sizes: Sizes) -> tuple[int, ...] | None:
     filled = stacked.op.inputs[0]
     if sizes.shape(stacked) is not None or filled.op.type not in LOOPS:
         return None
+    if any(sizes.bytes(t) is None for t in filled.op.inputs):
+        return None  # It reads what comes out of another loop, whose turn is first.
     loop = Loop(filled.op, sizes, lambda size_bytes: size_bytes)
     item = loop.item_shape(filled.value_index)
     return None if item is None else (loop.iterations(), *item)

@@ -237,8 +237,7 @@ class _Tracer:
 
     def _bytes_at_most(self, op: tf.Operation, output: tf.Tensor) -> int:
         """For a shape that depends on values: ops that make one (Where, Unique, a mask) pick from what they read."""
-        dense = [t for t in op.inputs if t.dtype not in (tf.resource, tf.variant)]
-        counts = [self._elements_at_most(t) for t in dense]
+        counts = [self._elements_at_most(t) for t in op.inputs if t.dtype != tf.resource]
         self.most_elements[output.name] = max((n for n in counts if n is not None), default=0)
         if not counts or None in counts:
             self.unsized[output.name] = output
@@ -246,7 +245,7 @@ class _Tracer:
 
     def _elements_at_most(self, tensor: tf.Tensor) -> int | None:
         shape = self.sizes.shape(tensor)
-        if shape is not None:
+        if shape is not None and tensor.dtype != tf.variant:
             return math.prod(shape)
         return None if tensor.name in self.unsized else self.most_elements.get(tensor.name)
 

@@ -1,0 +1,73 @@
+"""The search for a planner's budget, on plans and peaks made up by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from remat import Graph, InfeasibleBudget, Op, Tensor
+from remat.plan import Plan, plan_for_schedule
+from remat.tensorflow.allocator import PeakRange
+from remat.tensorflow.closed_loop import plan_within
+
+# A chain whose last op reads what the first one made: it can be kept, or made again at 10 bytes less.
+GRAPH = Graph(
+    ops=(
+        Op(outputs=(0,), time_s=1.0),
+        Op(inputs=(0,), outputs=(1,), time_s=1.0),
+        Op(inputs=(1,), outputs=(2,), time_s=1.0),
+        Op(inputs=(0, 2), outputs=(3,), time_s=1.0),
+    ),
+    tensors=(Tensor(10), Tensor(40), Tensor(40), Tensor(10)),
+    outputs=(3,),
+    free_order=False,
+)
+KEEP, REMAKE = (0, 1, 2, 3), (0, 1, 2, 0, 3)
+KEPT_BYTES, REMADE_BYTES = 90, 80
+
+
+def planned(budget_bytes: int) -> Plan:
+    if budget_bytes >= KEPT_BYTES:
+        return plan_for_schedule(GRAPH, KEEP, planner="by hand")
+    if budget_bytes >= REMADE_BYTES:
+        return plan_for_schedule(GRAPH, REMAKE, planner="by hand")
+    raise InfeasibleBudget("too small", minimum_bytes=REMADE_BYTES, budget_bytes=budget_bytes, binding_op="op 2")
+
+
+def search(target_bytes: int, **peaks: PeakRange) -> Plan:
+    def real_peak(plan: Plan) -> PeakRange:
+        return peaks["keep" if plan.schedule == KEEP else "remake"]
+
+    return plan_within(target_bytes, target_bytes, planned, real_peak, rounds=6, last_rounds=4)
+
+
+def test_the_cheapest_plan_that_holds_is_taken():
+    found = search(100, keep=PeakRange(95, 99), remake=PeakRange(85, 88))
+
+    assert found.schedule == KEEP
+    assert found.peak_bytes == 95
+
+
+def test_a_plan_that_the_device_rounds_above_the_target_is_given_up():
+    found = search(100, keep=PeakRange(105, 120), remake=PeakRange(90, 97))
+
+    assert found.schedule == REMAKE
+    assert found.peak_bytes == 90
+
+
+def test_what_is_only_expected_to_fit_is_taken_with_a_warning(caplog):
+    found = search(100, keep=PeakRange(99, 130), remake=PeakRange(95, 110))
+
+    assert found.schedule == REMAKE
+    assert found.peak_bytes == 95
+    assert "close to the smallest possible one" in caplog.text
+    assert "110 bytes" in caplog.text or "110 B" in caplog.text
+
+
+def test_the_error_names_a_target_that_can_be_held():
+    peaks = {"keep": PeakRange(130, 140), "remake": PeakRange(110, 125)}
+    with pytest.raises(InfeasibleBudget) as caught:
+        search(100, **peaks)
+
+    assert caught.value.minimum_bytes == 125
+    assert caught.value.binding_op == "op 2"
+    assert search(125, **peaks).schedule == REMAKE
