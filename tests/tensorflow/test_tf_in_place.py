@@ -72,8 +72,8 @@ def measured(use, x):
 
 @pytest.mark.parametrize(("kind", "position"), POSITIONS)
 def test_output_takes_over_a_dying_input(kind, position):
-    # Select has a mask of a quarter of the bytes.
-    assert measured(lambda dying, other: apply(kind, position, dying, other), whole(kind)) < 1.3
+    # One tensor, for which the allocator may hand out nearly twice what it needs. Two are at least 2.
+    assert measured(lambda dying, other: apply(kind, position, dying, other), whole(kind)) < 1.95
 
 
 @pytest.mark.parametrize("kind", ["Cumsum", "ReverseV2", "Transpose"])
@@ -84,8 +84,8 @@ def test_the_measurement_sees_an_operation_that_does_not(kind):
         "Transpose": lambda dying, other: tf.transpose(dying),
     }[kind]
 
-    assert measured(use, whole(kind)) > 1.9
+    assert measured(use, whole(kind)) >= 1.95
 
 
 def test_the_measurement_sees_an_input_that_is_needed_later():
-    assert measured(lambda dying, other: tf.sin(dying) + tf.cumsum(dying), whole("Sin")) > 1.9
+    assert measured(lambda dying, other: tf.sin(dying) + tf.cumsum(dying), whole("Sin")) >= 1.95
