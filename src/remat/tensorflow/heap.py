@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 _ALIGNMENT_BYTES = 256
 _MAX_UNSPLIT_BYTES = 128 << 20
-_FIRST_REGION_BYTES = 1 << 20
 _LARGEST_BIN = 20
 
 
@@ -34,7 +33,6 @@ class Heap:
     peak_bytes: int = 0
     _chunks: dict[int, _Chunk] = field(default_factory=dict)
     _free: list[tuple[int, int, int]] = field(default_factory=list)  # (bin, size, address), sorted
-    _region_bytes: int = _FIRST_REGION_BYTES
     _end: int = 0
 
     def allocate(self, size_bytes: int) -> int:

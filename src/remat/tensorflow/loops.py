@@ -198,9 +198,8 @@ class Loop:
             if given is tensor:
                 tensor = self.op.inputs[number]
         if tensor.op.type in LOOPS and tensor.value_index == 0:
-            return float(
-                Loop(tensor.op, self._outside, self._counted).iterations()
-            )  # A backward loop counts its forward.
+            forward = Loop(tensor.op, self._outside, self._counted)  # A backward loop counts its forward loop.
+            return float(forward.iterations())
         value = tf.get_static_value(tensor)
         return None if value is None else float(value)
 
