@@ -16,7 +16,8 @@ from remat.testing import random_graph
 def edit(slots: Slots, rng: random.Random) -> None:
     """One random legal insertion or removal."""
     board = slots.board
-    again = [slot for slot, op in enumerate(slots.op_at) if op >= 0 and slots.may_go(slot)]
+    again = [slot for op, runs in enumerate(slots.runs) for slot in runs[1:]]
+    assert sorted(again) == sorted(slots.repeats)
     if again and rng.random() < 0.4:
         slots.remove(rng.choice(again))
         return

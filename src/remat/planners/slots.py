@@ -21,7 +21,7 @@ import numpy as np
 
 from remat.planners.problem import IntArray, Problem
 
-SPACING: Final = 4
+SPACING: Final = 6
 """Slots for each run of a fresh ``Slots``."""
 
 _END: Final = 1 << 60
@@ -159,12 +159,14 @@ class Slots:
         op_at: the op that runs in each slot, -1 for none.
         runs: for each op, the slots in which it runs, rising.
         extra_s: seconds of all runs but the first ones.
+        repeats: the slots of all runs but the first ones, in no order.
         low: the lowest slot whose bytes changed since ``mark``.
         high: one above the highest.
     """
 
     def __init__(self, board: Board, schedule: Sequence[int], spacing: int = SPACING) -> None:
         self.board = board
+        self._lent = board.lent
         runs = [op for op in schedule if board.counts[op]]
         seen = [False] * board.problem.count
         kept = []
@@ -180,6 +182,8 @@ class Slots:
         self.births: list[list[int]] = [[] for _ in range(count)]
         self.reads: list[list[int]] = [[] for _ in range(count)]
         self.extra_s = 0.0
+        self.repeats: list[int] = []
+        self._repeat_place: dict[int, int] = {}
         self.low, self.high = self.size, 0
         self.journal: list[tuple[int, int, bool]] = []
         for place, op in enumerate(kept):
@@ -191,11 +195,16 @@ class Slots:
         self.op_at[slot] = op
         if self.runs[op]:
             self.extra_s += board.repeat_time_s[op]
+            self._note_repeat(slot)
         self.runs[op].append(slot)
         for s in board.reads[op]:
             self.reads[s].append(slot)
         for s in board.makes[op]:
             self.births[s].append(slot)
+
+    def _note_repeat(self, slot: int) -> None:
+        self._repeat_place[slot] = len(self.repeats)
+        self.repeats.append(slot)
 
     def _count_all(self) -> None:
         board, problem = self.board, self.board.problem
@@ -236,7 +245,7 @@ class Slots:
         return (reads[i], True) if i >= 0 and reads[i] > birth else (birth, False)
 
     def _credit(self, slot: int, s: int) -> int:
-        lent = self.board.lent[self.op_at[slot]]
+        lent = self._lent[self.op_at[slot]]
         return lent.get(s, 0) if lent else 0
 
     def mark(self) -> None:
@@ -268,6 +277,8 @@ class Slots:
             self._add(slot, slot + 1, workspace)
         if self.runs[op]:
             self.extra_s += board.repeat_time_s[op]
+            if slot > self.runs[op][0]:
+                self._note_repeat(slot)
         insort(self.runs[op], slot)
         self.journal.append((slot, op, True))
 
@@ -285,6 +296,12 @@ class Slots:
         self.runs[op].remove(slot)
         if self.runs[op]:
             self.extra_s -= board.repeat_time_s[op]
+        place = self._repeat_place.pop(slot, None)
+        if place is not None:
+            last = self.repeats.pop()
+            if last != slot:
+                self.repeats[place] = last
+                self._repeat_place[last] = place
         self.op_at[slot] = -1
         self.journal.append((slot, op, False))
 
@@ -307,32 +324,27 @@ class Slots:
         if new_is_read and (credit := self._credit(new, s)):
             self._add(new, new + 1, -credit)
 
-    def _instance(self, s: int, slot: int) -> tuple[int, int]:
-        """Birth of the instance that a read in a slot binds to, and the next birth."""
-        births = self.births[s]
-        i = bisect_left(births, slot)
-        return births[i - 1], births[i] if i < len(births) else _END
-
     def _add_read(self, s: int, slot: int) -> None:
-        birth, stop = self._instance(s, slot)
-        last, is_read = self._last(s, birth, stop)
-        insort(self.reads[s], slot)
-        if slot > last:
-            self._move_end(s, last, is_read, slot, True)
+        births, reads = self.births[s], self.reads[s]
+        i, j = bisect_left(births, slot), bisect_left(reads, slot)
+        stop = births[i] if i < len(births) else _END
+        reads.insert(j, slot)
+        if (j + 1 < len(reads) and reads[j + 1] < stop) or (stop == _END and self.board.forever[s]):
+            return
+        birth = births[i - 1]
+        is_read = j > 0 and reads[j - 1] > birth
+        self._move_end(s, reads[j - 1] if is_read else birth, is_read, slot, True)
 
     def _take_read(self, s: int, slot: int) -> None:
-        birth, stop = self._instance(s, slot)
-        last, _ = self._last(s, birth, stop)
-        reads = self.reads[s]
-        if last != slot:
-            del reads[bisect_left(reads, slot)]
+        births, reads = self.births[s], self.reads[s]
+        i, j = bisect_left(births, slot), bisect_left(reads, slot)
+        stop = births[i] if i < len(births) else _END
+        del reads[j]
+        if (j < len(reads) and reads[j] < stop) or (stop == _END and self.board.forever[s]):
             return
-        ended = self._credit(slot, s)
-        if ended:
-            self._add(slot, slot + 1, ended)
-        del reads[bisect_left(reads, slot)]
-        new, is_read = self._last(s, birth, stop)
-        self._move_end(s, slot, False, new, is_read)
+        birth = births[i - 1]
+        is_read = j > 0 and reads[j - 1] > birth
+        self._move_end(s, slot, True, reads[j - 1] if is_read else birth, is_read)
 
     def _add_birth(self, s: int, slot: int) -> None:
         births = self.births[s]
@@ -392,10 +404,19 @@ class Slots:
                 return True
         return False
 
-    def may_go(self, slot: int) -> bool:
-        """Whether the run in a slot is a repeated one: an op's first run stays, as others may rest on it."""
-        slots = self.runs[self.op_at[slot]]
-        return slots[0] != slot
+    def idle_across(self, s: int, slot: int) -> tuple[int, int]:
+        """The uses of a storage between which it lies idle across a slot; (-1, -1) where it does not."""
+        births, reads = self.births[s], self.reads[s]
+        j = bisect_right(reads, slot)
+        if j == len(reads):
+            return -1, -1
+        i = bisect_left(births, slot)
+        if i == 0 or (i < len(births) and births[i] < reads[j]):
+            return -1, -1
+        before = births[i - 1]
+        if j and reads[j - 1] > before:
+            before = reads[j - 1]
+        return (before, reads[j]) if before < slot < reads[j] else (-1, -1)
 
     def free_before(self, slot: int, reach: int = 12) -> int:
         """The next empty slot below, -1 if none is near."""
