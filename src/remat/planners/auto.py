@@ -40,8 +40,8 @@ def auto(graph: Graph, budget_bytes: int, *, time_limit_s: float | None = None) 
     Args:
         graph: the training step.
         budget_bytes: peak bytes of the step.
-        time_limit_s: seconds; None allows 4 ms per op, at least 2 s and at most 10 s. Where the order is free, 60 ms and
-            50 s.
+        time_limit_s: seconds; None allows 4 ms per op, at least 2 s and at most 10 s; where the order is free, 60 ms
+            per op and at most 50 s.
     """
     if time_limit_s is None:
         seconds_per_op, most_s = (

@@ -14,10 +14,11 @@ from remat.planners.search import Search, smallest_peak_schedules
 from remat.planners.slots import Board, expand
 from remat.planners.walk import Walk
 
-_ROUNDS: Final = ((True, 0.5), (False, 0.4), (True, 0.6), (False, 1.0))
-"""From the plain schedule or from the best one known, and the share of the time left that a round may take."""
+_ROUNDS: Final = ((5.0, 0.5), (0.0, 0.4), (1.5, 0.5), (5.0, 0.6), (0.0, 1.0))
+"""How hot each round begins, in runs of an op of middling length (0: from the best schedule known), and its share of
+the time left."""
 
-_STEPS_PER_OP: Final = 500
+_STEPS_PER_OP: Final = 300
 _FIXED_STEPS_PER_RUN: Final = 15
 _COLD: Final = 1e-5
 _COLDEST: Final = 1e-6
@@ -30,10 +31,10 @@ _TIGHTENINGS: Final = 3
 def simulated_annealing(graph: Graph, budget_bytes: int, *, time_limit_s: float | None = None) -> tuple[int, ...]:
     """Walk from the plain schedule, over recomputations and, where the graph leaves it free, over the order.
 
-    Imanishi et al. 2023, "A fast heuristic to optimize time-space tradeoff for large models" (NeurIPS 2023, FastSA), anneal
-    too; the state and the edits here are others, see :class:`remat.planners.walk.Walk`. No guarantee. Deterministic as
-    long as the steps end before the time does. Complexity: a few hundred edits per op, each of O(1) range additions
-    in numpy.
+    Imanishi et al. 2023, "A fast heuristic to optimize time-space tradeoff for large models" (FastSA, NeurIPS 2023),
+    anneal too; the state and the edits here are others, see :class:`remat.planners.walk.Walk`. No guarantee.
+    Deterministic as long as the steps end before the time does. Complexity: a few hundred edits per op, each of O(1)
+    range additions in numpy.
     """
     search = Search(Problem.of(graph), budget_bytes, time.monotonic() + (time_limit_s or 30.0))
     search.offer(graph.plain_schedule)
@@ -54,12 +55,13 @@ def anneal(search: Search) -> None:
         return
     gap = search.best_time_s - problem.graph.time_s - _bound_s(search)
     steps = count * min(_STEPS_PER_OP, 10 * count)
-    for seed, (fresh, share) in enumerate(_ROUNDS):
+    for seed, (heat, share) in enumerate(_ROUNDS):
+        fresh = heat > 0
         if search.expired or search.best_time_s <= problem.graph.time_s:
             return
         if fresh and gap <= _SMALL_GAP * problem.graph.time_s:
             continue
-        hot, cold = (_hot(board), _COLD) if fresh else (_WARM, _COLDEST)
+        hot, cold = (_hot(board, heat), _COLD) if fresh else (_WARM, _COLDEST)
         _cool(search, board, seed, hot, cold, steps if fresh else steps // 2, _part(search, share), fresh=fresh)
 
 
@@ -91,12 +93,12 @@ def _cool(
         start, hot, steps = schedule, min(hot, 10 * cold), steps // 4
 
 
-def _hot(board: Board) -> float:
-    """The temperature to begin with: one and a half runs of an op of middling length."""
+def _hot(board: Board, heat: float) -> float:
+    """The temperature of so many runs of an op of middling length, as a share of the plain step."""
     times = sorted(t for t, may in zip(board.repeat_time_s, board.repeatable, strict=True) if may and t > 0)
     if not times:
         return 1e-3
-    return min(1e-2, max(3e-4, 1.5 * times[len(times) // 2] / board.problem.graph.time_s))
+    return min(3e-2, max(3e-4, heat * times[len(times) // 2] / board.problem.graph.time_s))
 
 
 def _bound_s(search: Search) -> float:

@@ -118,8 +118,16 @@ class Board:
 
     @cached_property
     def before(self) -> list[tuple[int, ...]]:
-        """For each op, the ops that must have run before it first runs though no storage of the board ties them."""
-        return [op.after for op in self.problem.graph.ops]
+        """For each op, the ops that must have run before it first runs though no storage of the board ties them.
+
+        These are the ones that it names, and those that make the views which it reads.
+        """
+        problem = self.problem
+        result = []
+        for op in problem.graph.ops:
+            makers = (problem.made_by[t] for t in op.inputs if problem.graph.tensors[t].alias_of is not None)
+            result.append(tuple(dict.fromkeys((*op.after, *(maker for maker in makers if maker >= 0)))))
+        return result
 
     @cached_property
     def behind(self) -> list[list[int]]:
@@ -210,7 +218,7 @@ class Slots:
         board, problem = self.board, self.board.problem
         change = np.zeros(self.size + 2, dtype=np.int64)
         for s in problem.storages:
-            births, reads, size = self.births[s], self.reads[s], problem.size[s]
+            births, size = self.births[s], problem.size[s]
             for i, birth in enumerate(births):
                 stop = births[i + 1] if i + 1 < len(births) else _END
                 last, is_read = self._last(s, birth, stop)

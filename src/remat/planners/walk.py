@@ -20,6 +20,7 @@ _CHEAPEST: Final = 1e-4
 _DEAREST: Final = 1e4
 _HOPELESS: Final = 12.0
 _MOST_LOST: Final = 40
+_LARGEST_GROUP: Final = 8
 _LATE: Final = 1.0
 _LATE_FROM: Final = 0.05
 
@@ -101,6 +102,8 @@ class Walk:
                 over = 0
             if self.lost > _MOST_LOST:
                 self._respread()
+            if not self.over_sum and not self.slots.repeats:
+                return step
             self._step(temperature)
         return steps
 
@@ -116,8 +119,10 @@ class Walk:
         worst = _HOPELESS * temperature + self.price * self._scale * self.over_sum
         self._limit_s = before_s + worst * self.plain_s
         draw = rng.random()
-        if self.board.whole and draw < 0.4:
+        if self.board.whole and draw < 0.3:
             made = self._move_first()
+        elif self.board.whole and draw < 0.4:
+            made = self._move_group(self._hot_slot() if self.over_sum else rng.randrange(slots.size))
         elif self.over_sum:
             if draw < 0.75 or not slots.repeats:
                 made = self._relieve(self._hot_slot())
@@ -125,8 +130,6 @@ class Walk:
                 made = self._move_repeat()
             else:
                 made = self._drop_repeat() and self._repair()
-        elif not slots.repeats:
-            return
         elif draw < 0.6:
             made = self._drop_repeat()
         elif draw < 0.75:
@@ -178,6 +181,104 @@ class Walk:
         slots.insert(new, op)
         return True
 
+    def _move_group(self, hot: int) -> bool:
+        """Move the reader of a storage that lies idle across a slot to before it, or its maker to after it.
+
+        With it go the first runs between, on which the reader rests or which rest on the maker.
+        """
+        slots, rng, board = self.slots, self.rng, self.board
+        s = self._idle_storage(hot)
+        if s < 0:
+            return False
+        made_by = board.problem.made_by
+        pull = rng.random() < 0.5
+        if pull:
+            _, reader = slots.idle_across(s, hot)
+            start = slots.op_at[reader]
+            if slots.runs[start][0] != reader:
+                return False
+        else:
+            start = made_by[s]
+            if slots.runs[start][0] > hot:
+                return False
+        group, pending = {start}, [start]
+        while pending:
+            op = pending.pop()
+            if len(slots.runs[op]) > 1 and slots.runs[op][1] < hot:
+                return False
+            if pull:
+                near = [*(made_by[u] for u in board.reads[op]), *board.before[op]]
+            else:
+                near = [*(r for u in board.makes[op] for r in board.problem.consumers[u]), *board.behind[op]]
+            for other in near:
+                if other not in group and (slots.runs[other][0] > hot) == pull:
+                    group.add(other)
+                    pending.append(other)
+                    if len(group) > _LARGEST_GROUP:
+                        return False
+        olds = sorted(slots.runs[op][0] for op in group)
+        ops = [slots.op_at[slot] for slot in olds]
+        news = self._empty_slots(hot, len(ops), pull)
+        if len(news) < len(ops):
+            self.lost += 1
+            return False
+        if not self._reads_stay_bound(ops, news, pull):
+            return False
+        for old, new, op in (
+            zip(olds, news, ops, strict=True)
+            if pull
+            else zip(reversed(olds), reversed(news), reversed(ops), strict=True)
+        ):
+            slots.remove(old)
+            slots.insert(new, op)
+        return True
+
+    def _reads_stay_bound(self, ops: Sequence[int], news: Sequence[int], pull: bool) -> bool:
+        """Whether every run still has what it reads, repeated runs included, once the ops stand in their new slots."""
+        slots, board = self.slots, self.board
+        place, made_by = dict(zip(ops, news, strict=True)), board.problem.made_by
+        for op, new in place.items():
+            if len(slots.runs[op]) > 1 and slots.runs[op][1] <= new:
+                return False
+            if pull:
+                if any(place.get(made_by[u], slots.births[u][0]) >= new for u in board.reads[op]):
+                    return False
+                if any(place.get(o, slots.runs[o][0]) >= new for o in board.before[op]):
+                    return False
+                continue
+            olds = slots.runs[op][0]
+            for u in board.makes[op]:
+                for read in slots.reads[u]:
+                    if read > new:
+                        break
+                    reader = slots.op_at[read]
+                    if reader not in place or slots.runs[reader][0] != read or read < olds:
+                        return False
+            if any(place.get(o, slots.runs[o][0]) <= new for o in board.behind[op]):
+                return False
+        return True
+
+    def _empty_slots(self, hot: int, count: int, below: bool) -> list[int]:
+        """The nearest empty slots below a slot, or above it, rising."""
+        op_at = self.slots.op_at
+        reach = 10 * count
+        below_hot, above_hot = (
+            range(hot - 1, max(-1, hot - 1 - reach), -1),
+            range(hot + 1, min(len(op_at), hot + 1 + reach)),
+        )
+        near = below_hot if below else above_hot
+        found = [slot for slot in near if op_at[slot] < 0][:count]
+        return found[::-1] if below else found
+
+    def _idle_storage(self, hot: int) -> int:
+        """Any storage that lies idle across a slot, -1 if none was met."""
+        storages = self.board.problem.storages
+        for _ in range(_TRIES):
+            s = storages[self.rng.randrange(len(storages))]
+            if self.board.takes_part[s] and self.slots.idle_across(s, hot)[0] >= 0:
+                return s
+        return -1
+
     def _empty_near(self, wanted: int, low: int, high: int) -> int:
         op_at = self.slots.op_at
         for distance in range(12):
@@ -198,10 +299,8 @@ class Walk:
         reads = slots.reads[s]
         if not reads:
             return False
-        if rng.random() < 0.3:
-            wanted = old + rng.randint(-24, 24)
-        else:
-            wanted = reads[rng.randrange(len(reads))] - 1
+        nearby = rng.random() < 0.3
+        wanted = old + rng.randint(-24, 24) if nearby else reads[rng.randrange(len(reads))] - 1
         first = slots.runs[op][0]
         if wanted <= first or wanted >= slots.size:
             return False
@@ -298,7 +397,7 @@ class Walk:
         if slots.extra_s > self._limit_s:
             return False
         for u in board.reads[op]:
-            before, after = slots.idle_across(u, hot)
+            _, after = slots.idle_across(u, hot)
             # Kept across the hot slot for this run alone, or for others too.
             if after != place or depth == 0 or not board.repeatable[board.problem.made_by[u]]:
                 continue
