@@ -13,6 +13,7 @@ reaches O(sqrt N) memory with O(N) runs. Complexity: O(steps + reads) and O(stor
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Final
 
@@ -24,6 +25,8 @@ _NEVER: Final = 1e30
 _NEARLY: Final = 1 + 1e-9
 _MOST_REFUSED: Final = 32
 _MOST_VISITS_PER_OP: Final = 150
+_MOST_VISITS: Final = 1_000_000
+_MOST_LOOKED_AT: Final = 300
 
 
 class TooManyRuns(Exception):
@@ -224,14 +227,18 @@ class _Replay:
     def _time_to_remake(self, s: int) -> float:
         """Seconds to make a storage again when it is next used, with all that will be missing for it by then.
 
-        What lives now but is used up earlier counts as missing. May stop beyond the patience.
+        What lives now but is used up earlier counts as missing. Infinite beyond the patience, or where more ops than
+        are ever worth running again would have to be looked at.
         """
         problem = self.problem
         when = min(self._next(s), float(problem.count))
         pending = [problem.made_by[s]]
         seen = set(pending)
         total = 0.0
-        while pending and total <= self.patience_s:
+        while pending:
+            if total > self.patience_s or len(seen) > _MOST_LOOKED_AT:
+                total = math.inf
+                break
             op = pending.pop()
             total += problem.op_time_s[op]
             for u in problem.storages_read[op]:
@@ -240,7 +247,7 @@ class _Replay:
                     seen.add(problem.made_by[u])
                     pending.append(problem.made_by[u])
         self.visits += len(seen)
-        if self.visits > _MOST_VISITS_PER_OP * problem.count + 10_000:
+        if self.visits > min(_MOST_VISITS, _MOST_VISITS_PER_OP * problem.count + 10_000):
             raise TooManyRuns
         return total
 

@@ -381,7 +381,7 @@ class Walk:
         if best < 0:
             return False
         _, reader = slots.idle_across(best, hot)
-        depth = _DEEPEST if rng.random() < 0.4 else rng.randint(0, 3)
+        depth = _DEEPEST if rng.random() < (0.1 if self.board.whole else 0.4) else rng.randint(0, 3)
         return self._make_again(best, reader, hot, depth)
 
     def _make_again(self, s: int, reader: int, hot: int, depth: int) -> bool:
