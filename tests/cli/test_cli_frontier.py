@@ -36,7 +36,11 @@ def test_table_and_picture(run, graph, graph_file, tmp_path):
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
-    [(("--planner", "nope"), "no planner 'nope'"), (("--plot", "x.doc"), "picture format"), (("--points", 1), "greater than or equal to 2")],
+    [
+        (("--planner", "nope"), "no planner 'nope'"),
+        (("--plot", "x.doc"), "picture format"),
+        (("--points", 1), "greater than or equal to 2"),
+    ],
 )
 def test_mistakes_are_one_line(fails, graph_file, arguments, says):
     assert says in fails("frontier", graph_file, *arguments)

@@ -33,7 +33,9 @@ def drop_greedily(search: Search) -> None:
     pinned = search.problem.graph.pinned_bytes
     for deflation in _DEFLATIONS:
         if not search.expired:
-            drop = greedy_drops(search.problem, pinned + int((search.budget_bytes - pinned) * deflation), search.deadline_s)
+            drop = greedy_drops(
+                search.problem, pinned + int((search.budget_bytes - pinned) * deflation), search.deadline_s
+            )
             search.offer_decision(drop, search.budget_bytes)
 
 

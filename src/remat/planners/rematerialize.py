@@ -25,7 +25,7 @@ _NEVER: Final = 1e30
 _NEARLY: Final = 1 + 1e-9
 _MOST_REFUSED: Final = 32
 _MOST_VISITS_PER_OP: Final = 150
-_MOST_VISITS: Final = 1_000_000
+_MOST_VISITS: Final = 400_000
 _MOST_LOOKED_AT: Final = 300
 
 
@@ -108,7 +108,7 @@ class _Replay:
         self.next_use = np.full(len(self.owner), _NEVER)
         self.estimate = np.array([problem.op_time_s[problem.made_by[s]] for s in self.owner], dtype=np.float64)
         self.evictable = np.zeros(len(self.owner), dtype=np.bool_)
-        self.last_demand = _last_demand(problem)
+        self.last_demand = last_demand(problem)
         self.last_use = {s: uses[-1] for s, uses in problem.uses.items()}
         self.expiring: dict[int, list[int]] = {}
         for s, step in self.last_demand.items():
@@ -343,7 +343,7 @@ class _Replay:
             self.next_use[slot] = self._next(s)
 
 
-def _last_demand(problem: Problem) -> dict[int, int]:
+def last_demand(problem: Problem) -> dict[int, int]:
     """For each storage, the last op at which its bytes can be asked for, recomputations included."""
     last: dict[int, int] = {}
     ops = problem.graph.ops

@@ -54,7 +54,7 @@ def anneal(search: Search) -> None:
         _cool(search, board, 0, _WARM, _COLDEST, _FIXED_STEPS_PER_RUN * sum(board.counts), search.deadline_s)
         return
     gap = search.best_time_s - problem.graph.time_s - _bound_s(search)
-    steps = count * min(_STEPS_PER_OP, 10 * count)
+    steps = count * min(_STEPS_PER_OP, 25 * count)
     for seed, (heat, share) in enumerate(_ROUNDS):
         fresh = heat > 0
         if search.expired or search.best_time_s <= problem.graph.time_s:

@@ -29,17 +29,20 @@ class Walk:
     """One walk through schedules. Every state is legal; bytes above the budget are priced, not forbidden.
 
     The price of a byte over the budget rises while the walk is over it and falls while it is within, so that
-    the walk stays near the edge. Source of the idea: simulated annealing (Kirkpatrick et al. 1983,
-    doi:10.1126/science.220.4598.671) with strategic oscillation (Glover 1989, doi:10.1287/ijoc.1.3.190). A
-    heuristic without guarantee; one step is O(1) range additions in numpy.
+    the walk stays near the edge. With ``first_fit`` it ends at the first schedule that fits. Source of the idea:
+    simulated annealing (Kirkpatrick et al. 1983, doi:10.1126/science.220.4598.671) with strategic oscillation
+    (Glover 1989, doi:10.1287/ijoc.1.3.190). A heuristic without guarantee; one step is O(1) range additions in numpy.
 
     Attributes:
         best: the cheapest order of runs seen that fits, None for none; see ``Slots.order``.
         best_s: its extra seconds.
     """
 
-    def __init__(self, board: Board, schedule: Sequence[int], budget_bytes: int, seed: int) -> None:
+    def __init__(
+        self, board: Board, schedule: Sequence[int], budget_bytes: int, seed: int, *, first_fit: bool = False
+    ) -> None:
         self.board = board
+        self.first_fit = first_fit
         self.budget = budget_bytes
         self.rng = random.Random(seed)
         self.best: list[int] | None = None
@@ -102,7 +105,7 @@ class Walk:
                 over = 0
             if self.lost > _MOST_LOST:
                 self._respread()
-            if not self.over_sum and not self.slots.repeats:
+            if not self.over_sum and (self.first_fit or not self.slots.repeats):
                 return step
             self._step(temperature)
         return steps
