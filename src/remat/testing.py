@@ -90,6 +90,27 @@ def layered(n_ops: int, seed: int, *, free_order: bool = True) -> Graph:
     return Graph(ops, tensors, (), (), free_order)
 
 
+def fan(branches: int, depth: int, *, free_order: bool = True) -> Graph:
+    """Chains from one source, one step of each in turn: what evicts by recency recomputes whole chains.
+
+    After the adversary of Kirisame et al. 2021, "Dynamic Tensor Rematerialization" (arXiv:2006.09616). In program order
+    every chain's end is alive all the time; one chain after another needs three tensors.
+
+    Args:
+        branches: number of chains.
+        depth: ops of each chain.
+        free_order: as in ``Graph``.
+    """
+    ops = [Op("source", "Fan", (), (0,), 1.0)]
+    ends = [0] * branches
+    for level in range(depth):
+        for branch in range(branches):
+            made = len(ops)
+            ops.append(Op(f"branch{branch}.{level}", "Fan", (ends[branch],), (made,), 1.0))
+            ends[branch] = made
+    return Graph(tuple(ops), tuple(Tensor(1, f"t{i}") for i in range(len(ops))), (), (), free_order)
+
+
 def _layer_sizes(rng: random.Random, n_ops: int, count: int) -> list[int]:
     """Random sizes around the mean that add up to ``n_ops``."""
     mean = n_ops / count

@@ -19,7 +19,7 @@ from remat.planners.slots import Board, expand
 
 _MOST_PAIRS: Final = 160_000
 _ROUNDS: Final = 60
-_LIMIT_S: Final = 10.0
+_LIMIT_S: Final = 5.0
 
 
 @register("milp")
@@ -31,7 +31,8 @@ def milp(graph: Graph, budget_bytes: int, *, time_limit_s: float | None = None) 
     What a stage keeps for the next one is a variable, and what lives during a recomputation follows from it. Optimal
     where it ends in time, among schedules of this form, views counted with their storages and outputs never taking
     over an input's storage. Beyond 400 ops, and where the time ends first, what
-    peak-greedy reaches is returned. Complexity: exponential at worst; O(ops^2) variables, fewer where tensors die early.
+    peak-greedy reaches is returned. Complexity: exponential at worst; O(ops^2) variables, fewer where tensors die
+    early.
     """
     deadline_s = time.monotonic() + (_LIMIT_S if time_limit_s is None else time_limit_s)
     search = Search(Problem.of(graph), budget_bytes)

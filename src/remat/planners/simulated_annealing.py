@@ -14,7 +14,7 @@ from remat.planners.search import Search, smallest_peak_schedules
 from remat.planners.slots import Board, expand
 from remat.planners.walk import Walk
 
-_ROUNDS: Final = ((5.0, 0.5), (0.0, 0.4), (1.5, 0.5), (5.0, 0.6), (0.0, 1.0))
+_ROUNDS: Final = ((5.0, 0.5), (0.0, 0.4), (1.5, 0.5), (5.0, 0.5), (0.0, 0.5), (0.0, 1.0))
 """How hot each round begins, in runs of an op of middling length (0: from the best schedule known), and its share of
 the time left."""
 
@@ -25,6 +25,9 @@ _COLDEST: Final = 1e-6
 _WARM: Final = 2e-4
 _SMALL_GAP: Final = 2e-3
 _TIGHTENINGS: Final = 3
+_MOST_IDLE_ROUNDS: Final = 3
+_LIMIT_S: Final = 60.0
+_TIED: Final = 0.95
 
 
 @register("simulated_annealing")
@@ -36,7 +39,7 @@ def simulated_annealing(graph: Graph, budget_bytes: int, *, time_limit_s: float 
     Deterministic as long as the steps end before the time does. Complexity: a few hundred edits per op, each of O(1)
     range additions in numpy.
     """
-    search = Search(Problem.of(graph), budget_bytes, time.monotonic() + (time_limit_s or 30.0))
+    search = Search(Problem.of(graph), budget_bytes, time.monotonic() + (time_limit_s or _LIMIT_S))
     search.offer(graph.plain_schedule)
     if search.best is None and budget_bytes >= search.problem.largest_step_bytes:
         anneal(search)
@@ -54,15 +57,20 @@ def anneal(search: Search) -> None:
         _cool(search, board, 0, _WARM, _COLDEST, _FIXED_STEPS_PER_RUN * sum(board.counts), search.deadline_s)
         return
     gap = search.best_time_s - problem.graph.time_s - _bound_s(search)
-    steps = count * min(_STEPS_PER_OP, 25 * count)
+    steps = count * min(_STEPS_PER_OP, 10 * count)
+    idle = 0
     for seed, (heat, share) in enumerate(_ROUNDS):
         fresh = heat > 0
+        before_s = search.best_time_s
+        if idle == _MOST_IDLE_ROUNDS:
+            return
         if search.expired or search.best_time_s <= problem.graph.time_s:
             return
         if fresh and gap <= _SMALL_GAP * problem.graph.time_s:
             continue
         hot, cold = (_hot(board, heat), _COLD) if fresh else (_WARM, _COLDEST)
         _cool(search, board, seed, hot, cold, steps if fresh else steps // 2, _part(search, share), fresh=fresh)
+        idle = 0 if search.best_time_s < before_s else idle + 1
 
 
 def _cool(
@@ -91,6 +99,14 @@ def _cool(
         # The board counts small storages as the plain schedule has them; what it missed comes off the budget.
         budget_bytes -= excess_bytes
         start, hot, steps = schedule, min(hot, 10 * cold), steps // 4
+
+
+def _order_is_tied(problem: Problem) -> bool:
+    """Whether nearly every op reads what the one before it makes: then there is no order to look for."""
+    tied = sum(
+        any(problem.made_by[t] == op - 1 for t in problem.graph.ops[op].inputs) for op in range(1, problem.count)
+    )
+    return tied >= _TIED * (problem.count - 1)
 
 
 def _hot(board: Board, heat: float) -> float:

@@ -210,6 +210,13 @@ class Slots:
         for s in board.makes[op]:
             self.births[s].append(slot)
 
+    def _forget_repeat(self, slot: int) -> None:
+        place = self._repeat_place.pop(slot)
+        last = self.repeats.pop()
+        if last != slot:
+            self.repeats[place] = last
+            self._repeat_place[last] = place
+
     def _note_repeat(self, slot: int) -> None:
         self._repeat_place[slot] = len(self.repeats)
         self.repeats.append(slot)
@@ -285,8 +292,7 @@ class Slots:
             self._add(slot, slot + 1, workspace)
         if self.runs[op]:
             self.extra_s += board.repeat_time_s[op]
-            if slot > self.runs[op][0]:
-                self._note_repeat(slot)
+            self._note_repeat(max(slot, self.runs[op][0]))
         insort(self.runs[op], slot)
         self.journal.append((slot, op, True))
 
@@ -304,12 +310,8 @@ class Slots:
         self.runs[op].remove(slot)
         if self.runs[op]:
             self.extra_s -= board.repeat_time_s[op]
-        place = self._repeat_place.pop(slot, None)
-        if place is not None:
-            last = self.repeats.pop()
-            if last != slot:
-                self.repeats[place] = last
-                self._repeat_place[last] = place
+            # Where the first run went, the second one is the first now.
+            self._forget_repeat(max(slot, self.runs[op][0]))
         self.op_at[slot] = -1
         self.journal.append((slot, op, False))
 

@@ -320,9 +320,19 @@ class Walk:
         slots = self.slots
         slot = slots.repeats[self.rng.randrange(len(slots.repeats))]
         op = slots.op_at[slot]
+        if self.board.whole and self._first_is_idle(op) and self.rng.random() < 0.5:
+            slot = slots.runs[op][0]
         slots.remove(slot)
         self._drop_unread_makers(op, slot)
         return True
+
+    def _first_is_idle(self, op: int) -> bool:
+        """Whether the second run of an op could be its first one."""
+        slots, board = self.slots, self.board
+        second = slots.runs[op][1]
+        return all(not slots.reads[s] or slots.reads[s][0] > second for s in board.makes[op]) and all(
+            slots.runs[other][0] > second for other in board.behind[op]
+        )
 
     def _drop_unread_makers(self, op: int, slot: int) -> None:
         """Take out the repeated runs that nothing reads once a run of ``op`` in a slot is gone."""
