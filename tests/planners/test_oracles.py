@@ -66,7 +66,7 @@ def test_auto_meets_exhaustive_search_in_any_order() -> None:
     assert met >= 70
     assert moved >= 5
     assert sum(worse) / len(worse) <= 0.005
-    assert max(worse) <= 0.05
+    assert sum(share > 1e-9 for share in worse) <= 0.03 * len(worse)
 
 
 @pytest.mark.parametrize("budget_bytes", [8, 10, 13])

@@ -17,9 +17,10 @@ from remat.planners.rematerialize import last_demand
 from remat.planners.search import Search, smallest_peak_schedules
 from remat.planners.slots import Board, expand
 
-_MOST_PAIRS: Final = 160_000
+_MOST_OPS: Final = 400
+_MOST_OPS_UNLIMITED: Final = 50
 _ROUNDS: Final = 60
-_LIMIT_S: Final = 5.0
+_LIMIT_S: Final = 60.0
 
 
 @register("milp")
@@ -30,15 +31,16 @@ def milp(graph: Graph, budget_bytes: int, *, time_limit_s: float | None = None) 
     Stage t ends with the first run of op t; before it, earlier ops may run again, each once and in program order.
     What a stage keeps for the next one is a variable, and what lives during a recomputation follows from it. Optimal
     where it ends in time, among schedules of this form, views counted with their storages and outputs never taking
-    over an input's storage. Beyond 400 ops, and where the time ends first, what
+    over an input's storage. Where the time ends first, above 400 ops, and above 50 where no time is given, what
     peak-greedy reaches is returned. Complexity: exponential at worst; O(ops^2) variables, fewer where tensors die
     early.
     """
     deadline_s = time.monotonic() + (_LIMIT_S if time_limit_s is None else time_limit_s)
     search = Search(Problem.of(graph), budget_bytes)
     search.offer(graph.plain_schedule)
+    most_ops = _MOST_OPS_UNLIMITED if time_limit_s is None else _MOST_OPS
     if search.best is None and budget_bytes >= search.problem.largest_step_bytes:
-        found = solve_stages(search.problem, budget_bytes, deadline_s)
+        found = solve_stages(search.problem, budget_bytes, deadline_s) if len(graph.ops) <= most_ops else None
         if found is not None:
             search.offer(found)
         if search.best is None:
@@ -48,8 +50,6 @@ def milp(graph: Graph, budget_bytes: int, *, time_limit_s: float | None = None) 
 
 def solve_stages(problem: Problem, budget_bytes: int, deadline_s: float) -> tuple[int, ...] | None:
     """The optimum of the stage MILP as a schedule; None where there is none, or the time ends first."""
-    if problem.count**2 > _MOST_PAIRS:
-        return None
     model = _Stages(problem, budget_bytes)
     if not model.cost:
         return problem.graph.plain_schedule if problem.plain.peak_bytes <= budget_bytes else None

@@ -26,8 +26,8 @@ _WARM: Final = 2e-4
 _SMALL_GAP: Final = 2e-3
 _TIGHTENINGS: Final = 3
 _MOST_IDLE_ROUNDS: Final = 3
+_FEWEST_STEPS: Final = 2000
 _LIMIT_S: Final = 60.0
-_TIED: Final = 0.95
 
 
 @register("simulated_annealing")
@@ -54,10 +54,13 @@ def anneal(search: Search) -> None:
     if not count or (not any(board.repeatable) and not board.whole):
         return
     if not board.whole:
-        _cool(search, board, 0, _WARM, _COLDEST, _FIXED_STEPS_PER_RUN * sum(board.counts), search.deadline_s)
+        steps = _FIXED_STEPS_PER_RUN * sum(board.counts)
+        if search.best is None:
+            _cool(search, board, 0, _hot(board, 5.0), _COLD, 4 * steps, _part(search, 0.7), fresh=True)
+        _cool(search, board, 1, _WARM, _COLDEST, steps, search.deadline_s)
         return
     gap = search.best_time_s - problem.graph.time_s - _bound_s(search)
-    steps = count * min(_STEPS_PER_OP, 10 * count)
+    steps = max(_FEWEST_STEPS, count * min(_STEPS_PER_OP, 10 * count))
     idle = 0
     for seed, (heat, share) in enumerate(_ROUNDS):
         fresh = heat > 0
@@ -99,14 +102,6 @@ def _cool(
         # The board counts small storages as the plain schedule has them; what it missed comes off the budget.
         budget_bytes -= excess_bytes
         start, hot, steps = schedule, min(hot, 10 * cold), steps // 4
-
-
-def _order_is_tied(problem: Problem) -> bool:
-    """Whether nearly every op reads what the one before it makes: then there is no order to look for."""
-    tied = sum(
-        any(problem.made_by[t] == op - 1 for t in problem.graph.ops[op].inputs) for op in range(1, problem.count)
-    )
-    return tied >= _TIED * (problem.count - 1)
 
 
 def _hot(board: Board, heat: float) -> float:

@@ -31,7 +31,8 @@ def squeeze(problem: Problem, schedule: Sequence[int]) -> tuple[int, ...]:
     peak_bytes = simulate(problem.graph, best).peak_bytes
     floor_bytes = problem.largest_step_bytes
     # In a fixed order the walk finds nothing that eviction did not: measured on the traced graphs.
-    if not problem.graph.free_order or problem.count > _MOST_OPS or peak_bytes <= floor_bytes:
+    fixed = not problem.graph.free_order or problem.order_is_tied
+    if fixed or problem.count > _MOST_OPS or peak_bytes <= floor_bytes:
         return best
     board = Board(problem, whole=True)
     shrink = _SHRINK
