@@ -25,6 +25,8 @@ STRATEGIES: Final[tuple[Strategy, ...]] = (drop_greedily, evict, round_keep_milp
 _SECONDS_PER_OP: Final = 4e-3
 _SECONDS_PER_FREE_OP: Final = 0.06
 _MOST_FREE_S: Final = 50.0
+# The rest is for the lower bound and the replays.
+_SHARE_FOR_SEARCH: Final = 0.92
 _LEAST_S: Final = 2.0
 _MOST_S: Final = 10.0
 
@@ -48,7 +50,7 @@ def auto(graph: Graph, budget_bytes: int, *, time_limit_s: float | None = None) 
             (_SECONDS_PER_FREE_OP, _MOST_FREE_S) if graph.free_order else (_SECONDS_PER_OP, _MOST_S)
         )
         time_limit_s = min(most_s, max(_LEAST_S, seconds_per_op * len(graph.ops)))
-    search = Search(Problem.of(graph), budget_bytes, time.monotonic() + time_limit_s)
+    search = Search(Problem.of(graph), budget_bytes, time.monotonic() + _SHARE_FOR_SEARCH * time_limit_s)
     search.offer(graph.plain_schedule)
     if search.best is None and budget_bytes >= search.problem.largest_step_bytes:
         for strategy in STRATEGIES:
