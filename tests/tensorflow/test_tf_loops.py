@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import remat.tensorflow
 from remat.tensorflow.device import current_device
-from remat.tensorflow.loops import sizes_with_loops
+from remat.tensorflow.loops import LOOPS, Loop, sizes_with_loops
 
 ITERATIONS = 24
 SHAPE = (1024, 256)  # 1 MiB a tensor
@@ -107,3 +107,34 @@ def test_a_size_that_nothing_tells_warns() -> None:
 
     with pytest.warns(UserWarning, match="sizes of 1 tensors are not known .* of a TensorListStack"):
         remat.tensorflow.trace(step, tf.TensorSpec((), tf.variant))
+
+
+def test_the_shapes_of_what_a_loop_reads_from_lists_are_known_inside_fit() -> None:
+    """A body, and a gradient's body, read what another loop or a whole tensor has put into a list."""
+    model = keras.Sequential([keras.Input((6, 8)), keras.layers.LSTM(4, return_sequences=True), keras.layers.LSTM(3)])
+    weights = [weight.value for weight in model.trainable_variables]
+
+    def step(x: tf.Tensor) -> list[tf.Tensor]:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(model(x) ** 2)
+        return tape.gradient(loss, weights)
+
+    def items_read(batch: int | None) -> dict[str, set[tuple[int, ...] | None]]:
+        graph = tf.function(step).get_concrete_function(tf.TensorSpec((batch, 6, 8))).graph
+        [placeholder] = [t for t in graph.inputs if t.dtype == tf.float32]
+        sizes = sizes_with_loops(graph, {placeholder.name: (5, 6, 8)})
+        return {
+            op.name: {
+                loop.sizes.shape(read.outputs[-1])
+                for loop in [Loop(op, sizes, lambda size_bytes: size_bytes)]
+                for read in loop.body.get_operations()
+                if read.type in ("TensorListGetItem", "TensorListPopBack") and read.outputs[-1].dtype.is_floating
+            }
+            for op in graph.get_operations()
+            if op.type in LOOPS
+        }
+
+    found = items_read(None)
+    assert found == items_read(5)
+    assert len(found) == 4
+    assert {(5, 8), (5, 4), (5, 3)} <= set().union(*found.values())

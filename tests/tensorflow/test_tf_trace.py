@@ -128,12 +128,6 @@ def test_variables_constants_and_arguments_are_pinned():
     assert graph.pinned_bytes == MIB + MIB + MIB // 2
 
 
-def test_memory_of_others_is_pinned():
-    graph = traced(tf.tanh, X, resident_bytes=7 * MIB)
-
-    assert graph.pinned_bytes == 8 * MIB
-
-
 def test_blocks_that_the_device_does_not_count_have_no_size():
     graph = traced(lambda x: tf.reduce_sum(x @ x, axis=0), X, allocator=AllocatorModel(min_counted_bytes=4096))
 

@@ -98,11 +98,11 @@ def building_freely(graph: tf.Graph) -> Iterator[None]:
         yield
 
 
-def not_a_constant(constant: tf.Tensor) -> tf.Tensor:
-    """A tensor with the value of ``constant`` that the graph optimizer does not take for a constant."""
-    op = constant.op
+def opaque(tensor: tf.Tensor) -> tf.Tensor:
+    """``tensor`` itself, in the same buffer, of which the graph optimizer does not know where it comes from."""
+    op = tensor.op
     with op.graph.control_dependencies(None):
-        return tf.raw_ops.PlaceholderWithDefault(input=constant, shape=constant.shape, name=f"{op.name}/held")
+        return tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=tensor.shape, name=f"{op.name}/held")
 
 
 def in_xla_context(graph: tf.Graph) -> bool:

@@ -54,7 +54,7 @@ class _Emitter:
         self.plan = plan
         self.graph = step.graph
         self.step = step
-        self.newest: list[tf.Tensor | None] = list(step.tensors)
+        self.newest: list[tf.Tensor] = list(step.tensors)
         self.runs = [0] * len(step.graph.ops)
         self.copies: list[tf.Operation] = []
         self.last_heavy: tf.Operation | None = None
@@ -97,7 +97,7 @@ class _Emitter:
         # An op that reads only shapes has no inputs in the graph: it keeps reading the first instance.
         for position, number in enumerate(self.graph.ops[index].inputs):
             source = self.newest[number]
-            if source is not None and operation.inputs[position] is not source:
+            if operation.inputs[position] is not source:
                 _private.update_input(operation, position, source)
         return operation
 
@@ -118,7 +118,7 @@ class _Emitter:
         return _private.copy_operation(operation, inputs, held, name)
 
     def _keep_in_order(self, operation: tf.Operation) -> None:
-        self._hide_constants(operation)
+        self._shield_from_optimizer(operation)
         # What may be merged with a later op is waited for once that op has run; early it does no harm.
         before = [late for late, others in self.loose if all(self.runs[n] for n in others)]
         self.loose = [(late, others) for late, others in self.loose if late not in before]
@@ -130,13 +130,11 @@ class _Emitter:
             _private.add_control_inputs(operation, missing)
             self.control_edges += len(missing)
 
-    def _hide_constants(self, operation: tf.Operation) -> None:
-        if operation.type not in op_facts.PUSHES_CONSTANTS_DOWN:
-            return
+    def _shield_from_optimizer(self, operation: tf.Operation) -> None:
         for position, source in enumerate(operation.inputs):
-            if source.op.type == "Const":
+            if op_facts.is_merged(operation.type, source.op.type):
                 if source.name not in self.hidden:
-                    self.hidden[source.name] = _private.not_a_constant(source)
+                    self.hidden[source.name] = _private.opaque(source)
                 _private.update_input(operation, position, self.hidden[source.name])
 
 
@@ -153,7 +151,7 @@ class _XlaEmitter(_Emitter):
         self.elements = {
             tensor.name: math.prod(traced.shape)
             for tensor, traced in zip(step.tensors, self.graph.tensors, strict=True)
-            if tensor is not None and traced.shape is not None
+            if traced.shape is not None
         }
 
     def _keep_in_order(self, operation: tf.Operation) -> None:

@@ -18,6 +18,7 @@ from remat.tensorflow.shapes import Sizes
 LOOPS = frozenset({"StatelessWhile", "While"})
 _PASSED_ON = frozenset({"Identity", "TensorListPopBack", "TensorListResize"})
 _APPENDS = {"TensorListPushBack": 1, "TensorListSetItem": 2}  # The number of the input that is appended.
+_READS = {"TensorListGetItem": 0, "TensorListPopBack": 1}  # The number of the output that is the item.
 
 
 def sizes_with_loops(func_graph: _private.FuncGraph, input_shapes: Mapping[str, Sequence[int]]) -> Sizes:
@@ -74,6 +75,33 @@ class Loop:
         given = zip(self.body.inputs, op.inputs, strict=True)
         known = {inner.name: shape for inner, outer in given if (shape := outside.shape(outer)) is not None}
         self.sizes = Sizes(self.body, known)
+        if items := self._shapes_of_items_read():
+            self.sizes = Sizes(self.body, known | items)
+
+    def _shapes_of_items_read(self) -> dict[str, tuple[int, ...]]:
+        """Shapes that TensorFlow does not find, of what the body reads from lists that come into the loop."""
+        found = {}
+        loops: dict[tf.Operation, Loop] = {}
+        for op in self.body.get_operations():
+            if op.type in _READS and self.sizes.shape(item := op.outputs[_READS[op.type]]) is None:
+                number = self._input_behind(op.inputs[0])
+                shape = None if number is None else self._shape_of_items(self.op.inputs[number], loops)
+                if shape is not None:
+                    found[item.name] = shape
+        return found
+
+    def _shape_of_items(self, items: tf.Tensor, loops: dict[tf.Operation, Loop]) -> tuple[int, ...] | None:
+        """The shape of one item of a list outside the loop."""
+        while items.op.type in _PASSED_ON:
+            items = items.op.inputs[0]
+        if items.op.type == "TensorListFromTensor":
+            shape = self._outside.shape(items.op.inputs[0])
+            return None if shape is None else shape[1:]
+        if items.op.type not in LOOPS:
+            return None
+        if items.op not in loops:
+            loops[items.op] = Loop(items.op, self._outside, self._counted)
+        return loops[items.op].item_shape(items.value_index)
 
     def item_shape(self, number: int) -> tuple[int, ...] | None:
         """The shape of what one iteration adds to the list behind an output."""

@@ -44,10 +44,6 @@ MERGED_BY_ONEDNN = {
     )
 }
 
-# The graph optimizer pushes a constant factor or summand of one of these down into the operand that makes its other
-# input: c * (a * b) becomes a * (c * b), which makes another tensor, at another time, than the schedule says.
-PUSHES_CONSTANTS_DOWN = frozenset({"Add", "AddV2", "Div", "Mul", "RealDiv", "Sub"})
-
 # Not operations of the step: their value is resident while the step's function exists.
 RESIDENT = frozenset({"Const", "Placeholder", "VarHandleOp"})
 
@@ -184,6 +180,28 @@ def may_repeat(op: tf.Operation) -> bool:
     if op.op_def.is_stateful or not hasattr(tf.raw_ops, op.type):
         return False
     return not any(t.dtype.base_dtype in _HANDLES or t.dtype._is_ref_dtype for t in [*op.inputs, *op.outputs])
+
+
+# A constant factor or summand of one of these is pushed down into the operand that makes its other input:
+# c * (a * b) becomes a * (c * b).
+_PUSHES_CONSTANTS_DOWN = frozenset({"Add", "AddV2", "Div", "Mul", "RealDiv", "Sub"})
+# Sums and products of more than two are regrouped: a * (b * c) becomes (a * b) * c.
+_REGROUPED = {"Mul": "product", "Add": "sum", "AddN": "sum", "AddV2": "sum"}
+# The largest of f(x) becomes f of the largest x, where f is monotonic.
+_LARGEST = frozenset({"ArgMax", "ArgMin", "Max", "MaxPool", "Min"})
+
+
+def is_merged(reader: str, source: str) -> bool:
+    """Does the graph optimizer make other operations of a ``reader`` and the operation that makes its input?
+
+    Both are kinds of operations. It does so where no control edge stands between the two and nobody else reads that
+    input. The result is the same to rounding, but it is another tensor, at another time, than a schedule says.
+    """
+    if source == "Const":
+        return reader in _PUSHES_CONSTANTS_DOWN
+    if reader in _LARGEST:
+        return source in _UNARY
+    return reader in _REGROUPED and _REGROUPED[reader] == _REGROUPED.get(source)
 
 
 def in_place_inputs(op: tf.Operation) -> tuple[int, ...]:

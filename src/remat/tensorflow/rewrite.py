@@ -131,7 +131,7 @@ def _plan_for_checkpoints(
     allocator: AllocatorModel,
     resident_bytes: int,
 ) -> Plan:
-    numbers = {t.name: number for number, t in enumerate(step.tensors) if t is not None}
+    numbers = {t.name: number for number, t in enumerate(step.tensors)}
     unknown = [t.name for t in checkpoints if t.name not in numbers]
     if unknown:
         raise UnsupportedStep(

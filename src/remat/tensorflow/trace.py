@@ -29,17 +29,17 @@ class TracedStep:
     Attributes:
         graph: what planners see.
         operations: for each op of ``graph``, TensorFlow's operation.
-        tensors: for each tensor of ``graph``, TensorFlow's tensor; None for what is resident elsewhere.
+        tensors: for each tensor of ``graph``, TensorFlow's tensor.
     """
 
     graph: Graph
     operations: tuple[tf.Operation, ...]
-    tensors: tuple[tf.Tensor | None, ...]
+    tensors: tuple[tf.Tensor, ...]
 
     def moved(self, tensor_named: Callable[[str], tf.Tensor]) -> TracedStep:
         """The same step in a copy of its function, whose tensors are found by name."""
-        tensors = tuple(None if t is None else tensor_named(t.name) for t in self.tensors)
-        graph = next(t.graph for t in tensors if t is not None)
+        tensors = tuple(tensor_named(t.name) for t in self.tensors)
+        graph = tensors[0].graph
         operations = tuple(graph.get_operation_by_name(op.name) for op in self.operations)
         return TracedStep(self.graph, operations, tensors)
 
@@ -69,7 +69,6 @@ def trace_func_graph(
     *,
     profile: DeviceProfile,
     input_shapes: Mapping[str, Sequence[int]] | None = None,
-    resident_bytes: int = 0,
     allocator: AllocatorModel = _EVERYTHING_COUNTS,
     outputs: Sequence[tf.Tensor] | None = None,
 ) -> TracedStep:
@@ -79,7 +78,6 @@ def trace_func_graph(
         func_graph: the function; its outputs and stateful operations say what will run.
         profile: device figures for the predicted times.
         input_shapes: real shapes of inputs traced with unknown dimensions, by tensor name.
-        resident_bytes: device memory in use that the function does not know of.
         allocator: how the device counts; blocks missing from its statistics get size 0.
         outputs: what the function returns, where its trace has not ended yet; every operation then counts as needed.
 
@@ -87,7 +85,7 @@ def trace_func_graph(
         UnsupportedStep: where an input's shape is unknown.
     """
     sizes = sizes_with_loops(func_graph, input_shapes or {})
-    return _Tracer(func_graph, sizes, profile, resident_bytes, allocator, outputs).run()
+    return _Tracer(func_graph, sizes, profile, allocator, outputs).run()
 
 
 class _Tracer:
@@ -96,7 +94,6 @@ class _Tracer:
         func_graph: _private.FuncGraph,
         sizes: Sizes,
         profile: DeviceProfile,
-        resident_bytes: int,
         allocator: AllocatorModel,
         outputs: Sequence[tf.Tensor] | None,
     ) -> None:
@@ -110,7 +107,7 @@ class _Tracer:
         self.trace_has_ended = outputs is None
         self.ids: dict[str, int] = {}
         self.tensors: list[Tensor] = []
-        self.handles: list[tf.Tensor | None] = []
+        self.handles: list[tf.Tensor] = []
         self.pinned: list[int] = []
         self.ops: list[Op] = []
         self.operations: list[tf.Operation] = []
@@ -118,8 +115,6 @@ class _Tracer:
         self.loops: dict[tf.Operation, Loop] = {}
         self.most_elements: dict[str, int] = {}  # of tensors whose shape depends on values
         self.unsized: dict[str, tf.Tensor] = {}
-        if resident_bytes > 0:
-            self.pinned.append(self._add(None, Tensor(resident_bytes, name="resident: not of this function")))
 
     def run(self) -> TracedStep:
         all_operations = self.func_graph.get_operations()
@@ -144,11 +139,10 @@ class _Tracer:
             return False
         return not any(t.name in self.output_names for t in op.outputs)
 
-    def _add(self, handle: tf.Tensor | None, tensor: Tensor) -> int:
+    def _add(self, handle: tf.Tensor, tensor: Tensor) -> int:
         self.tensors.append(tensor)
         self.handles.append(handle)
-        if handle is not None:
-            self.ids[handle.name] = len(self.tensors) - 1
+        self.ids[handle.name] = len(self.tensors) - 1
         return len(self.tensors) - 1
 
     def _add_resident(self, op: tf.Operation) -> None:
@@ -192,7 +186,7 @@ class _Tracer:
         """What a kernel needs besides its inputs and outputs; for a loop what the kernels of its body do."""
         if op.type in LOOPS:
             loop = self._loop(op)
-            body = _Tracer(loop.body, loop.sizes, self.profile, 0, self.allocator, None).run().graph
+            body = _Tracer(loop.body, loop.sizes, self.profile, self.allocator, None).run().graph
             return simulate(body, body.plain_schedule).peak_bytes - body.pinned_bytes
         if not self.allocator.converts_half:
             return 0

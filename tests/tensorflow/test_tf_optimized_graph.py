@@ -1,0 +1,107 @@
+"""What TensorFlow's graph optimizer leaves of a schedule: it rewrites the function once more after remat did."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import tensorflow as tf
+from small_steps import BATCH, WIDTH, Chain, inputs
+from tensorflow.python.eager import context
+
+from remat.plan import plan_for_schedule
+from remat.tensorflow import GradientTape, op_facts
+
+TENSOR_BYTES = BATCH * WIDTH * 4
+
+
+def gelu(x, weight):
+    """Products of three factors, one of them a constant; their gradients are, too."""
+    y = x @ weight
+    return 0.5 * y * tf.math.erfc(y * -0.7)
+
+
+def residual(x, weight):
+    """Sums of more than two."""
+    y = tf.tanh(x @ weight)
+    return x + (y + (tf.sigmoid(y) + 0.1))
+
+
+def pooled(x, weight):
+    """The largest of a monotonic function's values."""
+    y = tf.nn.relu(tf.reshape(x @ weight, [BATCH // 64, 8, 8, WIDTH]))
+    pool = tf.nn.max_pool2d(y, 1, 1, "VALID")
+    return tf.reshape(y * pool, [BATCH, WIDTH])
+
+
+@pytest.fixture(params=[gelu, residual, pooled], ids=lambda layer: layer.__name__)
+def optimized(request):
+    """A step in which much runs just before its reader: its rewriting, and its graph as the executor gets it."""
+    weights = Chain().weights
+
+    def trace(**limit):
+        @tf.function(autograph=False)
+        def function(x):
+            with GradientTape(**limit) as tape:
+                for weight in weights:
+                    x = request.param(x, weight)
+                loss = tf.reduce_mean(tf.square(x))
+            function.tape = tape
+            return tape.gradient(loss, weights)
+
+        function.get_concrete_function(inputs())
+        return function
+
+    graph = trace(budget="100%").tape._rewritten.step.graph
+    function = trace(plan=plan_for_schedule(graph, again_before_every_reader(graph), planner="by hand"))
+    context.enable_run_metadata()
+    try:
+        function(inputs())
+        graphs = context.export_run_metadata().function_graphs
+    finally:
+        context.disable_run_metadata()
+    return function.tape._rewritten, max((g.post_optimization_graph for g in graphs), key=lambda g: len(g.node))
+
+
+def again_before_every_reader(graph):
+    """Cheap operations a second time where their result is read later: pairs without a control edge between them."""
+    schedule = []
+    for index, op in enumerate(graph.ops):
+        makers = sorted({graph.producer[t] for t in op.inputs} - {None, *schedule[-1:]})
+        schedule += [maker for maker in makers if graph.ops[maker].kind in ("Add", "AddV2", "Mul", "Relu")]
+        schedule.append(index)
+    return schedule
+
+
+def test_the_schedule_of_large_tensors_survives(optimized):
+    """Each operation that makes one still waits for the one before it; those that were merged away are left out."""
+    written, graph = optimized
+    parents = {node.name: [name.lstrip("^").partition(":")[0] for name in node.input] for node in graph.node}
+    order = [op.name for op in scheduled(written) if op.name in parents]
+    assert len(order) > len(written.emitted.copies) > 10
+    for before, after in itertools.pairwise(order):
+        assert is_ancestor(before, after, parents), f"{after} no longer waits for {before}"
+
+
+def scheduled(written):
+    copies = iter(written.emitted.copies)
+    seen = set()
+    for index in written.plan.schedule:
+        operation = next(copies) if index in seen else written.step.operations[index]
+        seen.add(index)
+        made = [written.step.graph.tensors[t] for t in written.step.graph.ops[index].outputs]
+        if any(t.size_bytes >= TENSOR_BYTES and t.alias_of is None for t in made):
+            assert operation.type not in op_facts.MERGED_BY_ONEDNN
+            yield operation
+
+
+def is_ancestor(before, after, parents):
+    seen, stack = set(), [after]
+    while stack:
+        for name in parents.get(stack.pop(), ()):
+            if name == before:
+                return True
+            if name not in seen:
+                seen.add(name)
+                stack.append(name)
+    return False
