@@ -21,6 +21,7 @@ from remat.errors import (
     RematError,
     UnsupportedStep,
 )
+from remat.frontier import frontier
 from remat.graph import Graph, Op, Tensor
 from remat.plan import Plan, plan
 from remat.serialization import load_graph, load_plan
@@ -45,6 +46,7 @@ __all__ = [
     "UnsupportedStep",
     "__version__",
     "format_bytes",
+    "frontier",
     "load_graph",
     "load_plan",
     "parse_budget",

@@ -92,6 +92,7 @@ class Plan:
                 f"  predicted peak {peak}{share}, plain {plain}",
                 f"  overhead       {self.overhead:.2%} ({self.time_s:.4g} s, plain {self.baseline_time_s:.4g} s)",
                 f"  lower bound    {self.overhead_lower_bound:.2%}: {self.lower_bound_meaning}",
+                f"  gap            {self.overhead - self.overhead_lower_bound:.2%} of a plain step at most",
                 f"  recomputed     {len(recomputed_ops(self.schedule))} of {ops} ops, in {self.recomputed} extra runs",
             )
         )

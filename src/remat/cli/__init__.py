@@ -1,4 +1,4 @@
-"""The command line: ``remat plan``, ``remat simulate``, ``remat demo``.
+"""The command line: ``remat plan``, ``remat frontier``, ``remat simulate``, ``remat demo``.
 
 This package alone knows both ends, the core and the front ends; it imports a front end only when a command needs it.
 """

@@ -15,6 +15,7 @@ from remat.cli.console import (
     check_installed,
     check_output_path,
     check_time_limit,
+    counted_progress,
     print_json,
     progress,
 )
@@ -36,6 +37,44 @@ app: Final = typer.Typer(
 
 MODEL: Final = "Where SOURCE is a model"
 
+Source = Annotated[
+    str,
+    typer.Argument(
+        metavar="SOURCE", help="A graph file (.json, .json.gz), or module:callable that returns a Keras model."
+    ),
+]
+PlannerName = Annotated[str, typer.Option("--planner", help="Name of the planner.")]
+Kwargs = Annotated[
+    str | None,
+    typer.Option("--kwargs", help="The callable's arguments, as a JSON object.", metavar="JSON", rich_help_panel=MODEL),
+]
+BatchSize = Annotated[
+    int | None, typer.Option("--batch-size", help="Samples in a batch; 32 if not given.", min=1, rich_help_panel=MODEL)
+]
+Device = Annotated[
+    str | None,
+    typer.Option(
+        "--device",
+        help=f"Whose speed predicts the times: {', '.join(profile_names())}.",
+        metavar="NAME",
+        rich_help_panel=MODEL,
+    ),
+]
+Loss = Annotated[
+    str | None, typer.Option("--loss", help="Name of a Keras loss.", metavar="NAME", rich_help_panel=MODEL)
+]
+Optimizer = Annotated[
+    str | None, typer.Option("--optimizer", help="Name of a Keras optimizer.", metavar="NAME", rich_help_panel=MODEL)
+]
+DtypePolicy = Annotated[
+    str | None,
+    typer.Option(
+        "--dtype-policy",
+        help="A Keras dtype policy, such as mixed_float16.",
+        metavar="NAME",
+        rich_help_panel=MODEL,
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, and nothing else there.")]
 
 
@@ -55,42 +94,20 @@ def _options(
 
 @app.command("plan")
 def plan_command(
-    source: Annotated[
-        str,
-        typer.Argument(
-            metavar="SOURCE", help="A graph file (.json, .json.gz), or module:callable that returns a Keras model."
-        ),
-    ],
+    source: Source,
     budget: Annotated[
         str, typer.Option(help="Peak bytes of a step: 4GiB, 512MB, 1000000, or 60% of the plain peak.")
     ] = "60%",
-    planner: Annotated[str, typer.Option(help="Name of the planner.")] = "auto",
+    planner: PlannerName = "auto",
     time_limit: Annotated[float | None, typer.Option(help="Seconds that the planner may take.", metavar="S")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the plan to this file.", metavar="FILE")] = None,
     as_json: AsJson = False,
-    kwargs: Annotated[
-        str | None,
-        typer.Option(help="The callable's arguments, as a JSON object.", metavar="JSON", rich_help_panel=MODEL),
-    ] = None,
-    batch_size: Annotated[
-        int | None, typer.Option(help="Samples in a batch; 32 if not given.", min=1, rich_help_panel=MODEL)
-    ] = None,
-    device: Annotated[
-        str | None,
-        typer.Option(
-            help=f"Whose speed predicts the times: {', '.join(profile_names())}.", metavar="NAME", rich_help_panel=MODEL
-        ),
-    ] = None,
-    loss: Annotated[
-        str | None, typer.Option(help="Name of a Keras loss.", metavar="NAME", rich_help_panel=MODEL)
-    ] = None,
-    optimizer: Annotated[
-        str | None, typer.Option(help="Name of a Keras optimizer.", metavar="NAME", rich_help_panel=MODEL)
-    ] = None,
-    dtype_policy: Annotated[
-        str | None,
-        typer.Option(help="A Keras dtype policy, such as mixed_float16.", metavar="NAME", rich_help_panel=MODEL),
-    ] = None,
+    kwargs: Kwargs = None,
+    batch_size: BatchSize = None,
+    device: Device = None,
+    loss: Loss = None,
+    optimizer: Optimizer = None,
+    dtype_policy: DtypePolicy = None,
     save_graph: Annotated[
         Path | None,
         typer.Option(
@@ -125,6 +142,48 @@ def plan_command(
     for name, path in (("Plan", out), ("Graph", save_graph)):
         if path is not None:
             console.print(f"{name} written to {path}", markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command("frontier")
+def frontier_command(
+    source: Source,
+    points: Annotated[int, typer.Option(help="How many budgets, both ends included.", min=2)] = 10,
+    planner: PlannerName = "auto",
+    time_limit: Annotated[float | None, typer.Option(help="Seconds for each plan.", metavar="S")] = None,
+    as_json: AsJson = False,
+    plot: Annotated[
+        Path | None,
+        typer.Option(help="Draw overhead against budget into this file (.png, .svg, .pdf).", metavar="FILE"),
+    ] = None,
+    kwargs: Kwargs = None,
+    batch_size: BatchSize = None,
+    device: Device = None,
+    loss: Loss = None,
+    optimizer: Optimizer = None,
+    dtype_policy: DtypePolicy = None,
+) -> None:
+    """Show what each budget costs, from the smallest feasible peak to the plain one."""
+    _check_planner(planner)
+    _check_device(device)
+    check_time_limit(time_limit)
+    check_output_path(plot, "--plot", keep=[source])
+    if plot is not None:
+        _check_picture(plot)
+    graph = graph_from_source(source, ModelOptions(kwargs, batch_size, device, loss, optimizer, dtype_policy))
+    with counted_progress(f"Planning {len(graph.ops):,} ops") as on_plan:
+        plans = remat.frontier(graph, points, planner, time_limit, on_plan=on_plan)
+    if plot is not None:
+        from remat.report import plots
+
+        plots.save_figure(plots.frontier_figure(plans), plot)
+    if as_json:
+        print_json(_frontier_json(source, graph, plans))
+        return
+    console = Console()
+    console.print(text.frontier_table(plans, title=f"Frontier of {source}"))
+    console.print(f"Lower bound: {plans[0].lower_bound_meaning}", markup=False, highlight=False)
+    if plot is not None:
+        console.print(f"Picture written to {plot}", markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command("simulate")
@@ -228,6 +287,28 @@ def _plan_json(source: str, graph: Graph, plan: Plan) -> dict[str, Any]:
         "plan_seconds": plan.plan_seconds,
         "fingerprint": plan.fingerprint,
         "schedule": list(plan.schedule),
+    }
+
+
+def _frontier_json(source: str, graph: Graph, plans: tuple[Plan, ...]) -> dict[str, Any]:
+    return {
+        "source": source,
+        "ops": len(graph.ops),
+        "planner": plans[0].planner,
+        "baseline_peak_bytes": plans[0].baseline_peak_bytes,
+        "baseline_time_s": plans[0].baseline_time_s,
+        "points": [
+            {
+                "budget_bytes": plan.budget_bytes,
+                "peak_bytes": plan.peak_bytes,
+                "overhead": plan.overhead,
+                "overhead_lower_bound": plan.overhead_lower_bound,
+                "lower_bound_meaning": plan.lower_bound_meaning,
+                "recomputed": plan.recomputed,
+                "plan_seconds": plan.plan_seconds,
+            }
+            for plan in plans
+        ],
     }
 
 

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from remat.planners import auto, dtr, gap_lp, keep_milp, lower_set, peak_greedy, sqrt_n, store_all
+from remat.planners import (
+    auto,
+    dtr,
+    gap_lp,
+    keep_milp,
+    lower_set,
+    milp,
+    peak_greedy,
+    simulated_annealing,
+    sqrt_n,
+    store_all,
+)
 from remat.planners.lower_bound import LowerBound, overhead_lower_bound
 from remat.planners.registry import Planner, get_planner, planner_names, register
 
@@ -15,10 +26,12 @@ __all__ = [
     "get_planner",
     "keep_milp",
     "lower_set",
+    "milp",
     "overhead_lower_bound",
     "peak_greedy",
     "planner_names",
     "register",
+    "simulated_annealing",
     "sqrt_n",
     "store_all",
 ]

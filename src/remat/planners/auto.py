@@ -14,14 +14,19 @@ from remat.planners.peak_greedy import drop_greedily
 from remat.planners.problem import Problem
 from remat.planners.registry import register
 from remat.planners.search import Search, smallest_peak_schedules
+from remat.planners.simulated_annealing import anneal
 
 Strategy = Callable[[Search], None]
 """A method that offers schedules to a search, each after its own improvement pass, until the search has expired."""
 
-STRATEGIES: Final[tuple[Strategy, ...]] = (drop_greedily, evict, round_keep_milp, round_gap_lp)
+STRATEGIES: Final[tuple[Strategy, ...]] = (drop_greedily, evict, round_keep_milp, round_gap_lp, anneal)
 """In the order of what they bring per second, since the time may end."""
 
 _SECONDS_PER_OP: Final = 4e-3
+_SECONDS_PER_FREE_OP: Final = 0.06
+_MOST_FREE_S: Final = 50.0
+# The rest is for the lower bound and the replays.
+_SHARE_FOR_SEARCH: Final = 0.92
 _LEAST_S: Final = 2.0
 _MOST_S: Final = 10.0
 
@@ -31,16 +36,21 @@ def auto(graph: Graph, budget_bytes: int, *, time_limit_s: float | None = None) 
     """Run every strategy within the time limit and return the cheapest schedule that fits.
 
     Where none fits it returns the smallest peak that eviction reaches, whatever the budget. The result is
-    deterministic as long as the strategies end before the time does. First runs stay in program order.
+    deterministic as long as the strategies end before the time does. First runs stay in program order, unless the
+    graph leaves the order free.
 
     Args:
         graph: the training step.
         budget_bytes: peak bytes of the step.
-        time_limit_s: seconds; None allows 4 ms per op, at least 2 s and at most 10 s.
+        time_limit_s: seconds; None allows 4 ms per op, at least 2 s and at most 10 s; where the order is free, 60 ms
+            per op and at most 50 s.
     """
     if time_limit_s is None:
-        time_limit_s = min(_MOST_S, max(_LEAST_S, _SECONDS_PER_OP * len(graph.ops)))
-    search = Search(Problem.of(graph), budget_bytes, time.monotonic() + time_limit_s)
+        seconds_per_op, most_s = (
+            (_SECONDS_PER_FREE_OP, _MOST_FREE_S) if graph.free_order else (_SECONDS_PER_OP, _MOST_S)
+        )
+        time_limit_s = min(most_s, max(_LEAST_S, seconds_per_op * len(graph.ops)))
+    search = Search(Problem.of(graph), budget_bytes, time.monotonic() + _SHARE_FOR_SEARCH * time_limit_s)
     search.offer(graph.plain_schedule)
     if search.best is None and budget_bytes >= search.problem.largest_step_bytes:
         for strategy in STRATEGIES:

@@ -31,10 +31,11 @@ class LinearModel:
 
 @dataclass(frozen=True, eq=False)
 class Solution:
-    """Column values, and reduced costs where the model was an LP that was solved to the end."""
+    """Column values, reduced costs where the model was an LP that was solved to the end, and whether it was."""
 
     values: FloatArray
     reduced_costs: FloatArray | None
+    optimal: bool
 
 
 def solve(model: LinearModel, *, time_limit_s: float, gap: float = 0.0) -> Solution | None:
@@ -69,4 +70,5 @@ def solve(model: LinearModel, *, time_limit_s: float, gap: float = 0.0) -> Solut
     if not solution.value_valid or solver.getInfo().primal_solution_status != 2:
         return None
     duals = np.array(solution.col_dual) if model.is_integer is None and solution.dual_valid else None
-    return Solution(np.array(solution.col_value), duals)
+    optimal = solver.getModelStatus() == highspy.HighsModelStatus.kOptimal
+    return Solution(np.array(solution.col_value), duals, optimal)

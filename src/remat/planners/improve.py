@@ -65,7 +65,12 @@ def _without_repeated_views(problem: Problem, schedule: Sequence[int]) -> tuple[
 
 
 def undrop(
-    problem: Problem, schedule: Sequence[int], budget_bytes: int, *, deadline_s: float | None = None
+    problem: Problem,
+    schedule: Sequence[int],
+    budget_bytes: int,
+    *,
+    deadline_s: float | None = None,
+    most_tries: int | None = None,
 ) -> tuple[int, ...]:
     """A schedule at least as cheap and still within the budget, with recomputations taken out greedily.
 
@@ -74,13 +79,14 @@ def undrop(
         schedule: a legal schedule whose first runs stand in program order.
         budget_bytes: if the schedule exceeds it, only idle runs are removed.
         deadline_s: ``time.monotonic()`` at which to stop; None runs to the end.
+        most_tries: how many runs a sweep looks at, the dearest per byte first; None for all.
     """
     best = without_idle_runs(problem, schedule)
     bytes_ = simulate(problem.graph, best)
     if bytes_.peak_bytes > budget_bytes:
         return best if bytes_.peak_bytes <= simulate(problem.graph, schedule).peak_bytes else tuple(schedule)
     while True:
-        sweep = _Sweep(problem, best, np.array(bytes_.bytes, dtype=np.int64), budget_bytes, deadline_s)
+        sweep = _Sweep(problem, best, np.array(bytes_.bytes, dtype=np.int64), budget_bytes, deadline_s, most_tries)
         better = without_idle_runs(problem, sweep.run())
         after = simulate(problem.graph, better)
         # The sweep counts in-place outputs cautiously, but only the simulator has the last word.
@@ -119,7 +125,9 @@ class _Sweep:
         bytes_: IntArray,
         budget_bytes: int,
         deadline_s: float | None,
+        most_tries: int | None,
     ) -> None:
+        self.most_tries = most_tries
         self.problem = problem
         self.schedule = schedule
         self.bytes = bytes_
@@ -193,7 +201,7 @@ class _Sweep:
             return problem.op_time_s[op] / max(size, 1)
 
         again = [step for step, before in enumerate(self.previous_run) if before >= 0 and self.made_by[step]]
-        for step in sorted(again, key=worth, reverse=True):
+        for step in sorted(again, key=worth, reverse=True)[: self.most_tries]:
             if self.deadline_s is not None and time.monotonic() > self.deadline_s:
                 break
             if not self.removed[step]:

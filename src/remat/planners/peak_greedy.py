@@ -33,12 +33,17 @@ def drop_greedily(search: Search) -> None:
     pinned = search.problem.graph.pinned_bytes
     for deflation in _DEFLATIONS:
         if not search.expired:
-            drop = greedy_drops(search.problem, pinned + int((search.budget_bytes - pinned) * deflation))
+            drop = greedy_drops(
+                search.problem, pinned + int((search.budget_bytes - pinned) * deflation), search.deadline_s
+            )
             search.offer_decision(drop, search.budget_bytes)
 
 
-def greedy_drops(problem: Problem, budget_bytes: int) -> BoolArray:
-    """The gaps to drop so that the stored bytes fit; what recomputation itself needs is not counted."""
+def greedy_drops(problem: Problem, budget_bytes: int, deadline_s: float | None = None) -> BoolArray:
+    """The gaps to drop so that the stored bytes fit; what recomputation itself needs is not counted.
+
+    At ``deadline_s``, in ``time.monotonic()``, the gaps chosen so far come back.
+    """
     drop = problem.no_drops()
     if not problem.count:
         return drop
@@ -49,7 +54,8 @@ def greedy_drops(problem: Problem, budget_bytes: int) -> BoolArray:
     settled = np.zeros(problem.count, dtype=np.bool_)
     while True:
         peak = int(np.argmax(np.where(settled, -1, load)))
-        if settled[peak] or load[peak] <= budget_bytes:
+        expired = deadline_s is not None and time.monotonic() > deadline_s
+        if settled[peak] or load[peak] <= budget_bytes or expired:
             return drop
         candidates = np.flatnonzero(open_ & (start < peak) & (end > peak))
         if not len(candidates):

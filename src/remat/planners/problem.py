@@ -23,6 +23,7 @@ FloatArray = NDArray[np.float64]
 
 _SMALL_SHARE = 1e-4
 _SMALL_TOTAL_SHARE = 5e-3
+_TIED_SHARE = 0.95
 
 
 @dataclass(frozen=True, eq=False)
@@ -255,6 +256,12 @@ class Problem:
                 best[target] = max(best.get(target, 0), bytes_)
             result.append(sum(best.values()))
         return result
+
+    @cached_property
+    def order_is_tied(self) -> bool:
+        """Whether nearly every op reads what the one before it makes: then there is no order to look for."""
+        tied = sum(any(self.made_by[t] == op - 1 for t in self.graph.ops[op].inputs) for op in range(1, self.count))
+        return tied >= _TIED_SHARE * (self.count - 1)
 
     @cached_property
     def turning_point(self) -> int:

@@ -13,6 +13,7 @@ reaches O(sqrt N) memory with O(N) runs. Complexity: O(steps + reads) and O(stor
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Final
 
@@ -24,6 +25,8 @@ _NEVER: Final = 1e30
 _NEARLY: Final = 1 + 1e-9
 _MOST_REFUSED: Final = 32
 _MOST_VISITS_PER_OP: Final = 150
+_MOST_VISITS: Final = 400_000
+_MOST_LOOKED_AT: Final = 300
 
 
 class TooManyRuns(Exception):
@@ -105,7 +108,7 @@ class _Replay:
         self.next_use = np.full(len(self.owner), _NEVER)
         self.estimate = np.array([problem.op_time_s[problem.made_by[s]] for s in self.owner], dtype=np.float64)
         self.evictable = np.zeros(len(self.owner), dtype=np.bool_)
-        self.last_demand = _last_demand(problem)
+        self.last_demand = last_demand(problem)
         self.last_use = {s: uses[-1] for s, uses in problem.uses.items()}
         self.expiring: dict[int, list[int]] = {}
         for s, step in self.last_demand.items():
@@ -224,14 +227,18 @@ class _Replay:
     def _time_to_remake(self, s: int) -> float:
         """Seconds to make a storage again when it is next used, with all that will be missing for it by then.
 
-        What lives now but is used up earlier counts as missing. May stop beyond the patience.
+        What lives now but is used up earlier counts as missing. Infinite beyond the patience, or where more ops than
+        are ever worth running again would have to be looked at.
         """
         problem = self.problem
         when = min(self._next(s), float(problem.count))
         pending = [problem.made_by[s]]
         seen = set(pending)
         total = 0.0
-        while pending and total <= self.patience_s:
+        while pending:
+            if total > self.patience_s or len(seen) > _MOST_LOOKED_AT:
+                total = math.inf
+                break
             op = pending.pop()
             total += problem.op_time_s[op]
             for u in problem.storages_read[op]:
@@ -240,7 +247,7 @@ class _Replay:
                     seen.add(problem.made_by[u])
                     pending.append(problem.made_by[u])
         self.visits += len(seen)
-        if self.visits > _MOST_VISITS_PER_OP * problem.count + 10_000:
+        if self.visits > min(_MOST_VISITS, _MOST_VISITS_PER_OP * problem.count + 10_000):
             raise TooManyRuns
         return total
 
@@ -336,7 +343,7 @@ class _Replay:
             self.next_use[slot] = self._next(s)
 
 
-def _last_demand(problem: Problem) -> dict[int, int]:
+def last_demand(problem: Problem) -> dict[int, int]:
     """For each storage, the last op at which its bytes can be asked for, recomputations included."""
     last: dict[int, int] = {}
     ops = problem.graph.ops

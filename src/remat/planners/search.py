@@ -12,11 +12,13 @@ from typing import Final
 from remat.planners.improve import undrop
 from remat.planners.problem import BoolArray, Problem
 from remat.planners.rematerialize import TooManyRuns, rematerialize
+from remat.planners.squeeze import squeeze
 from remat.simulator import simulate
 
 _MOST_RUNS_PER_OP: Final = 4
 _BISECTIONS: Final = 8
 _MARGIN: Final = 1.05
+_MOST_TRIES: Final = 1000
 
 
 @dataclass
@@ -136,4 +138,8 @@ def _find_smallest_peak(problem: Problem) -> list[tuple[int, ...]]:
     for factor in (1.0, 0.98):
         attempt(pinned + int(factor * (smallest - pinned)), 1.0)
     smallest = min(found.values(), default=problem.plain.peak_bytes)
-    return [undrop(problem, schedule, smallest) for schedule, peak in found.items() if peak == smallest]
+    reached = next((s for s, peak in found.items() if peak == smallest), problem.graph.plain_schedule)
+    squeezed = squeeze(problem, reached)
+    smallest = simulate(problem.graph, squeezed).peak_bytes
+    candidates = [squeezed, *(schedule for schedule, peak in found.items() if peak == smallest)]
+    return [undrop(problem, schedule, smallest, most_tries=_MOST_TRIES) for schedule in dict.fromkeys(candidates)]

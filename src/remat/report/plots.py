@@ -84,6 +84,34 @@ def memory_figure(graph: Graph, plan: Plan | None = None, *, title: str = "Memor
     return figure
 
 
+def frontier_figure(plans: Sequence[Plan], *, title: str = "What a smaller budget costs") -> Figure:
+    """Overhead against budget, with the proven lower bound below it.
+
+    Raises:
+        ValueError: if there is no plan.
+    """
+    from matplotlib.figure import Figure
+
+    if not plans:
+        raise ValueError("there is nothing to draw: give at least one plan")
+    figure = Figure(figsize=(9, 4.8), dpi=150, layout="constrained")
+    axes = figure.add_subplot()
+    unit, scale = _unit(_SIZE_UNITS, max(plan.budget_bytes for plan in plans))
+    budgets = [plan.budget_bytes / scale for plan in plans]
+    overheads = [100 * plan.overhead for plan in plans]
+    bounds = [100 * plan.overhead_lower_bound for plan in plans]
+    axes.plot(budgets, overheads, color=_BLUE, linewidth=1.8, marker="o", label=f"found by {plans[0].planner}")
+    axes.plot(budgets, bounds, color=_GREY, linewidth=1.4, linestyle=(0, (6, 3)), label="no schedule is below")
+    axes.fill_between(budgets, bounds, overheads, color=_BLUE, alpha=0.12)
+    axes.set_xlabel(f"budget ({unit})")
+    axes.set_ylabel("extra time (% of a plain step)")
+    axes.set_title(title, loc="left", fontweight="bold")
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
+    _finish(figure, axes)
+    return figure
+
+
 def loss_figure(
     histories: Mapping[str, Sequence[float]], *, x_label: str = "epoch", title: str = "Training loss"
 ) -> Figure:

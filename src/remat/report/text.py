@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -16,6 +17,7 @@ from remat.simulator import Timeline
 
 _KINDS_SHOWN: Final = 8
 _TENSORS_SHOWN: Final = 10
+_BAR_WIDTH: Final = 24
 
 
 @dataclass(frozen=True)
@@ -66,11 +68,32 @@ def plan_table(graph: Graph, plan: Plan, *, title: str = "Plan") -> Table:
         f"{plan.overhead:.2%} ({format_time(plan.time_s)} a step, plain {format_time(plan.baseline_time_s)})",
     )
     table.add_row("Lower bound", Text(f"{plan.overhead_lower_bound:.2%} ({plan.lower_bound_meaning})"))
+    table.add_row("Gap", f"at most {plan.overhead - plan.overhead_lower_bound:.2%} of a plain step above the best")
     table.add_row("Planner", Text(f"{plan.planner}, in {plan.plan_seconds:.2f} s"))
     table.add_row(
         "Recomputed",
         f"{len(recomputed_ops(plan.schedule)):,} of {len(graph.ops):,} ops, in {plan.recomputed:,} extra runs",
     )
+    return table
+
+
+def frontier_table(plans: Sequence[Plan], *, title: str = "Frontier") -> Table:
+    """What each budget costs, the smallest first, with a bar for each overhead."""
+    table = Table(title=Text(title), title_justify="left", title_style="bold")
+    for heading in ("Budget", "Of plain", "Overhead", "Lower bound", "Gap"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    highest = max((plan.overhead for plan in plans), default=0.0)
+    for plan in plans:
+        width = round(_BAR_WIDTH * plan.overhead / highest) if highest else 0
+        table.add_row(
+            format_bytes(plan.budget_bytes),
+            _share(plan.budget_bytes, plan.baseline_peak_bytes),
+            f"{plan.overhead:.2%}",
+            f"{plan.overhead_lower_bound:.2%}",
+            f"{plan.overhead - plan.overhead_lower_bound:.2%}",
+            Text("━" * width, style="cyan"),
+        )
     return table
 
 

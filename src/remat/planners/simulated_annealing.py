@@ -1,0 +1,127 @@
+"""Simulated annealing, as a planner of its own and as the strategy of ``auto`` that finds orders."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Final
+
+from remat.graph import Graph
+from remat.planners.gap_model import build_gap_model, solve_gap_model
+from remat.planners.problem import Problem
+from remat.planners.registry import register
+from remat.planners.search import Search, smallest_peak_schedules
+from remat.planners.slots import Board, expand
+from remat.planners.walk import Walk
+
+_ROUNDS: Final = ((5.0, 0.5), (0.0, 0.4), (1.5, 0.5), (5.0, 0.5), (0.0, 0.5), (0.0, 1.0))
+"""How hot each round begins, in runs of an op of middling length (0: from the best schedule known), and its share of
+the time left."""
+
+_STEPS_PER_OP: Final = 300
+_FIXED_STEPS_PER_RUN: Final = 15
+_COLD: Final = 1e-5
+_COLDEST: Final = 1e-6
+_WARM: Final = 2e-4
+_SMALL_GAP: Final = 2e-3
+_TIGHTENINGS: Final = 3
+_MOST_IDLE_ROUNDS: Final = 3
+_FEWEST_STEPS: Final = 2000
+_LIMIT_S: Final = 60.0
+
+
+@register("simulated_annealing")
+def simulated_annealing(graph: Graph, budget_bytes: int, *, time_limit_s: float | None = None) -> tuple[int, ...]:
+    """Walk from the plain schedule, over recomputations and, where the graph leaves it free, over the order.
+
+    Imanishi et al. 2023, "A fast heuristic to optimize time-space tradeoff for large models" (FastSA, NeurIPS 2023),
+    anneal too; the state and the edits here are others, see :class:`remat.planners.walk.Walk`. No guarantee.
+    Deterministic as long as the steps end before the time does. Complexity: a few hundred edits per op, each of O(1)
+    range additions in numpy.
+    """
+    search = Search(Problem.of(graph), budget_bytes, time.monotonic() + (time_limit_s or _LIMIT_S))
+    search.offer(graph.plain_schedule)
+    if search.best is None and budget_bytes >= search.problem.largest_step_bytes:
+        anneal(search)
+    return search.result(smallest_peak_schedules(search.problem) if search.best is None else ())
+
+
+def anneal(search: Search) -> None:
+    """Offer what annealing finds, from the plain schedule where the order is free, then from the best one known."""
+    problem = search.problem
+    board = Board(problem, whole=problem.graph.free_order)
+    count = problem.count
+    if not count or (not any(board.repeatable) and not board.whole):
+        return
+    if not board.whole:
+        steps = _FIXED_STEPS_PER_RUN * sum(board.counts)
+        if search.best is None:
+            _cool(search, board, 0, _hot(board, 5.0), _COLD, 4 * steps, _part(search, 0.7), fresh=True)
+        _cool(search, board, 1, _WARM, _COLDEST, steps, search.deadline_s)
+        return
+    gap = search.best_time_s - problem.graph.time_s - _bound_s(search)
+    steps = max(_FEWEST_STEPS, count * min(_STEPS_PER_OP, 10 * count))
+    idle = 0
+    for seed, (heat, share) in enumerate(_ROUNDS):
+        fresh = heat > 0
+        before_s = search.best_time_s
+        if idle == _MOST_IDLE_ROUNDS:
+            return
+        if search.expired or search.best_time_s <= problem.graph.time_s:
+            return
+        if fresh and gap <= _SMALL_GAP * problem.graph.time_s:
+            continue
+        hot, cold = (_hot(board, heat), _COLD) if fresh else (_WARM, _COLDEST)
+        _cool(search, board, seed, hot, cold, steps if fresh else steps // 2, _part(search, share), fresh=fresh)
+        idle = 0 if search.best_time_s < before_s else idle + 1
+
+
+def _cool(
+    search: Search,
+    board: Board,
+    seed: int,
+    hot: float,
+    cold: float,
+    steps: int,
+    deadline_s: float | None,
+    *,
+    fresh: bool = False,
+) -> None:
+    graph = search.problem.graph
+    start = graph.plain_schedule if fresh or search.best is None else search.best
+    budget_bytes = search.budget_bytes
+    for _ in range(_TIGHTENINGS):
+        walk = Walk(board, start, budget_bytes, seed)
+        walk.run(steps, hot, cold, deadline_s)
+        if walk.best is None:
+            return
+        schedule = expand(board, walk.best)
+        excess_bytes = search.offer(schedule) - search.budget_bytes
+        if excess_bytes <= 0:
+            return
+        # The board counts small storages as the plain schedule has them; what it missed comes off the budget.
+        budget_bytes -= excess_bytes
+        start, hot, steps = schedule, min(hot, 10 * cold), steps // 4
+
+
+def _hot(board: Board, heat: float) -> float:
+    """The temperature of so many runs of an op of middling length, as a share of the plain step."""
+    times = sorted(t for t, may in zip(board.repeat_time_s, board.repeatable, strict=True) if may and t > 0)
+    if not times:
+        return 1e-3
+    return min(3e-2, max(3e-4, heat * times[len(times) // 2] / board.problem.graph.time_s))
+
+
+def _bound_s(search: Search) -> float:
+    """The least extra time in program order, as far as the gap LP knows: how much there is to win."""
+    if not math.isfinite(search.best_time_s):
+        return 0.0
+    solution = solve_gap_model(build_gap_model(search.problem, search.budget_bytes), time_limit_s=2.0)
+    return 0.0 if solution is None else solution.bound_s
+
+
+def _part(search: Search, share: float) -> float | None:
+    if search.deadline_s is None:
+        return None
+    now_s = time.monotonic()
+    return now_s + share * (search.deadline_s - now_s)
