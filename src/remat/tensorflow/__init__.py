@@ -2,6 +2,7 @@
 
 from remat.tensorflow.gradient_tape import GradientTape
 from remat.tensorflow.measure import Measurement, measure
+from remat.tensorflow.recomputation import recompute
 from remat.tensorflow.trace import trace
 
-__all__ = ["GradientTape", "Measurement", "measure", "trace"]
+__all__ = ["GradientTape", "Measurement", "measure", "recompute", "trace"]
