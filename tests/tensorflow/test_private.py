@@ -15,6 +15,15 @@ from remat.tensorflow.device import current_device
 SYMBOLS = [
     ("tensorflow.compiler.xla.service.hlo_pb2", "HloProto"),
     ("tensorflow.core.framework.attr_value_pb2", "AttrValue"),
+    ("tensorflow.python.autograph.core.ag_ctx", "ControlStatusCtx"),
+    ("tensorflow.python.eager.context", "global_seed"),
+    ("tensorflow.python.eager.context", "internal_operation_seed"),
+    ("tensorflow.python.eager.record", "could_possibly_record"),
+    ("tensorflow.python.eager.record", "record_operation"),
+    ("tensorflow.python.eager.record", "stop_recording"),
+    ("tensorflow.python.framework.ops", "get_gradient_function"),
+    ("tensorflow.python.framework.random_seed", "_graph_to_seed_dict"),
+    ("tensorflow.python.ops.resource_variable_ops", "variable_accessed"),
     ("tensorflow.python.framework.ops", "add_exit_callback_to_default_func_graph"),
     ("tensorflow.python.framework.func_graph", "FuncGraph"),
     ("tensorflow.python.ops.control_flow_util", "GraphOrParentsInXlaContext"),
@@ -24,6 +33,8 @@ SYMBOLS = [
 ]
 METHODS = [
     (tf.Graph, "_create_op_internal", ["op_type", "inputs", "dtypes", "name", "attrs", "compute_device"]),
+    (tf.Graph, "_attr_scope", ["attr_map"]),
+    (tf.Graph, "gradient_override_map", ["op_type_map"]),
     (tf.Operation, "_update_input", ["index", "tensor"]),
     (tf.Operation, "_add_control_inputs", []),  # These two are C++: they show no signature.
     (tf.Operation, "_set_device", []),

@@ -23,6 +23,7 @@ from tensorflow.python.framework import random_seed as _random_seed
 from tensorflow.python.framework.func_graph import FuncGraph
 from tensorflow.python.ops import control_flow_util as _control_flow_util
 from tensorflow.python.ops import handle_data_util as _handle_data_util
+from tensorflow.python.ops import resource_variable_ops as _resource_variable_ops
 
 from remat.errors import RematError
 
@@ -137,6 +138,27 @@ def gate(
     if _record.could_possibly_record():
         _record_on_tapes(passed[0].op, list(tensors))
     return passed
+
+
+def eager_gate(tensor: tf.Tensor, backward: Callable[[Any], list[Any]]) -> tf.Tensor:
+    """The same tensor, its gradient passing through ``backward`` on every tape."""
+    with _record.stop_recording():
+        passed = tf.identity(tensor)
+    set_handle_data_like(tensor, passed)
+    _record.record_operation("RematGate", [passed], [tensor], backward)
+    return passed
+
+
+def watch_variables(function: Any) -> None:
+    """Active tapes watch the trainable variables of a concrete function, as they do when it is called."""
+    for variable in function.graph.variables:
+        _resource_variable_ops.variable_accessed(variable)
+
+
+def call_function(function: Any, arguments: Sequence[tf.Tensor], captured: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Call a concrete function that returns a list, with captured tensors of our choice."""
+    results = function._call_flat(list(arguments), list(captured))
+    return list(results)
 
 
 def marked(tensor: tf.Tensor, mark: str = _COPY_MARK) -> tf.Tensor:

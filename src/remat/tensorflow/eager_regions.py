@@ -12,8 +12,9 @@ from typing import Any
 import tensorflow as tf
 
 from remat.tensorflow import _private, structure
+from remat.tensorflow.connections import Connections
 from remat.tensorflow.keras_losses import collected_losses
-from remat.tensorflow.regions import run_in_graph
+from remat.tensorflow.regions import is_differentiable, run_in_graph
 
 
 def run_eagerly(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -43,7 +44,9 @@ def run_eagerly(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
             out_masks.extend(number for number, mask in enumerate(found) if mask is not None)
             return [*outputs, *(mask for mask in found if mask is not None), *symbolic_losses]
 
-        flat = tf.function(traced, autograph=False)(*leaves, *masks.values())
+        arguments = [*leaves, *masks.values()]
+        concrete = tf.function(traced, autograph=False).get_concrete_function(*arguments)
+        flat = Connections(concrete, [is_differentiable(t) for t in concrete.graph.outputs]).call(arguments)
         count = len(flat) - len(out_masks) - losses.count
         outputs = flat[:count]
         for number, mask in zip(out_masks, flat[count : count + len(out_masks)], strict=True):

@@ -62,13 +62,14 @@ def recompute(function: Any = None, *, enabled: bool | Callable[[], bool] = True
     if function is None:
         return functools.partial(recompute, enabled=enabled)
     if _is_keras_layer(function):
-        from remat.keras.recompute import recompute_layer
+        from remat.keras.recomputation import recompute_layer
 
         return recompute_layer(function, enabled=enabled)
     if not callable(function):
         raise TypeError(f"recompute takes a function, a Keras layer or a layer class, not {function!r}")
     if inspect.isclass(function):
-        return type(function.__name__, (function,), {"call": recompute(function.call, enabled=enabled)})
+        call = recompute(getattr(function, "call"), enabled=enabled)  # noqa: B009
+        return type(function.__name__, (function,), {"call": call})
     return _recomputed_function(function, enabled)
 
 

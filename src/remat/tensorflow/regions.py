@@ -15,8 +15,8 @@ from __future__ import annotations
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import tensorflow as tf
@@ -45,6 +45,7 @@ class Region:
         outputs: the tensors that the gate takes in, differentiable.
         boundary: what the operations read from outside of them, differentiable or not.
         differentiable: the tensors of ``boundary`` that the gate takes in after the outputs.
+        ties: for tensors that ``operations`` read tied, by name, what was tied; such operations are copies themselves.
     """
 
     graph: tf.Graph
@@ -52,6 +53,7 @@ class Region:
     outputs: tuple[tf.Tensor, ...]
     boundary: tuple[tf.Tensor, ...]
     differentiable: tuple[tf.Tensor, ...]
+    ties: Mapping[str, tf.Tensor] = field(default_factory=dict)
 
 
 _regions: weakref.WeakValueDictionary[str, Region] = weakref.WeakValueDictionary()
@@ -73,14 +75,16 @@ def run_in_graph(function: Callable[[], Any]) -> Any:
     made = graph.get_operations()[before:]
     leaves, rebuild = structure.flatten(result)
     members = set(made)
-    outputs = {t.name: t for t in leaves if t.op.graph is graph and t.op in members and is_differentiable(t)}
+    symbolic = [t for t in leaves if tf.is_symbolic_tensor(t) and t.graph is graph]
+    outputs = {t.name: t for t in symbolic if t.op in members and is_differentiable(t)}
     if not outputs:
         return result
     region = _region_of(graph, made, list(outputs.values()))
     if not region.operations or not region.differentiable:
         return result
     gated = dict(zip(outputs, _gated(region), strict=True))
-    return rebuild([structure.with_mask_of(t, gated[t.name]) if t.name in gated else t for t in leaves])
+    places = {id(t): gated[t.name] for t in symbolic if t.name in gated}
+    return rebuild([structure.with_mask_of(t, places[id(t)]) if id(t) in places else t for t in leaves])
 
 
 def is_differentiable(tensor: tf.Tensor) -> bool:
@@ -94,7 +98,9 @@ def may_repeat(op: tf.Operation) -> bool:
 
 
 def _region_of(graph: tf.Graph, made: Sequence[tf.Operation], outputs: Sequence[tf.Tensor]) -> Region:
-    members = {op for op in made if may_repeat(op)}
+    # Small tensors from outside come in as constants; they are inputs all the same, and gradients leave through them.
+    inputs = {t.op for t in getattr(graph, "inputs", ()) if tf.is_symbolic_tensor(t)}
+    members = {op for op in made if may_repeat(op) and op not in inputs}
     needed: set[tf.Operation] = set()
     stack = [t.op for t in outputs]
     while stack:
@@ -126,19 +132,16 @@ def _register(region: Region, graph: tf.Graph) -> str:
     return key
 
 
-@tf.RegisterGradient(_ARRIVAL)
 def _arrival_gradient(_: tf.Operation, incoming: Any) -> tf.Tensor:
     """Mark a gradient that did come, so that it differs from the zeros that TensorFlow puts where none came."""
     return _private.marked(tf.convert_to_tensor(incoming), _ARRIVED)
 
 
-@tf.RegisterGradient(_TIE)
 def _tie_gradient(_: tf.Operation, incoming: tf.Tensor, *__: Any) -> list[Any]:
     """A tie changes no value: the gradient goes to what was tied."""
     return [None, incoming]
 
 
-@tf.RegisterGradient(_REGION)
 def _region_gradient(op: tf.Operation, *incoming: Any) -> list[Any]:
     region = _regions.get(_private.string_attribute(op, _KEY) or "")
     if region is None:
@@ -167,7 +170,8 @@ def _moved(region: Region, graph: tf.Graph) -> Region:
         return tuple(graph.get_tensor_by_name(t.name) for t in tensors)
 
     operations = tuple(graph.get_operation_by_name(op.name) for op in region.operations)
-    return Region(graph, operations, same(region.outputs), same(region.boundary), same(region.differentiable))
+    ties = {name: graph.get_tensor_by_name(t.name) for name, t in region.ties.items()}
+    return Region(graph, operations, same(region.outputs), same(region.boundary), same(region.differentiable), ties)
 
 
 class _Backward:
@@ -181,6 +185,7 @@ class _Backward:
         self.held = [t.op for t in incoming if t.graph is self.graph]
         self.zero: tf.Tensor | None = None
         self.copies: dict[str, tf.Tensor] = {}
+        self.ties: dict[str, tf.Tensor] = {}
         self.late: set[str] = set()
 
     def gradients(self, outputs: Sequence[tf.Tensor]) -> list[Any]:
@@ -204,7 +209,7 @@ class _Backward:
             op = stack.pop()
             if op in members and op not in needed:
                 needed.add(op)
-                stack += [t.op for t in op.inputs]
+                stack += [self.region.ties.get(t.name, t).op for t in op.inputs]
         return [op for op in self.region.operations if op in needed]
 
     def _read_boundary(self) -> None:
@@ -214,7 +219,7 @@ class _Backward:
                 self.copies[tensor.name] = _private.marked(tensor)
 
     def _copy(self, op: tf.Operation) -> None:
-        inputs = [self.copies[t.name] for t in op.inputs]
+        inputs = [self.copies[self.region.ties.get(t.name, t).name] for t in op.inputs]
         early = not any(t.name in self.late for t in inputs)
         if self.in_xla and early:
             self._tie_one_of(inputs)
@@ -239,7 +244,12 @@ class _Backward:
 
         operations = tuple(self.copies[op.outputs[0].name].op for op in region.operations)
         return Region(
-            self.graph, operations, mapped(region.outputs), mapped(region.boundary), mapped(region.differentiable)
+            self.graph,
+            operations,
+            mapped(region.outputs),
+            mapped(region.boundary),
+            mapped(region.differentiable),
+            self.ties,
         )
 
     def _tie_one_of(self, inputs: list[tf.Tensor]) -> None:
@@ -252,6 +262,7 @@ class _Backward:
             self.zero = tf.add_n([xla_ties.late_zero(t) for t in triggers])
         number = min(tieable)[1]
         tied = _private.gate([xla_ties.tie(inputs[number], self.zero), inputs[number]], _TIE)[0]
+        self.ties[tied.name] = inputs[number]
         inputs[number] = tied
 
     def _point_at_copies(self, before: int) -> None:
@@ -277,3 +288,7 @@ def _elements(tensor: tf.Tensor) -> float:
     if tensor.shape.rank is None or not tensor.shape.is_fully_defined():
         return math.inf
     return float(tensor.shape.num_elements())
+
+
+for _name, _gradient in ((_ARRIVAL, _arrival_gradient), (_TIE, _tie_gradient), (_REGION, _region_gradient)):
+    tf.RegisterGradient(_name)(_gradient)
