@@ -31,7 +31,7 @@ def sqrt_n(graph: Graph, budget_bytes: int, *, time_limit_s: float | None = None
     if search.best is not None:
         return search.best
     schedules = []
-    for segments in _numbers_of_segments(search.problem):
+    for segments in numbers_of_segments(search.problem):
         try:
             schedules.append(rematerialize(search.problem, segment_drops(search.problem, segments)))
         except TooManyRuns:
@@ -40,22 +40,33 @@ def sqrt_n(graph: Graph, budget_bytes: int, *, time_limit_s: float | None = None
     return search.result(schedules)
 
 
-def _numbers_of_segments(problem: Problem) -> list[int]:
+def numbers_of_segments(problem: Problem) -> list[int]:
+    """Numbers of segments worth trying: around the square root of the forward part's length, on a doubling scale."""
     root = math.isqrt(max(problem.turning_point, 1))
     scale = (0.125, 0.25, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0)
     return sorted({max(1, round(root * factor)) for factor in scale})
 
 
-def segment_drops(problem: Problem, segments: int) -> BoolArray:
-    """For each gap, whether it is dropped when the forward part is cut into so many segments."""
+def segment_drops(problem: Problem, segments: int, *, shrinking: bool = False) -> BoolArray:
+    """For each gap, whether it is dropped when the forward part is cut into so many segments.
+
+    Args:
+        problem: the graph.
+        segments: how many.
+        shrinking: make each segment smaller than the one before by about one checkpoint, instead of all alike. When
+            the backward part recomputes segment j, j checkpoints are alive, so the peak is then even: on a chain of N
+            ops about sqrt(2 N) instead of 2 sqrt(N), for the same one extra forward.
+    """
     if not problem.count:
         return problem.no_drops()
     turn = problem.turning_point
     crossing = _forward_crossing_bytes(problem)
     made = np.cumsum([sum(problem.size[s] for s in problem.storages_made[op]) for op in range(turn + 1)])
     cuts: set[int] = set()
-    for number in range(1, segments):
-        middle = int(np.searchsorted(made, made[-1] * number / segments))
+    less = float(np.median(crossing)) if shrinking else 0.0
+    sizes = [made[-1] / segments + less * ((segments - 1) / 2 - number) for number in range(segments)]
+    for end in np.cumsum(np.maximum(sizes, 0.0))[:-1]:
+        middle = int(np.searchsorted(made, min(end, made[-1])))
         reach = max(1, turn // (3 * segments))
         low, high = max(0, middle - reach), min(turn, middle + reach + 1)
         if low < high:

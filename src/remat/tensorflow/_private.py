@@ -22,6 +22,7 @@ from tensorflow.python.framework import ops as _ops
 from tensorflow.python.framework import random_seed as _random_seed
 from tensorflow.python.framework.func_graph import FuncGraph
 from tensorflow.python.ops import control_flow_util as _control_flow_util
+from tensorflow.python.ops import gradients_impl as _gradients_impl
 from tensorflow.python.ops import handle_data_util as _handle_data_util
 from tensorflow.python.ops import resource_variable_ops as _resource_variable_ops
 
@@ -138,6 +139,25 @@ def gate(
     if _record.could_possibly_record():
         _record_on_tapes(passed[0].op, list(tensors))
     return passed
+
+
+@contextlib.contextmanager
+def replaced_gradients(replacement: Callable[..., Any]) -> Iterator[None]:
+    """Put ``replacement`` wherever TensorFlow looks ``tf.gradients`` up; inside of it TensorFlow's own is used."""
+    places = [
+        (tf, "gradients"),
+        (tf.compat.v1, "gradients"),
+        (_gradients_impl, "gradients"),
+        (_gradients_impl, "gradients_v2"),
+    ]
+    before = [getattr(owner, name) for owner, name in places]
+    for owner, name in places:
+        setattr(owner, name, replacement)
+    try:
+        yield
+    finally:
+        for (owner, name), function in zip(places, before, strict=True):
+            setattr(owner, name, function)
 
 
 def eager_gate(tensor: tf.Tensor, backward: Callable[[Any], list[Any]]) -> tf.Tensor:
