@@ -42,21 +42,22 @@ def residual_chain(x: tf.Tensor) -> tf.Tensor:
 
 
 def u_net(x: tf.Tensor) -> tf.Tensor:
+    """Two activations on each level of each side, as in the original."""
     skips = []
     for _ in range(LEVELS):
-        x = tf.tanh(x)
+        x = tf.tanh(tf.tanh(x))
         skips.append(x)
     for skip in reversed(skips):
-        x = tf.tanh(x * skip)
+        x = tf.tanh(tf.tanh(x + skip))
     return x
 
 
 def dense_net(x: tf.Tensor) -> tf.Tensor:
+    """Each layer reads all before it and has three activations, as batch norm, ReLU and convolution are."""
     before = [x]
     for _ in range(LEVELS):
-        x = tf.tanh(tf.add_n(before))
-        before.append(x)
-    return x
+        before.append(tf.tanh(tf.tanh(tf.tanh(tf.add_n(before)))))
+    return before[-1]
 
 
 def two_towers(x: tf.Tensor) -> tf.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -47,7 +48,7 @@ def numbers_of_segments(problem: Problem) -> list[int]:
     return sorted({max(1, round(root * factor)) for factor in scale})
 
 
-def segment_drops(problem: Problem, segments: int, *, shrinking: bool = False) -> BoolArray:
+def segment_drops(problem: Problem, segments: int, *, shrinking: bool = False, skips: bool = False) -> BoolArray:
     """For each gap, whether it is dropped when the forward part is cut into so many segments.
 
     Args:
@@ -56,6 +57,8 @@ def segment_drops(problem: Problem, segments: int, *, shrinking: bool = False) -
         shrinking: make each segment smaller than the one before by about one checkpoint, instead of all alike. When
             the backward part recomputes segment j, j checkpoints are alive, so the peak is then even: on a chain of N
             ops about sqrt(2 N) instead of 2 sqrt(N), for the same one extra forward.
+        skips: also drop what the forward part itself reads again only far behind the cut (the skip connections of a
+            U-Net), and recompute it there.
     """
     if not problem.count:
         return problem.no_drops()
@@ -73,15 +76,26 @@ def segment_drops(problem: Problem, segments: int, *, shrinking: bool = False) -
             place = min(range(low, high), key=lambda op: (int(crossing[op]), abs(op - middle)))
             cuts.add(place)
     drop = problem.no_drops()
+    far = max(2, turn // segments) if skips else problem.count
     for s in problem.storages:
         uses = problem.uses[s]
         if uses[0] > turn:
+            continue
+        first = problem.first_gap[s]
+        inside = [(first + n, a, b) for n, (a, b) in enumerate(itertools.pairwise(uses)) if b <= turn]
+        if skips and not any(a <= cut < b for _, a, b in inside if b - a <= far for cut in cuts):
+            for gap, a, b in inside:
+                drop[gap] |= problem.may_drop[gap] and b - a > far
+            drop[first + len(inside)] |= problem.may_drop[first + len(inside)]
             continue
         # The last read in the forward part: where the storage is still wanted at a cut, it is a checkpoint.
         last = max(use for use in uses if use <= turn)
         if not any(uses[0] <= cut < last for cut in cuts):
             gap = problem.first_gap[s] + uses.index(last)
             drop[gap] |= problem.may_drop[gap]
+        else:
+            # Kept for what is made from it again, even if the backward part itself never reads it.
+            drop[problem.first_gap[s] + len(uses) - 1] = False
     return drop
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import tensorflow as tf
 from tensorflow.compiler.xla.service.hlo_pb2 import HloProto as CompiledProgram
@@ -22,6 +22,7 @@ from tensorflow.python.framework import ops as _ops
 from tensorflow.python.framework import random_seed as _random_seed
 from tensorflow.python.framework.func_graph import FuncGraph
 from tensorflow.python.ops import control_flow_util as _control_flow_util
+from tensorflow.python.ops import gradients as _gradients_module
 from tensorflow.python.ops import gradients_impl as _gradients_impl
 from tensorflow.python.ops import handle_data_util as _handle_data_util
 from tensorflow.python.ops import resource_variable_ops as _resource_variable_ops
@@ -42,6 +43,8 @@ __all__ = [
     "update_input",
 ]
 
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _COPY_MARK = "_remat_copy"
 _ENABLED = _ag_ctx.ControlStatusCtx(_ag_ctx.Status.ENABLED)
@@ -149,6 +152,7 @@ def replaced_gradients(replacement: Callable[..., Any]) -> Iterator[None]:
         (tf.compat.v1, "gradients"),
         (_gradients_impl, "gradients"),
         (_gradients_impl, "gradients_v2"),
+        (_gradients_module, "gradients"),  # TensorFlow 1 optimizers look here.
     ]
     before = [getattr(owner, name) for owner, name in places]
     for owner, name in places:
@@ -210,8 +214,8 @@ def converted_by_autograph(function: Callable[..., Any], always: bool = False) -
     return autograph.tf_convert(function, autograph.control_status_ctx())  # type: ignore[no-any-return]
 
 
-def left_alone_by_autograph(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark ``function`` so that AutoGraph calls it as it is, and goes on converting what it calls."""
+def left_alone_by_autograph(function: _Function) -> _Function:
+    """Mark ``function`` so that AutoGraph calls it as it is."""
     function.autograph_info__ = None  # type: ignore[attr-defined]
     return function
 

@@ -25,6 +25,7 @@ from remat.tensorflow.trace import trace_func_graph
 _plain_gradients = tf.gradients
 
 
+@_private.left_alone_by_autograph
 def gradients(
     ys: Any,
     xs: Any,
@@ -91,16 +92,19 @@ def gradients(
     return found
 
 
+@_private.left_alone_by_autograph
 def gradients_memory(ys: Any, xs: Any, grad_ys: Any = None, **kwargs: Any) -> list[Any]:
     """``gradients`` with ``checkpoints="memory"``."""
     return gradients(ys, xs, grad_ys, "memory", **kwargs)
 
 
+@_private.left_alone_by_autograph
 def gradients_speed(ys: Any, xs: Any, grad_ys: Any = None, **kwargs: Any) -> list[Any]:
     """``gradients`` with ``checkpoints="speed"``."""
     return gradients(ys, xs, grad_ys, "speed", **kwargs)
 
 
+@_private.left_alone_by_autograph
 def gradients_collection(ys: Any, xs: Any, grad_ys: Any = None, **kwargs: Any) -> list[Any]:
     """``gradients`` with ``checkpoints="collection"``."""
     return gradients(ys, xs, grad_ys, "collection", **kwargs)
@@ -124,6 +128,7 @@ def replaced_gradients(
         kwargs: further arguments of ``gradients``.
     """
 
+    @_private.left_alone_by_autograph
     def replacement(ys: Any, xs: Any, grad_ys: Any = None, name: str = "gradients", *args: Any, **more: Any) -> Any:
         names = ("colocate_gradients_with_ops", "gate_gradients", "aggregation_method", "stop_gradients")
         more |= dict(zip(names, args, strict=False))
