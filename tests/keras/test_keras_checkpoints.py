@@ -36,7 +36,12 @@ def fit(made: keras.Model) -> list[np.ndarray[Any, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "jit"), [("sgd", False), ("rmsprop", False), ("adafactor", False), ("lion", False), ("sgd", True)]
+    ("optimizer", "jit"),
+    [
+        ("sgd", False),
+        ("rmsprop", False),
+        *(pytest.param(*way, marks=pytest.mark.slow) for way in (("adafactor", False), ("lion", False), ("sgd", True))),
+    ],
 )
 def test_training_is_the_same(optimizer: str, jit: bool) -> None:
     plain = fit(model(optimizer, jit_compile=jit))

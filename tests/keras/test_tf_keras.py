@@ -40,7 +40,9 @@ def build(way: str) -> Any:
     return model
 
 
-@pytest.mark.parametrize("how", [{}, {"jit_compile": True}, {"run_eagerly": True}], ids=str)
+@pytest.mark.parametrize(
+    "how", [{}, pytest.param({"jit_compile": True}, marks=pytest.mark.slow), {"run_eagerly": True}], ids=str
+)
 @pytest.mark.parametrize("way", ["decorator", "layer"])
 def test_fit_is_the_same(way: str, how: dict[str, Any]) -> None:
     random = np.random.default_rng(0)

@@ -16,6 +16,7 @@ from typing import Any
 import tensorflow as tf
 
 _active = threading.local()
+_LISTS = ("_losses", "_eager_losses")  # Of Keras 3, and of tf_keras.
 
 
 class Losses:
@@ -32,8 +33,10 @@ class Losses:
 
     def note(self, layer: Any) -> None:
         """Remember the layer, whose losses are looked at when the trace ends."""
-        if not any(known is layer._losses for known in self._lists):
-            self._lists.append(layer._losses)
+        for name in _LISTS:
+            kept = getattr(layer, name, None)
+            if isinstance(kept, list) and not any(known is kept for known in self._lists):
+                self._lists.append(kept)
 
     def tensors(self) -> list[tf.Tensor]:
         """The symbols that were added and are still there."""
@@ -73,7 +76,7 @@ def _observe(layer_class: Any) -> None:
     def add_loss(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = own(self, *args, **kwargs)
         losses = getattr(_active, "losses", None)
-        if losses is not None and hasattr(self, "_losses"):
+        if losses is not None:
             losses.note(self)
         return result
 
