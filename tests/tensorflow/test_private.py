@@ -27,6 +27,9 @@ SYMBOLS = [
     ("tensorflow.python.framework.ops", "add_exit_callback_to_default_func_graph"),
     ("tensorflow.python.framework.func_graph", "FuncGraph"),
     ("tensorflow.python.ops.control_flow_util", "GraphOrParentsInXlaContext"),
+    ("tensorflow.python.ops.gradients", "gradients"),
+    ("tensorflow.python.ops.gradients_impl", "gradients"),
+    ("tensorflow.python.ops.gradients_impl", "gradients_v2"),
     ("tensorflow.python.ops.handle_data_util", "copy_handle_data"),
     ("tensorflow.python.ops.handle_data_util", "get_resource_handle_data"),
     ("tensorflow.python.client.device_lib", "list_local_devices"),
@@ -130,6 +133,20 @@ def test_a_failed_trace_is_seen_as_such():
     with pytest.raises(KeyError):
         function(tf.constant(1.0))
     assert seen == [False]
+
+
+def test_a_trace_inside_of_a_handled_error_is_no_failure():
+    seen = []
+
+    def body(x):
+        try:
+            raise KeyError("handled")
+        except KeyError:
+            _private.call_when_traced(seen.append)
+        return x
+
+    tf.function(body, autograph=False)(tf.constant(1.0))
+    assert seen == [True]
 
 
 @pytest.mark.parametrize("jit", [False, True])

@@ -264,7 +264,8 @@ def call_when_traced(function: Callable[[bool], None]) -> None:
     """
     # The caller may be handling an error while this trace goes well: only another one means that the trace failed.
     handled_before = sys.exc_info()[1]
-    _ops.add_exit_callback_to_default_func_graph(lambda: function(sys.exc_info()[1] is handled_before))
+    # AutoGraph runs a function whose source it cannot read while it handles its own error, which is over by then.
+    _ops.add_exit_callback_to_default_func_graph(lambda: function(sys.exc_info()[1] in (None, handled_before)))
 
 
 @contextlib.contextmanager
