@@ -132,6 +132,7 @@ class TensorFlowLimit:
                 self._rewritten = rewrite(
                     graph,
                     request,
+                    forward_ends=_forward_ends(graph),
                     input_shapes=input_shapes,
                     resident_bytes=resident_elsewhere_bytes(graph, input_shapes),
                     in_xla=in_xla,
@@ -151,6 +152,12 @@ class TensorFlowLimit:
         if model is None:
             raise ReferenceError("the model of this memory limit is gone")
         return model
+
+
+def _forward_ends(graph: Any) -> int | None:
+    """How many operations stand before the first of the backward pass, which tapes put into a scope of their own."""
+    names = [op.name for op in graph.get_operations()]
+    return next((number for number, name in enumerate(names) if name.startswith("gradient_tape/")), None)
 
 
 def _leaves(data: Any) -> list[Any]:
