@@ -15,15 +15,29 @@ from remat.tensorflow.device import current_device
 SYMBOLS = [
     ("tensorflow.compiler.xla.service.hlo_pb2", "HloProto"),
     ("tensorflow.core.framework.attr_value_pb2", "AttrValue"),
+    ("tensorflow.python.autograph.core.ag_ctx", "ControlStatusCtx"),
+    ("tensorflow.python.eager.context", "global_seed"),
+    ("tensorflow.python.eager.context", "internal_operation_seed"),
+    ("tensorflow.python.eager.record", "could_possibly_record"),
+    ("tensorflow.python.eager.record", "record_operation"),
+    ("tensorflow.python.eager.record", "stop_recording"),
+    ("tensorflow.python.framework.ops", "get_gradient_function"),
+    ("tensorflow.python.framework.random_seed", "_graph_to_seed_dict"),
+    ("tensorflow.python.ops.resource_variable_ops", "variable_accessed"),
     ("tensorflow.python.framework.ops", "add_exit_callback_to_default_func_graph"),
     ("tensorflow.python.framework.func_graph", "FuncGraph"),
     ("tensorflow.python.ops.control_flow_util", "GraphOrParentsInXlaContext"),
+    ("tensorflow.python.ops.gradients", "gradients"),
+    ("tensorflow.python.ops.gradients_impl", "gradients"),
+    ("tensorflow.python.ops.gradients_impl", "gradients_v2"),
     ("tensorflow.python.ops.handle_data_util", "copy_handle_data"),
     ("tensorflow.python.ops.handle_data_util", "get_resource_handle_data"),
     ("tensorflow.python.client.device_lib", "list_local_devices"),
 ]
 METHODS = [
     (tf.Graph, "_create_op_internal", ["op_type", "inputs", "dtypes", "name", "attrs", "compute_device"]),
+    (tf.Graph, "_attr_scope", ["attr_map"]),
+    (tf.Graph, "gradient_override_map", ["op_type_map"]),
     (tf.Operation, "_update_input", ["index", "tensor"]),
     (tf.Operation, "_add_control_inputs", []),  # These two are C++: they show no signature.
     (tf.Operation, "_set_device", []),
@@ -119,6 +133,20 @@ def test_a_failed_trace_is_seen_as_such():
     with pytest.raises(KeyError):
         function(tf.constant(1.0))
     assert seen == [False]
+
+
+def test_a_trace_inside_of_a_handled_error_is_no_failure():
+    seen = []
+
+    def body(x):
+        try:
+            raise KeyError("handled")
+        except KeyError:
+            _private.call_when_traced(seen.append)
+        return x
+
+    tf.function(body, autograph=False)(tf.constant(1.0))
+    assert seen == [True]
 
 
 @pytest.mark.parametrize("jit", [False, True])

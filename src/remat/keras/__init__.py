@@ -8,5 +8,6 @@ print(remat.keras.plan_of(model))
 
 from remat.keras.limit import graph_of, limit_memory, plan_of
 from remat.keras.model_trace import trace_model
+from remat.keras.recomputation import recompute
 
-__all__ = ["graph_of", "limit_memory", "plan_of", "trace_model"]
+__all__ = ["graph_of", "limit_memory", "plan_of", "recompute", "trace_model"]

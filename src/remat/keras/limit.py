@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import keras
@@ -31,10 +32,14 @@ class Limit(Protocol):
 _limits: weakref.WeakKeyDictionary[Any, Limit] = weakref.WeakKeyDictionary()
 
 
+_SHARE_BY_DEFAULT = "60%"
+
+
 def limit_memory(
     model: keras.Model,
-    budget: int | str | None = "60%",
+    budget: int | str | None = _SHARE_BY_DEFAULT,
     *,
+    checkpoints: Sequence[Any] | None = None,
     micro_batches: int = 1,
     planner: str = "auto",
     time_limit_s: float | None = None,
@@ -50,6 +55,9 @@ def limit_memory(
         model: a Functional, Sequential or subclassed model, compiled or not. Its own ``train_step`` is kept.
         budget: peak device bytes of a training step, everything counted: an int, "4GiB", "60%" of the plain step's
             predicted peak, "auto" for a GPU's memory less a margin, or None to take a limit off again.
+        checkpoints: your own cut points instead of a budget: names of layers at any depth, layers, or names of tensors.
+            What they return is kept and everything else between them is recomputed where that is exact, with any
+            optimizer.
         micro_batches: 1; splitting the batch is not part of this version.
         planner: a planner's name.
         time_limit_s: wall seconds that an anytime planner may use.
@@ -60,11 +68,19 @@ def limit_memory(
 
     Raises:
         InvalidBudget: if the budget cannot be read.
+        ValueError: for both a budget and checkpoints, or a layer that the model does not have.
         UnsupportedStep: for another backend than TensorFlow, or ``run_eagerly``.
         InfeasibleBudget: by ``fit``, at the first step, if no schedule fits; it names the smallest budget.
     """
     if not isinstance(model, keras.Model):
-        raise TypeError(f"limit_memory takes a keras.Model, not {type(model).__name__}")
+        raise _no_model(model)
+    if checkpoints is not None:
+        if budget != _SHARE_BY_DEFAULT:
+            raise ValueError(f"limit_memory takes a budget or checkpoints, not both (budget={budget!r}); leave one out")
+        if isinstance(checkpoints, str):
+            raise TypeError(
+                f"checkpoints takes a list of names, not the string {checkpoints!r}; write [{checkpoints!r}]"
+            )
     if budget is None:
         if model in _limits:
             _limits.pop(model).detach()
@@ -85,8 +101,21 @@ def limit_memory(
 
     if model in _limits:
         _limits.pop(model).detach()
-    _limits[model] = TensorFlowLimit(model, Request(budget, None, planner, time_limit_s, options))
+    request = Request(budget if checkpoints is None else None, None, planner, time_limit_s, options)
+    _limits[model] = TensorFlowLimit(model, request, checkpoints)
     return model
+
+
+def _no_model(model: Any) -> Exception:
+    if type(model).__module__.partition(".")[0] == "tf_keras" or any(
+        base.__module__.partition(".")[0] == "tf_keras" for base in type(model).__mro__
+    ):
+        return UnsupportedStep(
+            f"{getattr(model, 'name', model)!r} is a tf_keras model, and limit_memory needs Keras 3; build the model "
+            "with keras, or use remat.tensorflow.recompute on its layers, or remat.tensorflow.GradientTape in its "
+            "train_step"
+        )
+    return TypeError(f"limit_memory takes a keras.Model, not {type(model).__name__}")
 
 
 def plan_of(model: keras.Model) -> Plan | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -12,6 +14,7 @@ import tensorflow as tf
 
 from remat.errors import UnsupportedStep
 from remat.graph import Graph
+from remat.keras.layer_outputs import LayerOutputs
 from remat.plan import Plan
 from remat.tensorflow import _private
 from remat.tensorflow.resident import resident_elsewhere_bytes
@@ -27,9 +30,10 @@ class TensorFlowLimit:
     The function that results runs the model's own ``train_step``, whatever it is.
     """
 
-    def __init__(self, model: keras.Model, request: Request) -> None:
+    def __init__(self, model: keras.Model, request: Request, checkpoints: Sequence[Any] | None = None) -> None:
         self._model = weakref.ref(model)
         self._request = request
+        self._checkpoints = None if checkpoints is None else LayerOutputs(model, checkpoints)
         self._shapes: _Shapes = []
         self._rewritten: Rewritten | None = None
         self._known_iterator: weakref.ref[tf.data.Iterator] | None = None
@@ -122,16 +126,21 @@ class TensorFlowLimit:
         def finish(succeeded: bool) -> None:
             if succeeded:
                 input_shapes = self._input_shapes(symbols)
+                request = self._request
+                if self._checkpoints is not None:
+                    request = dataclasses.replace(request, checkpoints=self._checkpoints.tensors_in(graph))
                 self._rewritten = rewrite(
                     graph,
-                    self._request,
+                    request,
+                    forward_ends=_forward_ends(graph),
                     input_shapes=input_shapes,
                     resident_bytes=resident_elsewhere_bytes(graph, input_shapes),
                     in_xla=in_xla,
                 )
 
         _private.call_when_traced(finish)
-        return own_train_step(data)
+        with contextlib.nullcontext() if self._checkpoints is None else self._checkpoints.watched():
+            return own_train_step(data)
 
     def _input_shapes(self, symbols: Sequence[tf.Tensor]) -> dict[str, tuple[int, ...]]:
         if len(symbols) != len(self._shapes):
@@ -143,6 +152,12 @@ class TensorFlowLimit:
         if model is None:
             raise ReferenceError("the model of this memory limit is gone")
         return model
+
+
+def _forward_ends(graph: Any) -> int | None:
+    """How many operations stand before the first of the backward pass, which tapes put into a scope of their own."""
+    names = [op.name for op in graph.get_operations()]
+    return next((number for number, name in enumerate(names) if name.startswith("gradient_tape/")), None)
 
 
 def _leaves(data: Any) -> list[Any]:

@@ -31,7 +31,11 @@ def plan_with_checkpoints(graph: Graph, kept: Collection[int], turning_point: in
     drop = problem.no_drops()
     for storage in problem.storages:
         uses = problem.uses[storage]
-        if storage in storages or uses[0] > turn:
+        if storage in storages:
+            # Kept for what is made from it again, even if the backward part itself never reads it.
+            drop[problem.first_gap[storage] + len(uses) - 1] = False
+            continue
+        if uses[0] > turn:
             continue
         last = max(use for use in uses if use <= turn)
         gap = problem.first_gap[storage] + uses.index(last)

@@ -1,7 +1,28 @@
 """TensorFlow: plan a ``tf.function`` within a byte budget and rewrite it in place, with the same numbers."""
 
+from remat.tensorflow.backward import (
+    gradients,
+    gradients_collection,
+    gradients_memory,
+    gradients_speed,
+    last_plan,
+    replaced_gradients,
+)
 from remat.tensorflow.gradient_tape import GradientTape
 from remat.tensorflow.measure import Measurement, measure
+from remat.tensorflow.recomputation import recompute
 from remat.tensorflow.trace import trace
 
-__all__ = ["GradientTape", "Measurement", "measure", "trace"]
+__all__ = [
+    "GradientTape",
+    "Measurement",
+    "gradients",
+    "gradients_collection",
+    "gradients_memory",
+    "gradients_speed",
+    "last_plan",
+    "measure",
+    "recompute",
+    "replaced_gradients",
+    "trace",
+]

@@ -10,15 +10,22 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import tensorflow as tf
 from tensorflow.compiler.xla.service.hlo_pb2 import HloProto as CompiledProgram
 from tensorflow.core.framework import attr_value_pb2
+from tensorflow.python.autograph.core import ag_ctx as _ag_ctx
+from tensorflow.python.eager import context as _context
+from tensorflow.python.eager import record as _record
 from tensorflow.python.framework import ops as _ops
+from tensorflow.python.framework import random_seed as _random_seed
 from tensorflow.python.framework.func_graph import FuncGraph
 from tensorflow.python.ops import control_flow_util as _control_flow_util
+from tensorflow.python.ops import gradients as _gradients_module
+from tensorflow.python.ops import gradients_impl as _gradients_impl
 from tensorflow.python.ops import handle_data_util as _handle_data_util
+from tensorflow.python.ops import resource_variable_ops as _resource_variable_ops
 
 from remat.errors import RematError
 
@@ -27,7 +34,9 @@ __all__ = [
     "FuncGraph",
     "add_control_inputs",
     "call_when_traced",
+    "copy_into",
     "copy_operation",
+    "gate",
     "handle_shapes",
     "in_xla_context",
     "set_handle_data_like",
@@ -35,7 +44,10 @@ __all__ = [
 ]
 
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
 _COPY_MARK = "_remat_copy"
+_ENABLED = _ag_ctx.ControlStatusCtx(_ag_ctx.Status.ENABLED)
 
 # AutoGraph replaces every exception that leaves the code it converted, unless the exception says not to.
 RematError.ag_pass_through = True  # type: ignore[attr-defined]
@@ -70,6 +82,170 @@ def copy_operation(
     return copy
 
 
+def copy_into(
+    graph: tf.Graph,
+    op: tf.Operation,
+    inputs: Sequence[tf.Tensor],
+    control_inputs: Sequence[tf.Operation],
+    attributes: Mapping[str, bytes] | None = None,
+) -> tf.Operation:
+    """Make a second operation like ``op`` in ``graph``, which may be another than its own; tapes see it."""
+    marks = {_COPY_MARK: b"1", **(attributes or {})}
+    values = {
+        key: value
+        for key, value in op.node_def.attr.items()
+        if key not in ("_class", "_output_shapes") and key not in marks
+    } | {key: attr_value_pb2.AttrValue(s=value) for key, value in marks.items()}
+    with graph.as_default(), graph.control_dependencies(None), graph.control_dependencies(list(control_inputs)):
+        copy = graph._create_op_internal(
+            op.type,
+            list(inputs),
+            [output.dtype for output in op.outputs],
+            attrs=values,
+            name=f"{op.name}/recomputed",
+            compute_device=False,
+        )
+    if op.device:
+        copy._set_device(op.device)
+    for source, target in zip(op.outputs, copy.outputs, strict=True):
+        target.set_shape(source.shape)
+    if _record.could_possibly_record():
+        _record_on_tapes(copy, list(inputs))
+    return copy
+
+
+def _record_on_tapes(op: tf.Operation, inputs: list[tf.Tensor]) -> None:
+    """Tell active tapes of an operation that was not made by TensorFlow's own wrappers."""
+    if is_custom_gradient(op):
+        gradient = _ops.get_gradient_function(op)
+
+        def backward(*incoming: Any) -> list[Any]:
+            gradients = gradient(op, *incoming)
+            return list(gradients) if isinstance(gradients, list | tuple) else [gradients]
+
+        _record.record_operation(op.type, list(op.outputs), inputs, backward)
+        return
+    attributes: list[Any] = []
+    for attribute in op.op_def.attr:
+        attributes += [attribute.name, op.get_attr(attribute.name)]
+    tf.__internal__.record_gradient(op.type, inputs, tuple(attributes), list(op.outputs))
+
+
+def gate(
+    tensors: Sequence[tf.Tensor], gradient: str, attributes: Mapping[str, bytes] | None = None, name: str | None = None
+) -> list[tf.Tensor]:
+    """The same tensors through an ``IdentityN`` whose gradient is the registered function named ``gradient``."""
+    graph = tf.compat.v1.get_default_graph()
+    marks = {key: attr_value_pb2.AttrValue(s=value) for key, value in (attributes or {}).items()}
+    with _record.stop_recording(), graph._attr_scope(marks), graph.gradient_override_map({"IdentityN": gradient}):
+        passed: list[tf.Tensor] = tf.identity_n(list(tensors), name=name)
+    if _record.could_possibly_record():
+        _record_on_tapes(passed[0].op, list(tensors))
+    return passed
+
+
+@contextlib.contextmanager
+def replaced_gradients(replacement: Callable[..., Any]) -> Iterator[None]:
+    """Put ``replacement`` wherever TensorFlow looks ``tf.gradients`` up; inside of it TensorFlow's own is used."""
+    places = [
+        (tf, "gradients"),
+        (tf.compat.v1, "gradients"),
+        (_gradients_impl, "gradients"),
+        (_gradients_impl, "gradients_v2"),
+        (_gradients_module, "gradients"),  # TensorFlow 1 optimizers look here.
+    ]
+    before = [getattr(owner, name) for owner, name in places]
+    for owner, name in places:
+        setattr(owner, name, replacement)
+    try:
+        yield
+    finally:
+        for (owner, name), function in zip(places, before, strict=True):
+            setattr(owner, name, function)
+
+
+def eager_gate(tensor: tf.Tensor, backward: Callable[[Any], list[Any]]) -> tf.Tensor:
+    """The same tensor, its gradient passing through ``backward`` on every tape."""
+    with _record.stop_recording():
+        passed = tf.identity(tensor)
+    set_handle_data_like(tensor, passed)
+    _record.record_operation("RematGate", [passed], [tensor], backward)
+    return passed
+
+
+def watch_variables(function: Any) -> None:
+    """Active tapes watch the trainable variables of a concrete function, as they do when it is called."""
+    for variable in function.graph.variables:
+        _resource_variable_ops.variable_accessed(variable)
+
+
+def call_function(function: Any, arguments: Sequence[tf.Tensor], captured: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Call a concrete function that returns a list, with captured tensors of our choice."""
+    results = function._call_flat(list(arguments), list(captured))
+    return list(results)
+
+
+def marked(tensor: tf.Tensor, mark: str = _COPY_MARK) -> tf.Tensor:
+    """The same tensor through an operation that carries a mark."""
+    graph = tf.compat.v1.get_default_graph()
+    with graph._attr_scope({mark: attr_value_pb2.AttrValue(s=b"1")}):
+        passed = tf.identity(tensor)
+    set_handle_data_like(tensor, passed)
+    return passed
+
+
+def is_marked(tensor: tf.Tensor, mark: str) -> bool:
+    """Was ``tensor`` made by ``marked``?"""
+    return mark in tensor.op.node_def.attr
+
+
+def converted_by_autograph(function: Callable[..., Any], always: bool = False) -> Callable[..., Any]:
+    """``function`` as AutoGraph converts what is called where we are called.
+
+    Args:
+        function: the user's.
+        always: convert it even where nothing is being converted, as ``tf.function`` does.
+    """
+    if hasattr(function, "get_concrete_function"):
+        return function
+    autograph = tf.__internal__.autograph
+    if always:
+        return autograph.tf_convert(function, _ENABLED, user_requested=True)  # type: ignore[no-any-return]
+    return autograph.tf_convert(function, autograph.control_status_ctx())  # type: ignore[no-any-return]
+
+
+def left_alone_by_autograph(function: _Function) -> _Function:
+    """Mark ``function`` so that AutoGraph calls it as it is."""
+    function.autograph_info__ = None  # type: ignore[attr-defined]
+    return function
+
+
+class _EagerSeeds:
+    """Stands for a graph's counter of random operations and draws the seed that eager mode would draw."""
+
+    def __add__(self, _: int) -> _EagerSeeds:
+        return self
+
+    def __mod__(self, limit: int) -> int:
+        return int(_context.internal_operation_seed()) % limit
+
+
+def seed_as_in_eager_mode(graph: tf.Graph) -> None:
+    """Random operations of ``graph`` get the seeds, one after the other, that they would get in eager mode."""
+    graph.seed = _context.global_seed()
+    _random_seed._graph_to_seed_dict[graph] = _EagerSeeds()
+
+
+def tape_is_recording() -> bool:
+    """Does any tape of this thread record now?"""
+    return bool(_record.could_possibly_record())
+
+
+def string_attribute(op: tf.Operation, name: str) -> str | None:
+    """An attribute of ours on an operation."""
+    return op.node_def.attr[name].s.decode() if name in op.node_def.attr else None
+
+
 def update_input(op: tf.Operation, index: int, tensor: tf.Tensor) -> None:
     """Make ``op`` read ``tensor`` as its input number ``index``."""
     op._update_input(index, tensor)
@@ -88,7 +264,8 @@ def call_when_traced(function: Callable[[bool], None]) -> None:
     """
     # The caller may be handling an error while this trace goes well: only another one means that the trace failed.
     handled_before = sys.exc_info()[1]
-    _ops.add_exit_callback_to_default_func_graph(lambda: function(sys.exc_info()[1] is handled_before))
+    # AutoGraph runs a function whose source it cannot read while it handles its own error, which is over by then.
+    _ops.add_exit_callback_to_default_func_graph(lambda: function(sys.exc_info()[1] in (None, handled_before)))
 
 
 @contextlib.contextmanager

@@ -1,0 +1,98 @@
+"""Finds the tensors that a user names as checkpoints: by layer, or by the name that TensorFlow gave them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from remat.errors import UnsupportedStep
+from remat.keras.recomputation import find_layers
+
+_SHOWN = 8
+
+
+def is_tensor_name(name: Any) -> bool:
+    """Does ``name`` name a tensor (``"block/dense/BiasAdd:0"``), not a layer?"""
+    return isinstance(name, str) and ("/" in name or ":" in name)
+
+
+class LayerOutputs:
+    """What named layers return while a training step is traced.
+
+    Args:
+        model: the model.
+        wanted: names of layers, layers, or names of tensors; a tensor's name may leave out leading scopes and ``:0``.
+
+    Raises:
+        ValueError: where the model has no layer of a name.
+    """
+
+    def __init__(self, model: Any, wanted: Sequence[Any]) -> None:
+        self._tensor_names = [name for name in wanted if is_tensor_name(name)]
+        self._layers = find_layers(model, [name for name in wanted if not is_tensor_name(name)])
+        self._outputs: dict[int, list[tf.Tensor]] = {}
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Note what the layers return inside."""
+        self._outputs = {number: [] for number in range(len(self._layers))}
+        own_calls = [vars(layer).get("call") for layer in self._layers]
+        for number, layer in enumerate(self._layers):
+            object.__setattr__(layer, "call", self._noting(number, layer.call))
+        try:
+            yield
+        finally:
+            for layer, own_call in zip(self._layers, own_calls, strict=True):
+                if own_call is None:
+                    object.__delattr__(layer, "call")
+                else:
+                    object.__setattr__(layer, "call", own_call)
+
+    def tensors_in(self, graph: Any) -> list[tf.Tensor]:
+        """The tensors of a traced step that were named.
+
+        Raises:
+            UnsupportedStep: where a layer was not called, or no tensor has a name.
+        """
+        found = []
+        for number, layer in enumerate(self._layers):
+            own = [t for t in self._outputs[number] if t.graph is graph]
+            if not own:
+                raise UnsupportedStep(
+                    f"the checkpoint {layer.name!r} is a layer that this training step does not call; name layers on "
+                    "the way from the inputs to the loss"
+                )
+            found += own
+        for name in self._tensor_names:
+            found.append(_tensor_named(graph, name))
+        return found
+
+    def _noting(self, number: int, call: Any) -> Any:
+        @functools.wraps(call)
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            result = call(*args, **kwargs)
+            leaves = tf.nest.flatten(result)
+            self._outputs[number] += [t for t in leaves if isinstance(t, tf.Tensor) and tf.is_symbolic_tensor(t)]
+            return result
+
+        return noting
+
+
+def _tensor_named(graph: Any, name: str) -> tf.Tensor:
+    full = name if ":" in name else f"{name}:0"
+    names = [t.name for op in graph.get_operations() for t in op.outputs]
+    matching = [n for n in names if n == full or n.endswith(f"/{full}")]
+    # Gradients carry the names of what they are gradients of.
+    matching = [n for n in matching if "gradient" not in n.partition("/")[0]] or matching
+    if len(matching) == 1:
+        return graph.get_tensor_by_name(matching[0])
+    last = full.partition(":")[0].rpartition("/")[2]
+    alike = matching or [n for n in names if last in n]
+    raise UnsupportedStep(
+        f"the checkpoint {name!r} names {len(matching)} tensors of the training step; it has "
+        f"{', '.join(alike[:_SHOWN] or names[:_SHOWN])}, ..."
+    )

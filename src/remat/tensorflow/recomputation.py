@@ -1,0 +1,130 @@
+"""``recompute``: a function, a layer or a layer's ``call`` whose activations are dropped and made again when needed."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar, overload
+
+import tensorflow as tf
+
+from remat.errors import UnsupportedStep
+from remat.tensorflow import _private
+from remat.tensorflow.eager_regions import run_eagerly
+from remat.tensorflow.regions import run_in_graph
+
+ENVIRONMENT_VARIABLE = "REMAT_RECOMPUTE"
+"""Set it to 0 to switch every ``recompute`` of a program off; it is read at each call."""
+
+_OFF = frozenset({"0", "false", "no", "off"})
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@overload
+def recompute(function: F, *, enabled: bool | Callable[[], bool] = True) -> F: ...
+@overload
+def recompute(function: None = None, *, enabled: bool | Callable[[], bool] = True) -> Callable[[F], F]: ...
+
+
+def recompute(function: Any = None, *, enabled: bool | Callable[[], bool] = True) -> Any:
+    """Drop a function's activations after the forward pass and recompute them in the backward pass.
+
+    The numbers are those of the plain function. What must not run twice does not: random draws are kept, variables are
+    updated once, Python side effects happen once. Works in eager mode, ``tf.function``, under ``jit_compile=True``, in
+    Keras ``fit``, inside ``tf.while_loop``, nested, under persistent tapes and for second-order gradients.
+
+        @remat.tensorflow.recompute
+        def block(x, mask=None): ...
+
+        class Block(keras.layers.Layer):
+            @remat.tensorflow.recompute
+            def call(self, inputs, training=False): ...
+
+    Args:
+        function: any callable on tensors, a Keras layer (changed in place and returned) or a layer class (a subclass
+            is returned); None to use it as a decorator with arguments. Arguments and results may be nested; tensors
+            and variables that the function closes over are found. Each call holds its inputs, its outputs and what may
+            not repeat until its backward pass, so one call over a whole model saves nothing: wrap its parts.
+        enabled: False to run plainly, or a function that says so at each call. A call may also pass
+            ``enabled=False`` itself, unless ``function`` has a parameter of that name. ``REMAT_RECOMPUTE=0`` in the
+            environment switches all off.
+
+    Returns:
+        A function with the same signature.
+
+    Raises:
+        UnsupportedStep: at a call with a symbolic Keras tensor; a layer that is to be part of a functional model
+            must be given as a layer.
+    """
+    if function is None:
+        return functools.partial(recompute, enabled=enabled)
+    if _is_keras_layer(function):
+        from remat.keras.recomputation import recompute_layer
+
+        return recompute_layer(function, enabled=enabled)
+    if not callable(function):
+        raise TypeError(f"recompute takes a function, a Keras layer or a layer class, not {function!r}")
+    if inspect.isclass(function):
+        call = recompute(getattr(function, "call"), enabled=enabled)  # noqa: B009
+        return type(function.__name__, (function,), {"call": call})
+    return _recomputed_function(function, enabled)
+
+
+def is_switched_off() -> bool:
+    """Does the environment switch every ``recompute`` off?"""
+    return os.environ.get(ENVIRONMENT_VARIABLE, "1").lower() in _OFF
+
+
+def _recomputed_function(function: Callable[..., Any], enabled: bool | Callable[[], bool]) -> Callable[..., Any]:
+    has_own_enabled = "enabled" in _parameters(function)
+
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        wanted = enabled
+        if "enabled" in kwargs and not has_own_enabled:
+            wanted = kwargs.pop("enabled")
+        converted = _private.converted_by_autograph(function)
+        if is_switched_off() or not (wanted() if callable(wanted) else wanted):
+            return converted(*args, **kwargs)
+        _refuse_symbolic(function, args, kwargs)
+        if not tf.executing_eagerly():
+            return run_in_graph(lambda: converted(*args, **kwargs))
+        if not _private.tape_is_recording():
+            return function(*args, **kwargs)  # Without a tape nothing would be kept anyway.
+        return run_eagerly(function, args, kwargs)
+
+    # A tf.function or a partial has not all that a function has; wraps copies what is there.
+    functools.update_wrapper(recomputed, function)
+    return _private.left_alone_by_autograph(recomputed)
+
+
+def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
+    try:
+        return tuple(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return ()
+
+
+def _is_keras_layer(value: Any) -> bool:
+    for name in ("keras", "tf_keras"):
+        module = sys.modules.get(name)
+        if module is not None and hasattr(module, "layers") and isinstance(value, module.layers.Layer):
+            return True
+    return False
+
+
+def _refuse_symbolic(function: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    for name in ("keras", "tf_keras"):
+        module = sys.modules.get(name)
+        if module is None or not hasattr(module, "layers"):
+            continue
+        symbolic = getattr(module, "KerasTensor", None) or module.__internal__.KerasTensor
+        for leaf in tf.nest.flatten((args, kwargs)):
+            if isinstance(leaf, symbolic):
+                raise UnsupportedStep(
+                    f"recompute of {getattr(function, '__name__', function)!r} was called with {leaf.name!r}, a "
+                    "symbolic Keras tensor, which has no value to compute with; put the function into the call of a "
+                    "layer, or give recompute the layer itself"
+                )

@@ -1,0 +1,139 @@
+"""Measures one network under several ways to take its gradients, and prints what happened as JSON.
+
+A process of its own, because the device's counter of memory sees everything that the process ever holds.
+
+    python gradients_worker.py NETWORK function|session WAY...     # a WAY is "plain", a rule, "knee" or a budget
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import numpy as np
+import tensorflow as tf
+
+import remat.tensorflow
+from remat.tensorflow.device import current_device
+
+ELEMENTS = 250_000  # 1 MB of float32
+DEPTH = 100
+LEVELS = 20
+
+
+def chain(x: tf.Tensor) -> tf.Tensor:
+    for number in range(DEPTH):
+        x = tf.tanh(x)
+        if number % 10 == 9:
+            tf.compat.v1.add_to_collection("checkpoints", x)
+    return x
+
+
+def residual_chain(x: tf.Tensor) -> tf.Tensor:
+    for _ in range(DEPTH):
+        x = x + tf.tanh(x)
+    return x
+
+
+def u_net(x: tf.Tensor) -> tf.Tensor:
+    """Two activations on each level of each side, as in the original."""
+    skips = []
+    for _ in range(LEVELS):
+        x = tf.tanh(tf.tanh(x))
+        skips.append(x)
+    for skip in reversed(skips):
+        x = tf.tanh(tf.tanh(x + skip))
+    return x
+
+
+def dense_net(x: tf.Tensor) -> tf.Tensor:
+    """Each layer reads all before it and has three activations, as batch norm, ReLU and convolution are."""
+    before = [x]
+    for _ in range(LEVELS):
+        before.append(tf.tanh(tf.tanh(tf.tanh(tf.add_n(before)))))
+    return before[-1]
+
+
+def two_towers(x: tf.Tensor) -> tf.Tensor:
+    left, right = x, tf.sin(x)
+    for _ in range(DEPTH // 2):
+        left, right = tf.tanh(left), tf.sin(right)
+    return left * right
+
+
+NETWORKS: dict[str, Callable[[tf.Tensor], tf.Tensor]] = {
+    f.__name__: f for f in (chain, residual_chain, u_net, dense_net, two_towers)
+}
+
+
+def gradients(way: str, y: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
+    if way == "plain":
+        return tf.gradients(y, x)[0]
+    if way == "knee":
+        return remat.tensorflow.gradients(y, x)[0]
+    if way in ("memory", "speed", "collection"):
+        return remat.tensorflow.gradients(y, x, checkpoints=way)[0]
+    return remat.tensorflow.gradients(y, x, budget=way)[0]
+
+
+def in_a_function(network: str, way: str, values: np.ndarray[Any, Any]) -> tuple[Callable[[], Any], float]:
+    x = tf.constant(values)
+
+    @tf.function(autograph=False)
+    def step(x: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        y = NETWORKS[network](x)
+        return gradients(way, y, x)
+
+    started = time.perf_counter()
+    step.get_concrete_function(x)
+    return lambda: step(x).numpy(), time.perf_counter() - started
+
+
+def in_a_session(network: str, way: str, values: np.ndarray[Any, Any]) -> tuple[Callable[[], Any], float]:
+    with tf.Graph().as_default():
+        x = tf.compat.v1.placeholder(tf.float32, [ELEMENTS])
+        started = time.perf_counter()
+        gradient = gradients(way, NETWORKS[network](x), x)
+        built_s = time.perf_counter() - started
+        session = tf.compat.v1.Session()
+    return lambda: session.run(gradient, {x: values}), built_s
+
+
+def main(network: str, kind: str, ways: list[str]) -> list[dict[str, Any]]:
+    device = current_device()
+    values = np.random.default_rng(0).normal(size=ELEMENTS).astype("float32")
+    plain = None
+    found = []
+    for way in ways:
+        run, built_s = (in_a_function if kind == "function" else in_a_session)(network, way, values)
+        run()
+        in_use_bytes = device.in_use_bytes
+        device.reset_peak()
+        gradient = run().copy()
+        peak_bytes = device.peak_bytes
+        plain = gradient if plain is None else plain
+        plan = remat.tensorflow.last_plan()
+        found.append(
+            {
+                "way": way,
+                "peak_bytes": peak_bytes,
+                "in_use_before_bytes": in_use_bytes,
+                "built_s": built_s,
+                "difference": float(np.max(np.abs(gradient - plain)) / np.max(np.abs(plain))),
+                "recomputed": plan.recomputed if plan else 0,
+                "budget_bytes": plan.budget_bytes if plan else 0,
+                "overhead": plan.overhead if plan else 0.0,
+            }
+        )
+        del run
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(sys.argv[1], sys.argv[2], sys.argv[3:])))

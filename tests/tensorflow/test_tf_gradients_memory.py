@@ -1,0 +1,58 @@
+"""``gradients``: the peaks of networks that its predecessors made claims about, measured in processes of their own."""
+
+from __future__ import annotations
+
+import functools
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+MB = 1_000_000
+KINDS = ["function", pytest.param("session", marks=pytest.mark.slow)]
+
+
+@functools.cache
+def measured(network: str, kind: str, *ways: str) -> dict[str, dict[str, Any]]:
+    worker = Path(__file__).parent / "gradients_worker.py"
+    done = subprocess.run([sys.executable, worker, network, kind, *ways], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return {outcome["way"]: outcome for outcome in json.loads(done.stdout.splitlines()[-1])}
+
+
+@pytest.mark.parametrize("kind", ["function", "session"])
+def test_chain_of_a_hundred(kind: str) -> None:
+    found = measured("chain", kind, "plain", "memory", "15%", "collection", "speed")
+    assert found["plain"]["peak_bytes"] >= 100 * MB
+    assert found["memory"]["peak_bytes"] <= 19 * MB
+    assert found["15%"]["peak_bytes"] <= found["15%"]["budget_bytes"] < 0.9 * found["memory"]["peak_bytes"]
+    # Ten checkpoints and the ten tensors between two of them, with what a step always needs.
+    assert found["collection"]["peak_bytes"] <= 25 * MB
+    assert found["speed"]["recomputed"] > 0
+    assert max(outcome["difference"] for outcome in found.values()) == 0.0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_residual_chain_of_a_hundred(kind: str) -> None:
+    found = measured("residual_chain", kind, "plain", "memory")
+    assert found["plain"]["peak_bytes"] >= 100 * MB
+    assert found["memory"]["peak_bytes"] <= (19 * MB if kind == "function" else 20 * MB)
+    assert found["memory"]["difference"] <= 1e-6
+
+
+@pytest.mark.parametrize("network", ["u_net", "dense_net"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_networks_without_articulation_points(network: str, kind: str) -> None:
+    found = measured(network, kind, "plain", "45%")
+    assert found["45%"]["peak_bytes"] <= 0.5 * found["plain"]["peak_bytes"]
+    assert found["45%"]["difference"] <= 1e-6
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_towers(kind: str) -> None:
+    found = measured("two_towers", kind, "plain", "memory")
+    assert found["memory"]["peak_bytes"] <= 0.25 * found["plain"]["peak_bytes"]
+    assert found["memory"]["difference"] <= 1e-6
