@@ -1,0 +1,122 @@
+"""What the compiler says of a plan: the memory of the compiled program."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from remat.errors import UnsupportedStep
+from remat.jax.emit import emit
+from remat.jax.holds import Tie
+from remat.jax.program import Program
+from remat.schedule import Schedule
+
+# XLA on a CPU takes barriers out before it merges equal computations, which undoes every recomputation.
+KEEP_BARRIERS = {"xla_disable_hlo_passes": "cse_barrier_expander"}
+
+
+def compiler_options(tie: Tie) -> dict[str, str]:
+    """What ``jax.jit`` needs to keep ties of this kind on the current platform."""
+    return dict(KEEP_BARRIERS) if tie == "barrier" and jax.default_backend() == "cpu" else {}
+
+
+def native_tie() -> Tie:
+    """The ties that a plain ``jax.jit`` keeps on the current platform."""
+    return "data" if jax.default_backend() == "cpu" else "barrier"
+
+
+def peak_of(memory: Any) -> int:
+    """Peak device bytes of a program by ``compiled.memory_analysis()``: arguments, results and everything between.
+
+    Raises:
+        UnsupportedStep: where the platform does not say.
+    """
+    if memory is None:
+        raise UnsupportedStep(
+            f"the compiler for {jax.default_backend()!r} does not say how much memory a program needs, so no budget can "
+            "be held; give plan= instead of budget="
+        )
+    return int(
+        memory.argument_size_in_bytes
+        + memory.output_size_in_bytes
+        + memory.temp_size_in_bytes
+        - memory.alias_size_in_bytes
+    )
+
+
+@dataclass(frozen=True)
+class CompiledPeak:
+    """The peak of one compiled program; exact, so that what is expected is also the most."""
+
+    expected_bytes: int
+
+    @property
+    def highest_bytes(self) -> int:
+        """The same."""
+        return self.expected_bytes
+
+
+class Compiler:
+    """Compiles candidate schedules of one program and remembers their peaks.
+
+    Args:
+        program: the traced function.
+        turning_point: the instruction that ends its forward part.
+        tie: how recomputations are held back.
+        arguments: the flat arguments: shapes and dtypes, and shardings where known.
+        donated: numbers of the flat arguments whose buffers the results may take over.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        turning_point: int,
+        tie: Tie,
+        arguments: Sequence[jax.ShapeDtypeStruct],
+        donated: Sequence[int] = (),
+    ) -> None:
+        self._program = program
+        self._turning_point = turning_point
+        self._tie = tie
+        self._arguments = tuple(arguments)
+        self._donated = tuple(donated)
+        self._known: dict[Schedule, CompiledPeak] = {}
+
+    def peak(self, schedule: Schedule) -> CompiledPeak:
+        """Peak bytes of one device under a schedule. Compiles, unless the schedule is known."""
+        if schedule not in self._known:
+            self._known[schedule] = CompiledPeak(peak_of(self.compile(schedule).memory_analysis()))
+        return self._known[schedule]
+
+    def compile(self, schedule: Schedule) -> Any:
+        """The compiled program of a schedule, as ``jax.stages.Compiled``."""
+        run = emit(self._program, schedule, self._turning_point, self._tie)
+        count = len(self._arguments)
+
+        def function(*arrays: Any) -> list[Any]:
+            return run(arrays[:count], arrays[count:])
+
+        captured = [shape_of(array) for array in self._program.constants.values()]
+        lowered = jax.jit(function, donate_argnums=self._donated).lower(*self._arguments, *captured)
+        return lowered.compile(compiler_options={**compiler_options(self._tie), **_quick_options()})
+
+
+def _quick_options() -> dict[str, Any]:
+    """For programs of which only the memory is read: machine code is made after buffers have been assigned."""
+    return {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else {}
+
+
+def shape_of(array: Any) -> jax.ShapeDtypeStruct:
+    """Shape, dtype and, for an array that lies on devices, sharding of a value."""
+    aval = jax.typeof(array)
+    sharding = array.sharding if isinstance(array, jax.Array) and _is_sharded(array) else None
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=getattr(aval, "weak_type", False))
+
+
+def _is_sharded(array: jax.Array) -> bool:
+    from remat.jax import _private
+
+    return not _private.is_traced(array) and isinstance(array.sharding, jax.sharding.NamedSharding)

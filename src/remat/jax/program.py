@@ -1,0 +1,204 @@
+"""A jaxpr as a flat list of instructions: calls inlined, equal computations merged, dead ones gone.
+
+Planning works on this list: value ids are the tensor ids of the graph, instruction numbers its op indices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import jax
+
+from remat.jax import _private, op_facts
+from remat.jax._private import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+
+Atom: TypeAlias = int | Literal
+"""A value id, or a scalar that stands in the program itself."""
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One equation with its values.
+
+    Attributes:
+        eqn: the equation, for its primitive and parameters; its variables no longer mean anything.
+        inputs: what it reads.
+        outputs: ids of the values that it makes.
+    """
+
+    eqn: JaxprEqn
+    inputs: tuple[Atom, ...]
+    outputs: tuple[int, ...]
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        """Ids of the values read, literals left out."""
+        return tuple(atom for atom in self.inputs if isinstance(atom, int))
+
+
+@dataclass(frozen=True)
+class Program:
+    """A traced function.
+
+    Attributes:
+        instructions: in program order, which is a topological order.
+        avals: for each value id, its shape and dtype.
+        inputs: ids of the arguments.
+        constants: arrays that the function captured, by value id.
+        outputs: what it returns.
+    """
+
+    instructions: tuple[Instruction, ...]
+    avals: tuple[Any, ...]
+    inputs: tuple[int, ...]
+    constants: Mapping[int, Any]
+    outputs: tuple[Atom, ...]
+
+
+def program_of(closed: ClosedJaxpr) -> Program:
+    """Flatten a closed jaxpr.
+
+    Calls (``jit`` without shardings of its own, ``closed_call``) are inlined. So are regions under ``jax.checkpoint``:
+    what their backward part computes again is merged with what the forward part computed, and the plan decides anew.
+    Functions with a derivative rule of their own stay one instruction, so that the rule is not lost.
+    """
+    return _Flattener(closed).program()
+
+
+class _Flattener:
+    def __init__(self, closed: ClosedJaxpr) -> None:
+        self.avals: list[Any] = []
+        self.instructions: list[Instruction] = []
+        self.constants: dict[int, Any] = {}
+        self.constant_ids: dict[int, int] = {}
+        self.known: dict[Any, tuple[int, ...]] = {}
+        jaxpr = closed.jaxpr
+        self.inputs = tuple(self._value(var.aval) for var in jaxpr.invars)
+        scope: dict[Any, Atom] = dict(zip(jaxpr.invars, self.inputs, strict=True))
+        self._bind_constants(scope, jaxpr, closed.consts)
+        self.outputs = self._walk(jaxpr, scope)
+
+    def program(self) -> Program:
+        alive = _alive(self.instructions, self.outputs)
+        pinned = (*self.inputs, *self.constants)
+        kept = _sunk([self.instructions[number] for number in alive], self.avals, pinned, self.outputs)
+        return Program(tuple(kept), tuple(self.avals), self.inputs, self.constants, tuple(self.outputs))
+
+    def _value(self, aval: Any) -> int:
+        self.avals.append(aval)
+        return len(self.avals) - 1
+
+    def _bind_constants(self, scope: dict[Any, Atom], jaxpr: Jaxpr, constants: Sequence[Any]) -> None:
+        for var, array in zip(jaxpr.constvars, constants, strict=True):
+            if id(array) not in self.constant_ids:
+                number = self._value(var.aval)
+                self.constant_ids[id(array)] = number
+                self.constants[number] = array
+            scope[var] = self.constant_ids[id(array)]
+
+    def _walk(self, jaxpr: Jaxpr, scope: dict[Any, Atom]) -> list[Atom]:
+        def atom(of: Any) -> Atom:
+            return of if isinstance(of, Literal) else scope[of]
+
+        for eqn in jaxpr.eqns:
+            inputs = tuple(atom(of) for of in eqn.invars)
+            inner = _inlined(eqn)
+            if inner is not None:
+                body, constants = (inner.jaxpr, inner.consts) if isinstance(inner, ClosedJaxpr) else (inner, ())
+                inside: dict[Any, Atom] = dict(zip(body.invars, inputs, strict=True))
+                self._bind_constants(inside, body, constants)
+                outputs: Sequence[Atom] = self._walk(body, inside)
+            else:
+                outputs = self._add(eqn, inputs)
+            scope.update(zip(eqn.outvars, outputs, strict=True))
+        return [atom(of) for of in jaxpr.outvars]
+
+    def _add(self, eqn: JaxprEqn, inputs: tuple[Atom, ...]) -> tuple[int, ...]:
+        key = _identity(eqn, inputs) if op_facts.may_repeat(eqn) else None
+        if key is not None and key in self.known:
+            return self.known[key]
+        outputs = tuple(self._value(var.aval) for var in eqn.outvars)
+        self.instructions.append(Instruction(eqn, inputs, outputs))
+        if key is not None:
+            self.known[key] = outputs
+        return outputs
+
+
+def _inlined(eqn: JaxprEqn) -> Any:
+    """The body of a call that is inlined; None for everything else."""
+    name = eqn.primitive.name
+    if name in ("jit", "pjit"):
+        return eqn.params["jaxpr"] if _private.is_plain_call(eqn) else None
+    if name in ("closed_call", "core_call", "call"):
+        return eqn.params["call_jaxpr"]
+    return eqn.params["jaxpr"] if name in ("remat2", "checkpoint") else None
+
+
+def _identity(eqn: JaxprEqn, inputs: tuple[Atom, ...]) -> Any:
+    """Equal for two equations that compute the same; None where that cannot be told."""
+    reads = tuple(
+        atom if isinstance(atom, int) else ("literal", str(atom.aval), repr(atom.val), bool(atom.aval.weak_type))
+        for atom in inputs
+    )
+    context = (str(eqn.ctx.compute_type), str(eqn.ctx.xla_metadata), eqn.ctx.threefry_partitionable)
+    key = (eqn.primitive.name, tuple(sorted(eqn.params.items())), reads, context)
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+def _alive(instructions: Sequence[Instruction], outputs: Sequence[Atom]) -> list[int]:
+    """Numbers of the instructions that an output or an effect needs, rising."""
+    needed = {atom for atom in outputs if isinstance(atom, int)}
+    kept = []
+    for number in reversed(range(len(instructions))):
+        instruction = instructions[number]
+        if instruction.eqn.effects or any(value in needed for value in instruction.outputs):
+            kept.append(number)
+            needed.update(instruction.reads)
+    return kept[::-1]
+
+
+def _sunk(
+    instructions: Sequence[Instruction], avals: Sequence[Any], pinned: Sequence[int], outputs: Sequence[Atom]
+) -> list[Instruction]:
+    """Program order, with cheap instructions moved down to where they are first read.
+
+    Differentiation writes what only the backward part reads (``3 * x**2``) into the forward part. The compiler computes
+    such values when they are needed. An instruction moves where that keeps no more bytes alive: every input of it
+    is read later anyway, or its inputs are no larger than what it makes.
+    """
+    count = len(instructions)
+    end = count + 1
+    first_read = {value: end for instruction in instructions for value in instruction.outputs}
+    last_read = dict.fromkeys(pinned, end)
+    place = [(number, 0) for number in range(count)]
+    for atom in outputs:
+        if isinstance(atom, int):
+            first_read[atom] = last_read[atom] = end
+    for number in reversed(range(count)):
+        instruction = instructions[number]
+        at = place[number][0]
+        reads = dict.fromkeys(instruction.reads)
+        if op_facts.may_sink(instruction.eqn) and instruction.outputs:
+            target = min(first_read[value] for value in instruction.outputs)
+            made = sum(op_facts.size_bytes(avals[value]) for value in instruction.outputs)
+            extended = sum(op_facts.size_bytes(avals[v]) for v in reads if last_read.get(v, -1) < target)
+            if target < end and target > at and extended <= made:
+                at = target
+                place[number] = (target, -1)
+        for value in reads:
+            first_read[value] = min(first_read.get(value, end), at)
+            last_read[value] = max(last_read.get(value, -1), at)
+    order = sorted(range(count), key=lambda number: (place[number], number))
+    return [instructions[number] for number in order]
+
+
+def trace_jaxpr(function: Any, arguments: Sequence[Any]) -> tuple[ClosedJaxpr, Any]:
+    """The jaxpr of ``function(*arguments)``, and the structure of what it returns. Nothing runs."""
+    closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
+    return closed, jax.tree.structure(shapes)
