@@ -16,7 +16,7 @@ CASES = {"mlp": mlp, "convnet": convnet, "transformer": transformer}
 @pytest.mark.parametrize(
     "dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.slow)], ids=["f32", "bf16"]
 )
-@pytest.mark.parametrize("budget", ["70%", pytest.param("50%", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("budget", ["70%", pytest.param("55%", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_and_memory(name, budget, dtype):
     case = CASES[name](dtype)
@@ -74,14 +74,16 @@ def test_grad_and_aux():
     assert ours.plan.recomputed > 0
 
 
+@pytest.mark.slow
 def test_dropout_masks_are_those_of_the_plain_step():
-    case = transformer()
+    case = transformer(generator="threefry2x32")
     ours = jax.jit(remat.jax.value_and_grad(case.loss, budget="60%", **PLANNING))
+    losses = []
     for seed in range(3):
         args = (*case.args[:2], jax.random.key(seed))
-        assert_close(ours(*args), jax.jit(jax.value_and_grad(case.loss))(*args))
-    one, other = ours(*args)[0], ours(*case.args)[0]
-    assert float(one) != float(other)
+        losses.append(ours(*args))
+        assert_close(losses[-1], jax.jit(jax.value_and_grad(case.loss))(*args))
+    assert len({float(loss) for loss, _ in losses}) == 3
 
 
 def test_without_a_budget_it_is_plain_jax():

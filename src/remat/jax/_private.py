@@ -29,11 +29,12 @@ def primitive_names() -> frozenset[str]:
 
 def evaluate(eqn: JaxprEqn, values: Sequence[Any]) -> list[Any]:
     """Run one equation of a jaxpr on values: arrays, or tracers of a trace under way."""
-    params = eqn.primitive.get_bind_params(eqn.params)
+    primitive: Any = eqn.primitive
+    params = primitive.get_bind_params(eqn.params)
     names = source_info_util.current_name_stack() + eqn.source_info.name_stack
     with source_info_util.user_context(eqn.source_info.traceback, name_stack=names), eqn.ctx.manager:
-        result = eqn.primitive.bind(*values, **params)
-    return list(result) if eqn.primitive.multiple_results else [result]
+        result = primitive.bind(*values, **params)
+    return list(result) if primitive.multiple_results else [result]
 
 
 def is_plain_call(eqn: JaxprEqn) -> bool:

@@ -36,8 +36,8 @@ def peak_of(memory: Any) -> int:
     """
     if memory is None:
         raise UnsupportedStep(
-            f"the compiler for {jax.default_backend()!r} does not say how much memory a program needs, so no budget can "
-            "be held; give plan= instead of budget="
+            f"the compiler for {jax.default_backend()!r} does not say how much memory a program needs, so no budget "
+            "can be held; give plan= instead of budget="
         )
     return int(
         memory.argument_size_in_bytes
@@ -113,7 +113,9 @@ def shape_of(array: Any) -> jax.ShapeDtypeStruct:
     """Shape, dtype and, for an array that lies on devices, sharding of a value."""
     aval = jax.typeof(array)
     sharding = array.sharding if isinstance(array, jax.Array) and _is_sharded(array) else None
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=getattr(aval, "weak_type", False))
+    make: Any = jax.ShapeDtypeStruct
+    weak_type = bool(getattr(aval, "weak_type", False))
+    return make(aval.shape, aval.dtype, sharding=sharding, weak_type=weak_type)  # type: ignore[no-any-return]
 
 
 def _is_sharded(array: jax.Array) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from remat.jax import _private, ties
@@ -57,11 +57,22 @@ def emit(program: Program, schedule: Schedule, turning_point: int, tie: Tie) -> 
                 else:
                     tied = ties.tie_by_data(read, values[hold.trigger])
                 values.update(zip(wanted, tied, strict=True))
-            instruction = program.instructions[number]
-            read = [values[atom] if isinstance(atom, int) else atom.val for atom in instruction.inputs]
-            values.update(zip(instruction.outputs, _private.evaluate(instruction.eqn, read), strict=True))
+            values.update(zip(program.instructions[number].outputs, _execute(program, number, values), strict=True))
             for value in dies.get(step, ()):
                 del values[value]
         return [values[atom] if isinstance(atom, int) else atom.val for atom in program.outputs]
 
     return run
+
+
+def _execute(program: Program, number: int, values: Mapping[int, Any]) -> list[Any]:
+    inside: dict[int, Any] = {}
+    made: list[Any] = []
+    for step in program.instructions[number].steps:
+        read = [
+            atom.val if not isinstance(atom, int) else inside[atom] if atom in inside else values[atom]
+            for atom in step.inputs
+        ]
+        made = _private.evaluate(step.eqn, read)
+        inside.update(zip(step.outputs, made, strict=True))
+    return made

@@ -54,7 +54,8 @@ def value_and_grad(
             returns as (sum, denominator).
         planner: a planner's name.
         time_limit_s: wall seconds for each round of planning.
-        holomorphic, allow_int: as in ``jax.value_and_grad``.
+        holomorphic: as in ``jax.value_and_grad``.
+        allow_int: as in ``jax.value_and_grad``.
         **options: passed on to the planner.
 
     Returns:

@@ -42,8 +42,8 @@ def find_holds(program: Program, schedule: Schedule, turning_point: int, tie: Ti
         program: the traced function.
         schedule: instruction numbers.
         turning_point: the instruction that ends the forward part.
-        tie: a barrier is free, so arguments are tied, too. A data tie is a pass over what it ties, so an argument is tied
-            only where a recomputation reads nothing else.
+        tie: a barrier is free, so arguments are tied, too. A data tie is a pass over what it ties, so an argument is
+            tied only where a recomputation reads nothing else.
     """
     return _Finder(program, schedule, turning_point, tie).run()
 

@@ -47,10 +47,11 @@ def measure(fn: Callable[..., Any], *args: Any, repeats: int = 3, **kwargs: Any)
     compiled = jitted.lower(*args, **kwargs).compile()
     peak_bytes = peak_of(compiled.memory_analysis())
     times = []
+    wait: Any = jax.block_until_ready
     for _ in range(repeats + 1):
-        own_args, own_kwargs = jax.block_until_ready(jax.tree.map(_copied, (args, kwargs)))
+        own_args, own_kwargs = wait(jax.tree.map(_copied, (args, kwargs)))
         started = time.perf_counter()
-        jax.block_until_ready(jitted(*own_args, **own_kwargs))
+        wait(jitted(*own_args, **own_kwargs))
         times.append(time.perf_counter() - started)
     return Measurement(peak_bytes, sorted(times[1:])[repeats // 2])
 

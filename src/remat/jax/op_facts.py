@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
+from remat.errors import UnsupportedStep
 from remat.jax import _private
 from remat.jax._private import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
@@ -44,7 +45,88 @@ _VIEWS = frozenset(
 _GENERATORS = frozenset({"iota"})
 
 _ELEMENTWISE = frozenset(
-    ["abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e", "bessel_i1e", "bitcast_convert_type", "cbrt", "ceil", "clamp", "complex", "conj", "convert_element_type", "copy", "cos", "cosh", "digamma", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "igamma", "igammac", "imag", "integer_pow", "is_finite", "le", "lgamma", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "nextafter", "not", "or", "polygamma", "population_count", "pow", "real", "reduce_precision", "rem", "round", "rsqrt", "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "sub", "tan", "tanh", "xor", "zeta"]
+    {
+        "abs",
+        "acos",
+        "acosh",
+        "add",
+        "add_any",
+        "and",
+        "asin",
+        "asinh",
+        "atan",
+        "atan2",
+        "atanh",
+        "bessel_i0e",
+        "bessel_i1e",
+        "bitcast_convert_type",
+        "cbrt",
+        "ceil",
+        "clamp",
+        "complex",
+        "conj",
+        "convert_element_type",
+        "copy",
+        "cos",
+        "cosh",
+        "digamma",
+        "div",
+        "eq",
+        "erf",
+        "erf_inv",
+        "erfc",
+        "exp",
+        "exp2",
+        "expm1",
+        "floor",
+        "ge",
+        "gt",
+        "igamma",
+        "igammac",
+        "imag",
+        "integer_pow",
+        "is_finite",
+        "le",
+        "lgamma",
+        "log",
+        "log1p",
+        "logistic",
+        "lt",
+        "max",
+        "min",
+        "mul",
+        "ne",
+        "neg",
+        "nextafter",
+        "not",
+        "or",
+        "polygamma",
+        "population_count",
+        "pow",
+        "real",
+        "reduce_precision",
+        "rem",
+        "round",
+        "rsqrt",
+        "select_n",
+        "shift_left",
+        "shift_right_arithmetic",
+        "shift_right_logical",
+        "sign",
+        "sin",
+        "sinh",
+        "sqrt",
+        "square",
+        "sub",
+        "tan",
+        "tanh",
+        "xor",
+        "zeta",
+    }
+)
+
+_REDUCTIONS = frozenset(
+    {"reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod", "reduce_sum", "argmax", "argmin"}
 )
 
 # Rough floating-point operations per element, where it is not one.
@@ -54,9 +136,6 @@ _FLOPS_PER_ELEMENT = {
     **dict.fromkeys(("atan", "atan2", "atanh", "erf", "erf_inv", "pow", "sinh", "cosh", "lgamma", "digamma"), 20.0),
     **dict.fromkeys(("random_bits", "threefry2x32", "rng_bit_generator"), 60.0),
 }
-
-# Element-wise work is fused: only part of what it reads and writes goes through memory.
-_FUSED_TRAFFIC = 0.4
 
 # Runs of a loop whose length depends on values.
 _ASSUMED_ITERATIONS = 10
@@ -90,14 +169,27 @@ def may_sink(eqn: JaxprEqn) -> bool:
     return may_repeat(eqn) and (name in _ELEMENTWISE or name in _VIEWS or name in ("broadcast_in_dim", "iota"))
 
 
+def may_join(eqn: JaxprEqn) -> bool:
+    """Is this computed inside the kernel that reads it, if only one does?"""
+    name = eqn.primitive.name
+    light = is_elementwise(eqn) or name in _VIEWS or name in ("broadcast_in_dim", "iota", "transpose", "slice")
+    return light and len(eqn.outvars) == 1 and may_repeat(eqn)
+
+
+def takes_producers(eqn: JaxprEqn) -> bool:
+    """Does the kernel that ends in this equation compute what it reads itself?"""
+    name = eqn.primitive.name
+    if not may_repeat(eqn) or viewed_input(eqn) is not None or holds_nothing(eqn):
+        return False
+    return is_elementwise(eqn) or name in ("transpose", "slice") or name in _REDUCTIONS
+
+
 def size_bytes(aval: Any) -> int:
     """Bytes of a value on the device.
 
     Raises:
         UnsupportedStep: where its shape is not known.
     """
-    from remat.errors import UnsupportedStep
-
     shape = getattr(aval, "shape", ())
     if not all(isinstance(size, int) for size in shape):
         raise UnsupportedStep(
@@ -119,13 +211,18 @@ def viewed_input(eqn: JaxprEqn) -> int | None:
     made, read = size_bytes(eqn.outvars[0].aval), size_bytes(source.aval)
     if name in _VIEWS or (name in ("bitcast_convert_type", "convert_element_type") and _same_dtype(eqn)):
         return 0
-    if name == "transpose" and _keeps_order(source.aval.shape, eqn.params["permutation"]):
+    if name == "transpose" and _keeps_order(_shape(source), eqn.params["permutation"]):
         return 0
     return 0 if name == "broadcast_in_dim" and (made == read or made >= 4 * read) else None
 
 
 def _same_dtype(eqn: JaxprEqn) -> bool:
-    return bool(eqn.invars[0].aval.dtype == eqn.outvars[0].aval.dtype)
+    made, read = eqn.outvars[0].aval, eqn.invars[0].aval
+    return bool(getattr(read, "dtype", None) == getattr(made, "dtype", None))
+
+
+def _shape(var: Any) -> tuple[int, ...]:
+    return tuple(getattr(var.aval, "shape", ()))
 
 
 def _keeps_order(shape: tuple[int, ...], permutation: tuple[int, ...]) -> bool:
@@ -150,31 +247,25 @@ def is_elementwise(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name in _ELEMENTWISE
 
 
-def bytes_moved(eqn: JaxprEqn) -> float:
-    """Bytes that one run reads and writes; less than the sizes where the compiler fuses."""
-    if viewed_input(eqn) is not None or holds_nothing(eqn):
-        return 0.0
-    total = sum(size_bytes(var.aval) for var in (*eqn.invars, *eqn.outvars))
-    return total * (_FUSED_TRAFFIC if is_elementwise(eqn) else 1.0)
-
-
 def flops(eqn: JaxprEqn) -> float:
     """Floating-point operations of one run; a multiplication and an addition count as two."""
     name, params = eqn.primitive.name, eqn.params
-    made = sum(math.prod(getattr(var.aval, "shape", ())) for var in eqn.outvars)
-    read = sum(math.prod(getattr(var.aval, "shape", ())) for var in eqn.invars)
+    made = sum(math.prod(_shape(var)) for var in eqn.outvars)
+    read = sum(math.prod(_shape(var)) for var in eqn.invars)
     if name == "dot_general":
         (contracted, _), _ = params["dimension_numbers"]
-        return 2.0 * made * math.prod(eqn.invars[0].aval.shape[axis] for axis in contracted)
+        left = _shape(eqn.invars[0])
+        return 2.0 * made * math.prod(left[axis] for axis in contracted)
     if name == "conv_general_dilated":
-        kernel = eqn.invars[1].aval.shape
-        return 2.0 * made * math.prod(kernel) / max(1, kernel[params["dimension_numbers"].rhs_spec[0]])
+        kernel = _shape(eqn.invars[1])
+        outputs = int(kernel[params["dimension_numbers"].rhs_spec[0]])
+        return 2.0 * made * math.prod(kernel) / max(1, outputs)
     if name == "sort":
         return made * math.log2(max(2, made))
     if name.startswith(("reduce_", "cum", "arg")) and name != "reduce_precision":
         window = math.prod(params.get("window_dimensions", ()))
         return float(made * window if window > 1 else read)
-    return _FLOPS_PER_ELEMENT.get(name, 1.0) * made
+    return float(_FLOPS_PER_ELEMENT.get(name, 1.0) * made)
 
 
 def iterations(eqn: JaxprEqn) -> int:

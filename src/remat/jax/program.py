@@ -13,13 +13,14 @@ import jax
 
 from remat.jax import _private, op_facts
 from remat.jax._private import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from remat.jax.fusion import fused, sunk
 
 Atom: TypeAlias = int | Literal
 """A value id, or a scalar that stands in the program itself."""
 
 
 @dataclass(frozen=True)
-class Instruction:
+class Step:
     """One equation with its values.
 
     Attributes:
@@ -39,11 +40,31 @@ class Instruction:
 
 
 @dataclass(frozen=True)
+class Instruction:
+    """Equations that the compiler fuses into one kernel, mostly a single one.
+
+    Attributes:
+        steps: in program order.
+        reads: ids of the values read from outside.
+        outputs: ids of the values that are read outside; the last step makes them.
+    """
+
+    steps: tuple[Step, ...]
+    reads: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+    @property
+    def root(self) -> JaxprEqn:
+        """The equation that makes the outputs."""
+        return self.steps[-1].eqn
+
+
+@dataclass(frozen=True)
 class Program:
     """A traced function.
 
     Attributes:
-        instructions: in program order, which is a topological order.
+        instructions: in program order, which is a topological order. A plan repeats whole instructions.
         avals: for each value id, its shape and dtype.
         inputs: ids of the arguments.
         constants: arrays that the function captured, by value id.
@@ -70,7 +91,7 @@ def program_of(closed: ClosedJaxpr) -> Program:
 class _Flattener:
     def __init__(self, closed: ClosedJaxpr) -> None:
         self.avals: list[Any] = []
-        self.instructions: list[Instruction] = []
+        self.steps: list[Step] = []
         self.constants: dict[int, Any] = {}
         self.constant_ids: dict[int, int] = {}
         self.known: dict[Any, tuple[int, ...]] = {}
@@ -81,10 +102,10 @@ class _Flattener:
         self.outputs = self._walk(jaxpr, scope)
 
     def program(self) -> Program:
-        alive = _alive(self.instructions, self.outputs)
-        pinned = (*self.inputs, *self.constants)
-        kept = _sunk([self.instructions[number] for number in alive], self.avals, pinned, self.outputs)
-        return Program(tuple(kept), tuple(self.avals), self.inputs, self.constants, tuple(self.outputs))
+        alive = [self.steps[number] for number in _alive(self.steps, self.outputs)]
+        ordered = sunk(alive, self.avals, (*self.inputs, *self.constants), self.outputs)
+        instructions = tuple(Instruction(*parts) for parts in fused(ordered, self.avals, self.outputs))
+        return Program(instructions, tuple(self.avals), self.inputs, self.constants, tuple(self.outputs))
 
     def _value(self, aval: Any) -> int:
         self.avals.append(aval)
@@ -120,7 +141,7 @@ class _Flattener:
         if key is not None and key in self.known:
             return self.known[key]
         outputs = tuple(self._value(var.aval) for var in eqn.outvars)
-        self.instructions.append(Instruction(eqn, inputs, outputs))
+        self.steps.append(Step(eqn, inputs, outputs))
         if key is not None:
             self.known[key] = outputs
         return outputs
@@ -139,7 +160,9 @@ def _inlined(eqn: JaxprEqn) -> Any:
 def _identity(eqn: JaxprEqn, inputs: tuple[Atom, ...]) -> Any:
     """Equal for two equations that compute the same; None where that cannot be told."""
     reads = tuple(
-        atom if isinstance(atom, int) else ("literal", str(atom.aval), repr(atom.val), bool(atom.aval.weak_type))
+        atom
+        if isinstance(atom, int)
+        else ("literal", str(atom.aval), repr(atom.val), bool(getattr(atom.aval, "weak_type", 0)))
         for atom in inputs
     )
     context = (str(eqn.ctx.compute_type), str(eqn.ctx.xla_metadata), eqn.ctx.threefry_partitionable)
@@ -151,51 +174,16 @@ def _identity(eqn: JaxprEqn, inputs: tuple[Atom, ...]) -> Any:
     return key
 
 
-def _alive(instructions: Sequence[Instruction], outputs: Sequence[Atom]) -> list[int]:
-    """Numbers of the instructions that an output or an effect needs, rising."""
+def _alive(steps: Sequence[Step], outputs: Sequence[Atom]) -> list[int]:
+    """Numbers of the steps that an output or an effect needs, rising."""
     needed = {atom for atom in outputs if isinstance(atom, int)}
     kept = []
-    for number in reversed(range(len(instructions))):
-        instruction = instructions[number]
-        if instruction.eqn.effects or any(value in needed for value in instruction.outputs):
+    for number in reversed(range(len(steps))):
+        step = steps[number]
+        if step.eqn.effects or any(value in needed for value in step.outputs):
             kept.append(number)
-            needed.update(instruction.reads)
+            needed.update(step.reads)
     return kept[::-1]
-
-
-def _sunk(
-    instructions: Sequence[Instruction], avals: Sequence[Any], pinned: Sequence[int], outputs: Sequence[Atom]
-) -> list[Instruction]:
-    """Program order, with cheap instructions moved down to where they are first read.
-
-    Differentiation writes what only the backward part reads (``3 * x**2``) into the forward part. The compiler computes
-    such values when they are needed. An instruction moves where that keeps no more bytes alive: every input of it
-    is read later anyway, or its inputs are no larger than what it makes.
-    """
-    count = len(instructions)
-    end = count + 1
-    first_read = {value: end for instruction in instructions for value in instruction.outputs}
-    last_read = dict.fromkeys(pinned, end)
-    place = [(number, 0) for number in range(count)]
-    for atom in outputs:
-        if isinstance(atom, int):
-            first_read[atom] = last_read[atom] = end
-    for number in reversed(range(count)):
-        instruction = instructions[number]
-        at = place[number][0]
-        reads = dict.fromkeys(instruction.reads)
-        if op_facts.may_sink(instruction.eqn) and instruction.outputs:
-            target = min(first_read[value] for value in instruction.outputs)
-            made = sum(op_facts.size_bytes(avals[value]) for value in instruction.outputs)
-            extended = sum(op_facts.size_bytes(avals[v]) for v in reads if last_read.get(v, -1) < target)
-            if target < end and target > at and extended <= made:
-                at = target
-                place[number] = (target, -1)
-        for value in reads:
-            first_read[value] = min(first_read.get(value, end), at)
-            last_read[value] = max(last_read.get(value, -1), at)
-    order = sorted(range(count), key=lambda number: (place[number], number))
-    return [instructions[number] for number in order]
 
 
 def trace_jaxpr(function: Any, arguments: Sequence[Any]) -> tuple[ClosedJaxpr, Any]:

@@ -10,7 +10,7 @@ A compiler merges equal computations and moves what is ready. Two ties prevent t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -23,7 +23,7 @@ _BITS = {1: jnp.int8, 2: jnp.int16, 4: jnp.int32, 8: jnp.int64}
 def can_trigger(aval: Any) -> bool:
     """Can others be tied to a value of this shape and dtype?"""
     dtype = getattr(aval, "dtype", None)
-    if dtype is None or 0 in aval.shape or jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+    if dtype is None or 0 in aval.shape or jnp.issubdtype(dtype, jax.dtypes.extended):
         return False
     return bool(dtype == jnp.bool_ or (dtype.kind != "c" and dtype.itemsize in _BITS))
 
@@ -33,7 +33,7 @@ def can_tie(aval: Any) -> bool:
     dtype = getattr(aval, "dtype", None)
     if dtype is None or 0 in aval.shape:
         return False
-    is_key = bool(jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key))
+    is_key = bool(jnp.issubdtype(dtype, jax.dtypes.prng_key))
     return is_key or can_trigger(aval) or getattr(dtype, "kind", "") == "c"
 
 
@@ -45,9 +45,10 @@ def _late_zero(trigger: Any) -> Any:
     else:
         width = first.dtype.itemsize
         bits = lax.bitcast_convert_type(first, _BITS[width]) if width < 8 else _high_word(first)
-        sign = lax.shift_right_arithmetic(bits, jnp.array(bits.dtype.itemsize * 8 - 1, bits.dtype)).astype(jnp.int32)
-    # A loop that never runs: left to itself the compiler fuses this computation into every reader of the zero, and keeps
-    # all that it is computed from until then.
+        last = jnp.array(bits.dtype.itemsize * 8 - 1, bits.dtype)
+        sign = lax.shift_right_arithmetic(bits, last).astype(jnp.int32)
+    # A loop that never runs: left to itself the compiler fuses this computation into every reader of the zero, and
+    # keeps all that it is computed from until then.
     return lax.while_loop(lambda zero: zero != 0, lambda zero: zero // 2, sign * sign + sign)
 
 
@@ -92,11 +93,11 @@ def _tie_one(value: Any, zero: Any) -> Any:
 
 def _as_numbers(value: Any) -> Any:
     """A random key as the integers that it consists of."""
-    return jax.random.key_data(value) if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key) else value
+    return jax.random.key_data(value) if jnp.issubdtype(value.dtype, jax.dtypes.prng_key) else value
 
 
 def _as_before(tied: Any, value: Any) -> Any:
-    if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(tied, impl=jax.random.key_impl(value))
     return tied
 
@@ -109,5 +110,6 @@ def tie_by_data(values: Sequence[Any], trigger: Any) -> list[Any]:
 
 def tie_by_barrier(values: Sequence[Any], trigger: Any) -> tuple[list[Any], Any]:
     """The values and the trigger, none available before all of them are, where the compiler keeps barriers."""
-    *tied, held = lax.optimization_barrier((*map(_as_numbers, values), trigger))
+    barrier: Callable[[Any], Any] = lax.optimization_barrier
+    *tied, held = barrier((*map(_as_numbers, values), trigger))
     return [_as_before(one, value) for one, value in zip(tied, values, strict=True)], held

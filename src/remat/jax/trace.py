@@ -6,10 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from remat.cost_model import DeviceProfile, get_profile, op_time_s
-from remat.errors import UnsupportedStep
 from remat.graph import Graph, Op, Tensor
 from remat.jax import op_facts
-from remat.jax._private import Jaxpr, JaxprEqn
+from remat.jax._private import ClosedJaxpr, Jaxpr, JaxprEqn
 from remat.jax.program import Atom, Instruction, Program, program_of, trace_jaxpr
 from remat.simulator import simulate
 
@@ -42,8 +41,8 @@ def graph_of_program(program: Program, profile: DeviceProfile) -> Graph:
     pinned = tuple(value for value in (*program.inputs, *program.constants) if value not in made)
     outputs = tuple(dict.fromkeys(atom for atom in program.outputs if isinstance(atom, int)))
     ops = []
-    for number, instruction in enumerate(program.instructions):
-        ops.append(_op(number, instruction, tensors, profile, outputs))
+    for instruction in program.instructions:
+        ops.append(_op(instruction, tensors, profile, outputs))
     return Graph(tuple(ops), tuple(tensors), pinned, outputs, free_order=False)
 
 
@@ -52,20 +51,15 @@ def _shape_and_dtype(aval: Any) -> tuple[tuple[int, ...] | None, str | None]:
     return tuple(getattr(aval, "shape", ())), None if dtype is None else str(dtype)
 
 
-def _op(
-    number: int,
-    instruction: Instruction,
-    tensors: list[Tensor],
-    profile: DeviceProfile,
-    outputs: tuple[int, ...],
-) -> Op:
-    eqn = instruction.eqn
+def _op(instruction: Instruction, tensors: list[Tensor], profile: DeviceProfile, outputs: tuple[int, ...]) -> Op:
+    eqn = instruction.root
     name = f"{eqn.source_info.name_stack}/{eqn.primitive.name}".lstrip("/")
-    viewed = op_facts.viewed_input(eqn)
-    source: Atom | None = instruction.inputs[viewed] if viewed is not None else None
+    alone = len(instruction.steps) == 1
+    viewed = op_facts.viewed_input(eqn) if alone else None
+    source: Atom | None = instruction.steps[-1].inputs[viewed] if viewed is not None else None
     for place, value in enumerate(instruction.outputs):
         old = tensors[value]
-        size = 0 if op_facts.holds_nothing(eqn) else old.size_bytes
+        size = 0 if alone and op_facts.holds_nothing(eqn) else old.size_bytes
         alias_of = source if place == 0 and isinstance(source, int) else None
         tensors[value] = Tensor(size, f"{name}:{place}", old.shape, old.dtype, alias_of)
     return Op(
@@ -73,50 +67,58 @@ def _op(
         kind=eqn.primitive.name,
         inputs=instruction.reads,
         outputs=instruction.outputs,
-        time_s=time_s(eqn, profile),
-        recomputable=op_facts.may_repeat(eqn) and not any(value in outputs for value in instruction.outputs),
+        time_s=_time_s(instruction, tensors, profile),
+        recomputable=all(op_facts.may_repeat(step.eqn) for step in instruction.steps)
+        and not any(value in outputs for value in instruction.outputs),
         workspace_bytes=_workspace_bytes(eqn, profile),
         in_place=_in_place(instruction, tensors),
     )
 
 
 def _in_place(instruction: Instruction, tensors: list[Tensor]) -> tuple[tuple[int, int], ...]:
-    if not op_facts.works_in_place(instruction.eqn) or len(instruction.outputs) != 1:
+    """An element-wise kernel writes over an input of the same size that nobody else needs."""
+    if not all(op_facts.works_in_place(step.eqn) for step in instruction.steps) or len(instruction.outputs) != 1:
         return ()
     made = instruction.outputs[0]
-    if tensors[made].alias_of is not None or not tensors[made].size_bytes:
-        return ()
     size = tensors[made].size_bytes
-    return tuple((value, made) for value in dict.fromkeys(instruction.reads) if tensors[value].size_bytes == size)
+    if tensors[made].alias_of is not None or not size:
+        return ()
+    return tuple((value, made) for value in instruction.reads if tensors[value].size_bytes == size)
 
 
-def time_s(eqn: JaxprEqn, profile: DeviceProfile) -> float:
-    """Predicted seconds of one run of an equation, loops and branches included."""
-    bodies = list(op_facts.inner_jaxprs(eqn))
-    if bodies:
-        each = [sum(time_s(inner, profile) for inner in jaxpr.eqns) for jaxpr in bodies]
-        return op_facts.iterations(eqn) * (max(each) if eqn.primitive.name == "cond" else sum(each))
-    moved = op_facts.bytes_moved(eqn)
-    if not moved:
+def _time_s(instruction: Instruction, tensors: list[Tensor], profile: DeviceProfile) -> float:
+    """Predicted seconds of a kernel: its inner values do not go through memory."""
+    eqn = instruction.root
+    if any(True for _ in op_facts.inner_jaxprs(eqn)):
+        return _body_time_s(eqn, profile)
+    if len(instruction.steps) == 1 and (op_facts.viewed_input(eqn) is not None or op_facts.holds_nothing(eqn)):
         return 0.0
-    launch_s = profile.overhead_s * (0.2 if op_facts.is_elementwise(eqn) else 1.0)
-    dtype = str(getattr(eqn.outvars[0].aval, "dtype", "float32")) if eqn.outvars else "float32"
-    return op_time_s(profile, op_facts.flops(eqn), moved, dtype) - profile.overhead_s + launch_s
+    moved = sum(tensors[value].size_bytes for value in (*instruction.reads, *instruction.outputs))
+    work = sum(op_facts.flops(step.eqn) for step in instruction.steps)
+    dtype = tensors[instruction.outputs[0]].dtype if instruction.outputs else None
+    return op_time_s(profile, work, moved, dtype or "float32")
+
+
+def _body_time_s(eqn: JaxprEqn, profile: DeviceProfile) -> float:
+    """Predicted seconds of a loop, a branch or a function with a rule of its own."""
+    each = [graph_of_jaxpr(jaxpr, profile).time_s for jaxpr in op_facts.inner_jaxprs(eqn)]
+    return op_facts.iterations(eqn) * (max(each) if eqn.primitive.name == "cond" else sum(each))
 
 
 def _workspace_bytes(eqn: JaxprEqn, profile: DeviceProfile) -> int:
     """What the body of a loop or the larger branch needs besides its inputs and outputs."""
+    if op_facts.is_elementwise(eqn):
+        return 0
     return max((_body_bytes(jaxpr, profile) for jaxpr in op_facts.inner_jaxprs(eqn)), default=0)
 
 
 def _body_bytes(jaxpr: Jaxpr, profile: DeviceProfile) -> int:
-    from remat.jax._private import ClosedJaxpr
-
-    try:
-        program = program_of(ClosedJaxpr(jaxpr, [None] * len(jaxpr.constvars)))
-    except UnsupportedStep:
-        return 0
-    body = graph_of_program(program, profile)
+    body = graph_of_jaxpr(jaxpr, profile)
     peak = simulate(body, body.plain_schedule).peak_bytes - body.pinned_bytes
-    results = sum(op_facts.size_bytes(var.aval) for var in jaxpr.outvars)
-    return max(0, peak - results)
+    return max(0, peak - sum(op_facts.size_bytes(var.aval) for var in jaxpr.outvars))
+
+
+def graph_of_jaxpr(jaxpr: Jaxpr, profile: DeviceProfile) -> Graph:
+    """The graph of a body whose captured arrays do not matter."""
+    closed = ClosedJaxpr(jaxpr, [object() for _ in jaxpr.constvars])
+    return graph_of_program(program_of(closed), profile)
