@@ -255,7 +255,8 @@ def flops(eqn: JaxprEqn) -> float:
     if name == "dot_general":
         (contracted, _), _ = params["dimension_numbers"]
         left = _shape(eqn.invars[0])
-        return 2.0 * made * math.prod(left[axis] for axis in contracted)
+        inner = math.prod(left[int(axis)] for axis in contracted)
+        return 2.0 * made * inner
     if name == "conv_general_dilated":
         kernel = _shape(eqn.invars[1])
         outputs = int(kernel[params["dimension_numbers"].rhs_spec[0]])
