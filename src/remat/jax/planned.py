@@ -15,10 +15,12 @@ from remat.closed_loop import infeasible, plan_within
 from remat.cost_model import get_profile
 from remat.errors import InfeasibleBudget
 from remat.graph import Graph
-from remat.jax.compiled import Compiler
+from remat.jax._private import ClosedJaxpr
+from remat.jax.compiled import CompiledPeak, Compiler
 from remat.jax.emit import Emitted, emit
 from remat.jax.holds import Tie
 from remat.jax.program import Program, program_of, trace_jaxpr
+from remat.jax.scans import scan_menu
 from remat.jax.trace import graph_of_program
 from remat.plan import Plan
 from remat.plan import plan as make_plan
@@ -122,45 +124,80 @@ def plan_function(
         UnsupportedStep: where a shape is unknown.
     """
     closed, structure = trace_jaxpr(function, arguments)
-    program = program_of(closed)
-    graph = graph_of_program(program, get_profile("cpu" if jax.default_backend() == "cpu" else "a100"))
-    turning_point = Problem.of(graph).turning_point
-    if request.plan is not None:
-        request.plan.check_graph(graph)
-        plan = request.plan
-    elif known_plan is not None and known_plan.fingerprint == graph.fingerprint:
-        plan = known_plan
+    profile = get_profile("cpu" if jax.default_backend() == "cpu" else "a100")
+
+    def variant(of: ClosedJaxpr) -> Variant:
+        program = program_of(of)
+        graph = graph_of_program(program, profile)
+        turning_point = Problem.of(graph).turning_point
+        return Variant(program, graph, turning_point, Compiler(program, turning_point, tie, shapes, donated))
+
+    first = variant(closed)
+    given = request.plan if request.plan is not None else known_plan
+    variants = [first]
+    if given is None or given.fingerprint != first.graph.fingerprint:
+        variants += [variant(other) for other in scan_menu(closed, profile)]
+    followed = [one for one in variants if given is not None and one.graph.fingerprint == given.fingerprint]
+    if followed and given is not None:
+        chosen, plan = followed[0], given
+    elif request.plan is not None:
+        request.plan.check_graph(first.graph)
+        raise AssertionError("unreachable: a plan for none of the variants is refused above")
     else:
-        compiler = Compiler(program, turning_point, tie, shapes, donated)
-        plan = plan_for_compiler(graph, compiler, request)
+        plan = plan_for_variants(variants, request)
+        chosen = next(one for one in variants if one.graph.fingerprint == plan.fingerprint)
         _log.info("%s", plan)
-    return Planned(program, graph, plan, emit(program, plan.schedule, turning_point, tie), structure)
+    run = emit(chosen.program, plan.schedule, chosen.turning_point, tie)
+    return Planned(chosen.program, chosen.graph, plan, run, structure)
 
 
-def plan_for_compiler(graph: Graph, compiler: Compiler, request: Request) -> Plan:
+@dataclass(frozen=True)
+class Variant:
+    """One way to write the function: as it is, or with loops that keep less.
+
+    Attributes:
+        program: the traced function.
+        graph: what planners see of it.
+        turning_point: the instruction that ends its forward part.
+        compiler: tells the real peak of its schedules.
+    """
+
+    program: Program
+    graph: Graph
+    turning_point: int
+    compiler: Compiler
+
+
+def plan_for_variants(variants: Sequence[Variant], request: Request) -> Plan:
     """A plan whose compiled program stays within the budget; each round compiles once.
+
+    Args:
+        variants: the function as it is, then others by what their loops keep, most first.
+        request: the budget.
 
     Raises:
         InfeasibleBudget: with the smallest budget for which this function succeeds.
     """
     assert request.budget is not None
-    plain = simulate(graph, graph.plain_schedule)
-    baseline = compiler.peak(graph.plain_schedule)
+    first = variants[0]
+    traced_bytes = simulate(first.graph, first.graph.plain_schedule).peak_bytes
+    baseline = first.compiler.peak(first.graph.plain_schedule)
     budget_bytes = parse_budget(request.budget, max(1, baseline.expected_bytes))
-    time_limit_s = request.time_limit_s or max(_LEAST_S, min(_MOST_S, _SECONDS_PER_OP * len(graph.ops)))
+    of = {variant.graph.fingerprint: variant for variant in variants}
 
-    def plan_with(planner_budget: int) -> Plan:
-        return make_plan(graph, planner_budget, planner=request.planner, time_limit_s=time_limit_s, **request.options)
+    def real_peak(plan: Plan) -> CompiledPeak:
+        return of[plan.fingerprint].compiler.peak(plan.schedule)
 
     if baseline.highest_bytes <= budget_bytes:
-        found = dataclasses.replace(plan_with(max(1, plain.peak_bytes)), peak_bytes=baseline.expected_bytes)
+        plain = make_plan(first.graph, max(1, traced_bytes), planner=request.planner, **request.options)
+        found = dataclasses.replace(plain, peak_bytes=baseline.expected_bytes)
     else:
         try:
             found = plan_within(
                 budget_bytes,
-                _first_guess(graph, plain.peak_bytes, baseline.highest_bytes, budget_bytes),
-                plan_with,
-                lambda plan: compiler.peak(plan.schedule),
+                _first_guess(first.graph, traced_bytes, baseline.highest_bytes, budget_bytes),
+                lambda planner_budget: _cheapest_plan(variants, planner_budget, request),
+                real_peak,
                 rounds=_ROUNDS[0],
                 last_rounds=_ROUNDS[1],
             )
@@ -168,10 +205,42 @@ def plan_for_compiler(graph: Graph, compiler: Compiler, request: Request) -> Pla
             raise infeasible(budget_bytes, error.minimum_bytes, error.binding_op) from None
     return dataclasses.replace(
         found,
-        traced_peak_bytes=simulate(graph, found.schedule).peak_bytes,
+        traced_peak_bytes=simulate(of[found.fingerprint].graph, found.schedule).peak_bytes,
         baseline_peak_bytes=baseline.expected_bytes,
         budget_bytes=budget_bytes,
     )
+
+
+def _cheapest_plan(variants: Sequence[Variant], budget_bytes: int, request: Request) -> Plan:
+    """The cheapest plan over the variants: one whose loops keep little, or one that recomputes outside of them."""
+    first = variants[0].graph
+    time_limit_s = request.time_limit_s or max(_LEAST_S, min(_MOST_S, _SECONDS_PER_OP * len(first.ops)))
+
+    def plan_with(graph: Graph) -> Plan:
+        plan = make_plan(graph, budget_bytes, planner=request.planner, time_limit_s=time_limit_s, **request.options)
+        if graph is first:
+            return plan
+        return dataclasses.replace(
+            plan,
+            baseline_time_s=first.time_s,
+            overhead=(plan.time_s - first.time_s) / max(first.time_s, 1e-300),
+            overhead_lower_bound=0.0,
+            lower_bound_meaning="none was sought over what loops may keep",
+        )
+
+    loops = [variant.graph for variant in variants[1:]]
+    fitting = [graph for graph in loops if simulate(graph, graph.plain_schedule).peak_bytes <= budget_bytes]
+    # Where loops are planned, what is outside of them is worth recomputing only near the border.
+    tried = [first] if not loops else fitting[:1] + loops[max(0, len(loops) - len(fitting) - 1) :][:1]
+    plans, errors = [], []
+    for graph in dict.fromkeys(map(id, tried)):
+        try:
+            plans.append(plan_with(next(one for one in tried if id(one) == graph)))
+        except InfeasibleBudget as error:
+            errors.append(error)
+    if not plans:
+        raise min(errors, key=lambda error: error.minimum_bytes)
+    return min(plans, key=lambda plan: plan.time_s)
 
 
 def _first_guess(graph: Graph, traced_bytes: int, compiled_bytes: int, budget_bytes: int) -> int:

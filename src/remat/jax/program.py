@@ -85,36 +85,53 @@ def program_of(closed: ClosedJaxpr) -> Program:
     what their backward part computes again is merged with what the forward part computed, and the plan decides anew.
     Functions with a derivative rule of their own stay one instruction, so that the rule is not lost.
     """
-    return _Flattener(closed).program()
+    flattener = Flattener()
+    inputs = tuple(flattener.value(var.aval) for var in closed.jaxpr.invars)
+    outputs = flattener.add(closed, inputs)
+    steps = alive(flattener.steps, outputs)
+    steps = sunk(steps, flattener.avals, (*inputs, *flattener.constants), outputs)
+    return program_of_steps(flattener, steps, inputs, outputs)
 
 
-class _Flattener:
-    def __init__(self, closed: ClosedJaxpr) -> None:
+def program_of_steps(
+    flattener: Flattener, steps: Sequence[Step], inputs: Sequence[int], outputs: Sequence[Atom]
+) -> Program:
+    """The program of some of a flattener's steps, fused as the compiler will."""
+    instructions = tuple(Instruction(*parts) for parts in fused(steps, flattener.avals, outputs))
+    return Program(instructions, tuple(flattener.avals), tuple(inputs), flattener.constants, tuple(outputs))
+
+
+class Flattener:
+    """Writes jaxprs into one flat list of steps; equal computations are merged.
+
+    Attributes:
+        avals: for each value id, its shape and dtype.
+        steps: in program order.
+        constants: arrays that the jaxprs captured, by value id.
+    """
+
+    def __init__(self) -> None:
         self.avals: list[Any] = []
         self.steps: list[Step] = []
         self.constants: dict[int, Any] = {}
         self.constant_ids: dict[int, int] = {}
         self.known: dict[Any, tuple[int, ...]] = {}
-        jaxpr = closed.jaxpr
-        self.inputs = tuple(self._value(var.aval) for var in jaxpr.invars)
-        scope: dict[Any, Atom] = dict(zip(jaxpr.invars, self.inputs, strict=True))
-        self._bind_constants(scope, jaxpr, closed.consts)
-        self.outputs = self._walk(jaxpr, scope)
 
-    def program(self) -> Program:
-        alive = [self.steps[number] for number in _alive(self.steps, self.outputs)]
-        ordered = sunk(alive, self.avals, (*self.inputs, *self.constants), self.outputs)
-        instructions = tuple(Instruction(*parts) for parts in fused(ordered, self.avals, self.outputs))
-        return Program(instructions, tuple(self.avals), self.inputs, self.constants, tuple(self.outputs))
-
-    def _value(self, aval: Any) -> int:
+    def value(self, aval: Any) -> int:
+        """A new value."""
         self.avals.append(aval)
         return len(self.avals) - 1
+
+    def add(self, closed: ClosedJaxpr, inputs: Sequence[Atom]) -> list[Atom]:
+        """Append a jaxpr that is called on values; returns what it computes."""
+        scope: dict[Any, Atom] = dict(zip(closed.jaxpr.invars, inputs, strict=True))
+        self._bind_constants(scope, closed.jaxpr, closed.consts)
+        return self._walk(closed.jaxpr, scope)
 
     def _bind_constants(self, scope: dict[Any, Atom], jaxpr: Jaxpr, constants: Sequence[Any]) -> None:
         for var, array in zip(jaxpr.constvars, constants, strict=True):
             if id(array) not in self.constant_ids:
-                number = self._value(var.aval)
+                number = self.value(var.aval)
                 self.constant_ids[id(array)] = number
                 self.constants[number] = array
             scope[var] = self.constant_ids[id(array)]
@@ -140,7 +157,7 @@ class _Flattener:
         key = _identity(eqn, inputs) if op_facts.may_repeat(eqn) else None
         if key is not None and key in self.known:
             return self.known[key]
-        outputs = tuple(self._value(var.aval) for var in eqn.outvars)
+        outputs = tuple(self.value(var.aval) for var in eqn.outvars)
         self.steps.append(Step(eqn, inputs, outputs))
         if key is not None:
             self.known[key] = outputs
@@ -174,14 +191,13 @@ def _identity(eqn: JaxprEqn, inputs: tuple[Atom, ...]) -> Any:
     return key
 
 
-def _alive(steps: Sequence[Step], outputs: Sequence[Atom]) -> list[int]:
-    """Numbers of the steps that an output or an effect needs, rising."""
+def alive(steps: Sequence[Step], outputs: Sequence[Atom]) -> list[Step]:
+    """The steps that an output or an effect needs."""
     needed = {atom for atom in outputs if isinstance(atom, int)}
     kept = []
-    for number in reversed(range(len(steps))):
-        step = steps[number]
+    for step in reversed(steps):
         if step.eqn.effects or any(value in needed for value in step.outputs):
-            kept.append(number)
+            kept.append(step)
             needed.update(step.reads)
     return kept[::-1]
 
