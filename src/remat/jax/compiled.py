@@ -99,9 +99,15 @@ class Compiler:
         def function(*arrays: Any) -> list[Any]:
             return run(arrays[:count], arrays[count:])
 
-        captured = [shape_of(array) for array in self._program.constants.values()]
-        lowered = jax.jit(function, donate_argnums=self._donated).lower(*self._arguments, *captured)
-        return lowered.compile(compiler_options={**compiler_options(self._tie), **_quick_options()})
+        captured = tuple(self._program.constants.values())
+        return compile_quickly(function, (*self._arguments, *captured), self._tie, self._donated)
+
+
+def compile_quickly(function: Any, arguments: Sequence[Any], tie: Tie, donated: Sequence[int] = ()) -> Any:
+    """The compiled function, of which only the memory is read; arrays and tracers stand for their shapes."""
+    shapes = jax.tree.map(lambda a: a if isinstance(a, jax.ShapeDtypeStruct) else shape_of(a), tuple(arguments))
+    lowered = jax.jit(function, donate_argnums=tuple(donated)).lower(*shapes)
+    return lowered.compile(compiler_options={**compiler_options(tie), **_quick_options()})
 
 
 def _quick_options() -> dict[str, Any]:

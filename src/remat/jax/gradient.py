@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +13,8 @@ from remat.graph import Graph
 from remat.jax import _private
 from remat.jax.compiled import shape_of
 from remat.jax.jit import current_tie, jit
+from remat.jax.micro_batches import Split, loss_in_parts, summed_value_and_grad
+from remat.jax.micro_plan import PlannedParts, plan_parts
 from remat.jax.planned import Planned, Request, plan_function
 from remat.plan import Plan
 
@@ -70,8 +72,38 @@ def value_and_grad(
         raise TypeError(f"remat.jax.value_and_grad takes a function, not {type(fun).__name__}")
     request = Request(budget, plan, planner, time_limit_s, options)
     request.check("remat.jax.value_and_grad")
-    gradient = jax.value_and_grad(fun, argnums, has_aux, holomorphic=holomorphic, allow_int=allow_int)
-    return Gradient(gradient, fun, request)
+    split = Split(
+        micro_batches,
+        None if batch_argnums is None else _as_tuple(batch_argnums),
+        reduction,
+        _as_tuple(argnums),
+        has_aux,
+    )
+    split.check()
+    if micro_batches > 1 and (holomorphic or allow_int):
+        raise UnsupportedStep("micro_batches does not go together with holomorphic and allow_int; leave it at 1")
+    plain = _quotient(fun, has_aux) if reduction == "ratio" else fun
+    gradient = jax.value_and_grad(plain, argnums, has_aux, holomorphic=holomorphic, allow_int=allow_int)
+    return Gradient(gradient, fun, request, split, argnums)
+
+
+def _as_tuple(numbers: int | Sequence[int]) -> tuple[int, ...]:
+    return (numbers,) if isinstance(numbers, int) else tuple(numbers)
+
+
+def _quotient(fun: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
+    """The loss of a function that returns (sum, denominator)."""
+
+    @functools.wraps(fun)
+    def loss(*args: Any, **kwargs: Any) -> Any:
+        result = fun(*args, **kwargs)
+        main, aux = result if has_aux else (result, None)
+        if not isinstance(main, tuple) or len(main) != 2:
+            raise TypeError('with reduction="ratio" the function returns a pair (sum, denominator)')
+        value = main[0] / main[1]
+        return (value, aux) if has_aux else value
+
+    return loss
 
 
 def grad(fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: bool = False, **options: Any) -> Grad:
@@ -82,12 +114,22 @@ def grad(fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: boo
 class Gradient:
     """What ``value_and_grad`` returns."""
 
-    def __init__(self, gradient: Callable[..., Any], fun: Callable[..., Any], request: Request) -> None:
+    def __init__(
+        self,
+        gradient: Callable[..., Any],
+        fun: Callable[..., Any],
+        request: Request,
+        split: Split,
+        argnums: int | Sequence[int],
+    ) -> None:
         functools.update_wrapper(self, fun)
         self._gradient = gradient
+        self._fun = fun
         self._request = request
+        self._split = split
+        self._one_gradient = isinstance(argnums, int)
         self._plans: dict[Any, Plan] = {}
-        self._newest: Planned | None = None
+        self._newest: Planned | PlannedParts | None = None
         self._compiled: dict[Any, Any] = {}
 
     @property
@@ -124,15 +166,53 @@ class Gradient:
             args, kwargs = jax.tree.unflatten(structure, _merged(constant, flat))
             return self._gradient(*args, **kwargs)
 
-        if self._request.budget is None and self._request.plan is None:
+        is_planned = self._request.budget is not None or self._request.plan is not None
+        if not is_planned and self._split.count == 1:
             return function(*numeric)
         shapes = tuple(shape_of(leaf) for leaf in numeric)
         key = (structure, tuple(map(str, shapes)), tuple(map(repr, constant)), current_tie())
+        if self._split.count > 1:
+            args, kwargs = jax.tree.unflatten(structure, _merged(constant, numeric))
+            return self._in_parts(args, kwargs, constant, shapes, key, is_planned)
         self._newest = plan_function(
             function, numeric, self._request, current_tie(), shapes=shapes, known_plan=self._plans.get(key)
         )
         self._plans[key] = self._newest.plan
         return self._newest(numeric)
+
+    def _in_parts(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        constant: Sequence[tuple[int, Any]],
+        shapes: Sequence[jax.ShapeDtypeStruct],
+        key: Any,
+        is_planned: bool,
+    ) -> Any:
+        if constant:
+            raise UnsupportedStep(
+                f"with micro_batches, arguments are arrays and numbers, not {type(constant[0][1]).__name__}; pass "
+                "flags and names through a closure (functools.partial)"
+            )
+        split = self._split
+        if is_planned:
+            self._newest = plan_parts(
+                self._fun,
+                self._gradient,
+                split,
+                self._request,
+                current_tie(),
+                args,
+                kwargs,
+                self._plans.get(key),
+                shapes,
+            )
+            self._plans[key] = self._newest.plan
+            value, gradients = self._newest(*args, **kwargs)
+        else:
+            own = jax.value_and_grad(loss_in_parts(self._fun, split), split.argnums, has_aux=True)
+            value, gradients = summed_value_and_grad(self._fun, split, lambda _: own)(*args, **kwargs)
+        return value, gradients[0] if self._one_gradient else gradients
 
 
 class Grad:

@@ -15,7 +15,6 @@ from remat.closed_loop import infeasible, plan_within
 from remat.cost_model import get_profile
 from remat.errors import InfeasibleBudget
 from remat.graph import Graph
-from remat.jax._private import ClosedJaxpr
 from remat.jax.compiled import CompiledPeak, Compiler
 from remat.jax.emit import Emitted, emit
 from remat.jax.holds import Tie
@@ -29,7 +28,7 @@ from remat.simulator import simulate
 
 _log = logging.getLogger("remat")
 
-_ROUNDS = (5, 2)  # At first, and near the smallest peak where none of the first fits; each compiles once.
+ROUNDS = (5, 2)  # At first, and near the smallest peak where none of the first fits; each compiles once.
 
 # For one round of several; the methods that bring most per second come first.
 _SECONDS_PER_OP = 2e-3
@@ -123,20 +122,9 @@ def plan_function(
         PlanMismatch: where ``request.plan`` is for another function.
         UnsupportedStep: where a shape is unknown.
     """
-    closed, structure = trace_jaxpr(function, arguments)
-    profile = get_profile("cpu" if jax.default_backend() == "cpu" else "a100")
-
-    def variant(of: ClosedJaxpr) -> Variant:
-        program = program_of(of)
-        graph = graph_of_program(program, profile)
-        turning_point = Problem.of(graph).turning_point
-        return Variant(program, graph, turning_point, Compiler(program, turning_point, tie, shapes, donated))
-
-    first = variant(closed)
     given = request.plan if request.plan is not None else known_plan
-    variants = [first]
-    if given is None or given.fingerprint != first.graph.fingerprint:
-        variants += [variant(other) for other in scan_menu(closed, profile)]
+    variants, structure = variants_of(function, arguments)
+    first = variants[0]
     followed = [one for one in variants if given is not None and one.graph.fingerprint == given.fingerprint]
     if followed and given is not None:
         chosen, plan = followed[0], given
@@ -144,7 +132,10 @@ def plan_function(
         request.plan.check_graph(first.graph)
         raise AssertionError("unreachable: a plan for none of the variants is refused above")
     else:
-        plan = plan_for_variants(variants, request)
+        compilers = {
+            one.graph.fingerprint: Compiler(one.program, one.turning_point, tie, shapes, donated) for one in variants
+        }
+        plan = plan_for_variants(variants, request, lambda plan: compilers[plan.fingerprint].peak(plan.schedule))
         chosen = next(one for one in variants if one.graph.fingerprint == plan.fingerprint)
         _log.info("%s", plan)
     run = emit(chosen.program, plan.schedule, chosen.turning_point, tie)
@@ -159,21 +150,32 @@ class Variant:
         program: the traced function.
         graph: what planners see of it.
         turning_point: the instruction that ends its forward part.
-        compiler: tells the real peak of its schedules.
     """
 
     program: Program
     graph: Graph
     turning_point: int
-    compiler: Compiler
 
 
-def plan_for_variants(variants: Sequence[Variant], request: Request) -> Plan:
+def variants_of(function: Callable[..., Any], arguments: Sequence[Any]) -> tuple[list[Variant], Any]:
+    """A function as it is, then with loops that keep less and less; and the structure of what it returns."""
+    closed, structure = trace_jaxpr(function, arguments)
+    profile = get_profile("cpu" if jax.default_backend() == "cpu" else "a100")
+    variants = []
+    for one in (closed, *scan_menu(closed, profile)):
+        program = program_of(one)
+        graph = graph_of_program(program, profile)
+        variants.append(Variant(program, graph, Problem.of(graph).turning_point))
+    return variants, structure
+
+
+def plan_for_variants(variants: Sequence[Variant], request: Request, real_peak: Callable[[Plan], CompiledPeak]) -> Plan:
     """A plan whose compiled program stays within the budget; each round compiles once.
 
     Args:
         variants: the function as it is, then others by what their loops keep, most first.
         request: the budget.
+        real_peak: the peak of the program that a plan leads to.
 
     Raises:
         InfeasibleBudget: with the smallest budget for which this function succeeds.
@@ -181,28 +183,24 @@ def plan_for_variants(variants: Sequence[Variant], request: Request) -> Plan:
     assert request.budget is not None
     first = variants[0]
     traced_bytes = simulate(first.graph, first.graph.plain_schedule).peak_bytes
-    baseline = first.compiler.peak(first.graph.plain_schedule)
+    unplanned = cheapest_plan(variants[:1], max(1, traced_bytes), request)
+    baseline = real_peak(unplanned)
     budget_bytes = parse_budget(request.budget, max(1, baseline.expected_bytes))
-    of = {variant.graph.fingerprint: variant for variant in variants}
-
-    def real_peak(plan: Plan) -> CompiledPeak:
-        return of[plan.fingerprint].compiler.peak(plan.schedule)
-
     if baseline.highest_bytes <= budget_bytes:
-        plain = make_plan(first.graph, max(1, traced_bytes), planner=request.planner, **request.options)
-        found = dataclasses.replace(plain, peak_bytes=baseline.expected_bytes)
+        found = dataclasses.replace(unplanned, peak_bytes=baseline.expected_bytes)
     else:
         try:
             found = plan_within(
                 budget_bytes,
-                _first_guess(first.graph, traced_bytes, baseline.highest_bytes, budget_bytes),
-                lambda planner_budget: _cheapest_plan(variants, planner_budget, request),
+                first_guess(first.graph, traced_bytes, baseline.highest_bytes, budget_bytes),
+                lambda planner_budget: cheapest_plan(variants, planner_budget, request),
                 real_peak,
-                rounds=_ROUNDS[0],
-                last_rounds=_ROUNDS[1],
+                rounds=ROUNDS[0],
+                last_rounds=ROUNDS[1],
             )
         except InfeasibleBudget as error:
             raise infeasible(budget_bytes, error.minimum_bytes, error.binding_op) from None
+    of = {variant.graph.fingerprint: variant for variant in variants}
     return dataclasses.replace(
         found,
         traced_peak_bytes=simulate(of[found.fingerprint].graph, found.schedule).peak_bytes,
@@ -211,7 +209,7 @@ def plan_for_variants(variants: Sequence[Variant], request: Request) -> Plan:
     )
 
 
-def _cheapest_plan(variants: Sequence[Variant], budget_bytes: int, request: Request) -> Plan:
+def cheapest_plan(variants: Sequence[Variant], budget_bytes: int, request: Request) -> Plan:
     """The cheapest plan over the variants: one whose loops keep little, or one that recomputes outside of them."""
     first = variants[0].graph
     time_limit_s = request.time_limit_s or max(_LEAST_S, min(_MOST_S, _SECONDS_PER_OP * len(first.ops)))
@@ -243,7 +241,7 @@ def _cheapest_plan(variants: Sequence[Variant], budget_bytes: int, request: Requ
     return min(plans, key=lambda plan: plan.time_s)
 
 
-def _first_guess(graph: Graph, traced_bytes: int, compiled_bytes: int, budget_bytes: int) -> int:
+def first_guess(graph: Graph, traced_bytes: int, compiled_bytes: int, budget_bytes: int) -> int:
     """The planner's budget, if fusion does to the plan what it does to the plain step; arguments are counted alike."""
     pinned = graph.pinned_bytes if graph.pinned_bytes < min(compiled_bytes, budget_bytes) else 0
     return pinned + int((budget_bytes - pinned) * (traced_bytes - pinned) / max(1, compiled_bytes - pinned))
