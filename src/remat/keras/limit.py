@@ -60,7 +60,7 @@ def limit_memory(
 
     Raises:
         InvalidBudget: if the budget cannot be read.
-        UnsupportedStep: for another backend than TensorFlow, or ``run_eagerly``.
+        UnsupportedStep: for another backend than TensorFlow and JAX, or ``run_eagerly``.
         InfeasibleBudget: by ``fit``, at the first step, if no schedule fits; it names the smallest budget.
     """
     if not isinstance(model, keras.Model):
@@ -75,17 +75,24 @@ def limit_memory(
         )
     if budget != "auto":
         parse_budget(budget, baseline_peak_bytes=1 << 60)
-    if keras.backend.backend() != "tensorflow":
+    backend = keras.backend.backend()
+    if backend not in ("tensorflow", "jax"):
         raise UnsupportedStep(
-            f"limit_memory supports Keras on TensorFlow, and the active backend is {keras.backend.backend()!r}; set "
-            "KERAS_BACKEND=tensorflow before keras is imported"
+            f"limit_memory supports Keras on TensorFlow and on JAX, and the active backend is {backend!r}; set "
+            "KERAS_BACKEND=tensorflow or KERAS_BACKEND=jax before keras is imported"
         )
-    from remat.keras.tensorflow_backend import TensorFlowLimit
-    from remat.tensorflow.rewrite import Request
-
     if model in _limits:
         _limits.pop(model).detach()
-    _limits[model] = TensorFlowLimit(model, Request(budget, None, planner, time_limit_s, options))
+    if backend == "tensorflow":
+        from remat.keras.tensorflow_backend import TensorFlowLimit
+        from remat.tensorflow.rewrite import Request
+
+        _limits[model] = TensorFlowLimit(model, Request(budget, None, planner, time_limit_s, options))
+    else:
+        from remat.jax.planned import Request as JaxRequest
+        from remat.keras.jax_backend import JaxLimit
+
+        _limits[model] = JaxLimit(model, JaxRequest(budget, None, planner, time_limit_s, options))
     return model
 
 
