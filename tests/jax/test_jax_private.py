@@ -23,6 +23,7 @@ SYMBOLS = [
     ("jax.extend.core", "JaxprEqn"),
     ("jax.extend.core", "Literal"),
     ("jax.extend.core", "Var"),
+    ("jax.extend.core", "nonempty_axis_env_DO_NOT_USE"),
     ("jax.extend.core.primitives", "add_p"),
 ]
 MOVED = (

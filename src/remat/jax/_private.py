@@ -9,6 +9,7 @@ import jax
 import jax.extend.core.primitives as known_primitives
 from jax._src import source_info_util
 from jax._src.named_sharding import UNSPECIFIED
+from jax.extend import core as extended_core
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 __all__ = ["ClosedJaxpr", "Jaxpr", "JaxprEqn", "Literal", "Var"]
@@ -17,7 +18,17 @@ Array: TypeAlias = Any
 
 # Pure, and missing from the list of primitives that JAX exports.
 _ALSO_KNOWN = frozenset(
-    {"add_any", "optimization_barrier", "random_unwrap", "random_wrap", "remat2", "split", "stack", "unstack"}
+    {
+        "add_any",
+        "optimization_barrier",
+        "random_unwrap",
+        "random_wrap",
+        "remat2",
+        "reshard",
+        "split",
+        "stack",
+        "unstack",
+    }
 )
 
 
@@ -47,6 +58,12 @@ def is_plain_call(eqn: JaxprEqn) -> bool:
         and all(layout is None for layout in laid_out)
         and not params["compiler_options_kvs"]
     )
+
+
+def names_devices() -> bool:
+    """Is the trace under way inside ``shard_map`` or another transformation that gives axes of devices a name?"""
+    core: Any = extended_core
+    return bool(core.nonempty_axis_env_DO_NOT_USE())
 
 
 def is_traced(value: Any) -> bool:

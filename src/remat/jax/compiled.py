@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,10 @@ from remat.schedule import Schedule
 
 # XLA on a CPU takes barriers out before it merges equal computations, which undoes every recomputation.
 KEEP_BARRIERS = {"xla_disable_hlo_passes": "cse_barrier_expander"}
+
+
+# Peak of a program that breaks a rule: more than any device has.
+_REFUSED = 1 << 52
 
 
 def compiler_options(tie: Tie) -> dict[str, str]:
@@ -68,6 +72,7 @@ class Compiler:
         tie: how recomputations are held back.
         arguments: the flat arguments: shapes and dtypes, and shardings where known.
         donated: numbers of the flat arguments whose buffers the results may take over.
+        accept: refuses schedules by their compiled programs; a refused one fits no budget.
     """
 
     def __init__(
@@ -77,7 +82,9 @@ class Compiler:
         tie: Tie,
         arguments: Sequence[jax.ShapeDtypeStruct],
         donated: Sequence[int] = (),
+        accept: Callable[[Schedule, Any], bool] | None = None,
     ) -> None:
+        self._accept = accept
         self._program = program
         self._turning_point = turning_point
         self._tie = tie
@@ -88,7 +95,9 @@ class Compiler:
     def peak(self, schedule: Schedule) -> CompiledPeak:
         """Peak bytes of one device under a schedule. Compiles, unless the schedule is known."""
         if schedule not in self._known:
-            self._known[schedule] = CompiledPeak(peak_of(self.compile(schedule).memory_analysis()))
+            compiled = self.compile(schedule)
+            refused = self._accept is not None and not self._accept(schedule, compiled)
+            self._known[schedule] = CompiledPeak(_REFUSED if refused else peak_of(compiled.memory_analysis()))
         return self._known[schedule]
 
     def compile(self, schedule: Schedule) -> Any:

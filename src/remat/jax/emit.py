@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+import jax
+
 from remat.jax import _private, ties
 from remat.jax.holds import Tie, find_holds
 from remat.jax.program import Program
@@ -60,6 +62,20 @@ def emit(program: Program, schedule: Schedule, turning_point: int, tie: Tie) -> 
             values.update(zip(program.instructions[number].outputs, _execute(program, number, values), strict=True))
             for value in dies.get(step, ()):
                 del values[value]
+        return [values[atom] if isinstance(atom, int) else atom.val for atom in program.outputs]
+
+    return run
+
+
+def named_run(program: Program, prefix: str) -> Emitted:
+    """The plain function with the number of each instruction, behind a prefix, in the names that the compiler keeps."""
+
+    def run(arguments: Sequence[Any], captured: Sequence[Any]) -> list[Any]:
+        values: dict[int, Any] = dict(zip(program.inputs, arguments, strict=True))
+        values.update(zip(program.constants, captured, strict=True))
+        for number, instruction in enumerate(program.instructions):
+            with jax.named_scope(f"{prefix}{number}"):
+                values.update(zip(instruction.outputs, _execute(program, number, values), strict=True))
         return [values[atom] if isinstance(atom, int) else atom.val for atom in program.outputs]
 
     return run

@@ -38,7 +38,17 @@ _NEVER_REPEATED = frozenset(
 
 # The output has the bytes of the first input, in its order: the compiler copies nothing.
 _VIEWS = frozenset(
-    {"device_put", "expand_dims", "name", "random_unwrap", "random_wrap", "reshape", "squeeze", "stop_gradient"}
+    {
+        "device_put",
+        "expand_dims",
+        "name",
+        "random_unwrap",
+        "random_wrap",
+        "reshape",
+        "reshard",
+        "squeeze",
+        "stop_gradient",
+    }
 )
 
 # Always computed where it is read: the compiler fuses such values into every reader.

@@ -15,15 +15,18 @@ from remat.closed_loop import infeasible, plan_within
 from remat.cost_model import get_profile
 from remat.errors import InfeasibleBudget
 from remat.graph import Graph
+from remat.jax import _private
 from remat.jax.compiled import CompiledPeak, Compiler
 from remat.jax.emit import Emitted, emit
 from remat.jax.holds import Tie
 from remat.jax.program import Program, program_of, trace_jaxpr
 from remat.jax.scans import scan_menu
+from remat.jax.sharded import communications, is_sharded, without_repeated_communication
 from remat.jax.trace import graph_of_program
 from remat.plan import Plan
 from remat.plan import plan as make_plan
 from remat.planners.problem import Problem
+from remat.schedule import Schedule
 from remat.simulator import simulate
 
 _log = logging.getLogger("remat")
@@ -124,6 +127,16 @@ def plan_function(
     """
     given = request.plan if request.plan is not None else known_plan
     variants, structure = variants_of(function, arguments)
+    accept: Callable[[Schedule, Any], bool] | None = None
+    if is_sharded(shapes):
+        variants = [_communicating_once(one, shapes, tie) for one in variants[:1]]
+        plain = Compiler(variants[0].program, 0, tie, shapes, donated).compile(variants[0].graph.plain_schedule)
+        allowed = communications(plain.as_text())
+
+        def sends_no_more(_: Schedule, compiled: Any) -> bool:
+            return communications(compiled.as_text()) <= allowed
+
+        accept = sends_no_more
     first = variants[0]
     followed = [one for one in variants if given is not None and one.graph.fingerprint == given.fingerprint]
     if followed and given is not None:
@@ -133,13 +146,27 @@ def plan_function(
         raise AssertionError("unreachable: a plan for none of the variants is refused above")
     else:
         compilers = {
-            one.graph.fingerprint: Compiler(one.program, one.turning_point, tie, shapes, donated) for one in variants
+            one.graph.fingerprint: Compiler(one.program, one.turning_point, tie, shapes, donated, accept)
+            for one in variants
         }
-        plan = plan_for_variants(variants, request, lambda plan: compilers[plan.fingerprint].peak(plan.schedule))
+        graphs = {one.graph.fingerprint: one.graph for one in variants}
+
+        def real_peak(plan: Plan) -> CompiledPeak:
+            if _private.names_devices():
+                # The compiler cannot be asked: the function is only part of a program over named axes.
+                return CompiledPeak(simulate(graphs[plan.fingerprint], plan.schedule).peak_bytes)
+            return compilers[plan.fingerprint].peak(plan.schedule)
+
+        plan = plan_for_variants(variants, request, real_peak)
         chosen = next(one for one in variants if one.graph.fingerprint == plan.fingerprint)
         _log.info("%s", plan)
     run = emit(chosen.program, plan.schedule, chosen.turning_point, tie)
     return Planned(chosen.program, chosen.graph, plan, run, structure)
+
+
+def _communicating_once(variant: Variant, shapes: Sequence[jax.ShapeDtypeStruct], tie: Tie) -> Variant:
+    graph = without_repeated_communication(variant.program, variant.graph, shapes, tie)
+    return dataclasses.replace(variant, graph=graph)
 
 
 @dataclass(frozen=True)
