@@ -61,6 +61,7 @@ def test_data_parallel_step(mesh):
     assert 0 < collectives(ours, *args) == collectives(plain, *args)
 
 
+@pytest.mark.slow
 def test_tensor_parallel_layers_repeat_no_collective(mesh):
     """Every second product sums over the devices: to make its result again would send everything again."""
     case = mlp(layers=12, batch=1024)
@@ -76,13 +77,14 @@ def test_tensor_parallel_layers_repeat_no_collective(mesh):
     args = placed, jax.device_put(x, NamedSharding(mesh, PartitionSpec()))
     step = step_of(case.loss)
     plain = jax.jit(step)
-    ours = remat.jax.jit(step, budget="85%", **PLANNING)
+    ours = remat.jax.jit(step, budget="93%", **PLANNING)
 
     assert_close(ours(*args), plain(*args))
     assert ours.plan.recomputed > 0
     assert 0 < collectives(ours, *args) == collectives(plain, *args)
 
 
+@pytest.mark.slow
 def test_inside_shard_map(mesh):
     """Collectives that the function names itself run once; the budget is one of the trace there."""
     case = mlp(batch=1024)

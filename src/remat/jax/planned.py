@@ -21,7 +21,7 @@ from remat.jax.emit import Emitted, emit
 from remat.jax.holds import Tie
 from remat.jax.program import Program, program_of, trace_jaxpr
 from remat.jax.scans import scan_menu
-from remat.jax.sharded import communications, is_sharded, without_repeated_communication
+from remat.jax.sharded import communications, graph_of_one_device, is_sharded
 from remat.jax.trace import graph_of_program
 from remat.plan import Plan
 from remat.plan import plan as make_plan
@@ -129,7 +129,7 @@ def plan_function(
     variants, structure = variants_of(function, arguments)
     accept: Callable[[Schedule, Any], bool] | None = None
     if is_sharded(shapes):
-        variants = [_communicating_once(one, shapes, tie) for one in variants[:1]]
+        variants = [_on_one_device(one, shapes, tie) for one in variants[:1]]
         plain = Compiler(variants[0].program, 0, tie, shapes, donated).compile(variants[0].graph.plain_schedule)
         allowed = communications(plain.as_text())
 
@@ -164,8 +164,8 @@ def plan_function(
     return Planned(chosen.program, chosen.graph, plan, run, structure)
 
 
-def _communicating_once(variant: Variant, shapes: Sequence[jax.ShapeDtypeStruct], tie: Tie) -> Variant:
-    graph = without_repeated_communication(variant.program, variant.graph, shapes, tie)
+def _on_one_device(variant: Variant, shapes: Sequence[jax.ShapeDtypeStruct], tie: Tie) -> Variant:
+    graph = graph_of_one_device(variant.program, variant.graph, shapes, tie)
     return dataclasses.replace(variant, graph=graph)
 
 
