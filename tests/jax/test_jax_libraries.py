@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -35,9 +37,7 @@ def nnx():
     class Model(library.Module):
         def __init__(self, rngs):
             sizes = [WIDTH, *([2 * WIDTH] * LAYERS)]
-            self.layers = library.List(
-                [library.Linear(a, b, rngs=rngs) for a, b in zip(sizes, sizes[1:], strict=False)]
-            )
+            self.layers = library.List([library.Linear(a, b, rngs=rngs) for a, b in itertools.pairwise(sizes)])
 
         def __call__(self, x):
             for layer in self.layers:
@@ -56,7 +56,11 @@ def equinox():
     return params, lambda params, x: jnp.mean(jax.vmap(eqx.combine(params, rest))(x) ** 2)
 
 
-@pytest.mark.parametrize("library", [linen, nnx, equinox], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "library",
+    [pytest.param(linen, marks=pytest.mark.slow), nnx, pytest.param(equinox, marks=pytest.mark.slow)],
+    ids=lambda f: f.__name__,
+)
 def test_training_with_optax(library):
     params, loss = library()
     x = normal(0, BATCH, WIDTH)

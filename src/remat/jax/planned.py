@@ -31,7 +31,7 @@ from remat.simulator import simulate
 
 _log = logging.getLogger("remat")
 
-ROUNDS = (5, 2)  # At first, and near the smallest peak where none of the first fits; each compiles once.
+ROUNDS = (5, 4)  # At first, and near the smallest peak where none of the first fits; each compiles once.
 
 # For one round of several; the methods that bring most per second come first.
 _SECONDS_PER_OP = 2e-3
