@@ -36,6 +36,8 @@ class Plan:
         planner: name of the planner.
         budget_bytes: what the peak had to stay within.
         plan_seconds: wall time that planning took.
+        traced_peak_bytes: the peak of the traced step, where ``peak_bytes`` is what the compiler says of the program
+            made of it; None where the two are one.
     """
 
     schedule: Schedule
@@ -50,6 +52,7 @@ class Plan:
     planner: str
     budget_bytes: int
     plan_seconds: float
+    traced_peak_bytes: int | None = None
 
     @property
     def recomputed(self) -> int:
@@ -84,12 +87,14 @@ class Plan:
     def __str__(self) -> str:
         ops = len(set(self.schedule))
         peak, plain = format_bytes(self.peak_bytes), format_bytes(self.baseline_peak_bytes)
+        traced = self.traced_peak_bytes
         share = f" ({self.peak_bytes / self.baseline_peak_bytes:.1%} of plain)" if self.baseline_peak_bytes else ""
         return "\n".join(
             (
                 f"remat plan by {self.planner!r}, made in {self.plan_seconds:.2f} s",
                 f"  budget         {format_bytes(self.budget_bytes)}",
                 f"  predicted peak {peak}{share}, plain {plain}",
+                *([f"  before fusion  {format_bytes(traced)}, by the trace"] if traced is not None else []),
                 f"  overhead       {self.overhead:.2%} ({self.time_s:.4g} s, plain {self.baseline_time_s:.4g} s)",
                 f"  lower bound    {self.overhead_lower_bound:.2%}: {self.lower_bound_meaning}",
                 f"  gap            {self.overhead - self.overhead_lower_bound:.2%} of a plain step at most",

@@ -76,7 +76,7 @@ def save_plan(plan: Plan, path: str | Path) -> None:
 
 def plan_to_json(plan: Plan) -> dict[str, Any]:
     """The plan as a JSON-ready dictionary in the ``remat.plan`` format."""
-    values = {field.name: getattr(plan, field.name) for field in fields(plan)}
+    values = {field.name: value for field in fields(plan) if (value := getattr(plan, field.name)) is not None}
     return {"format": PLAN_FORMAT, "version": VERSION, **values, "schedule": list(plan.schedule)}
 
 
@@ -140,6 +140,7 @@ def _plan_from(reader: JsonReader) -> Plan:
         planner=reader.text("planner"),
         budget_bytes=reader.integer("budget_bytes"),
         plan_seconds=reader.number("plan_seconds"),
+        traced_peak_bytes=reader.integer("traced_peak_bytes") if reader.has("traced_peak_bytes") else None,
     )
 
 

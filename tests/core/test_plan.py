@@ -68,6 +68,7 @@ def test_everything_in_a_plan(use: Use, bound: Callable[[float], None]) -> None:
         "planner": "given",
         "budget_bytes": 4,
         "plan_seconds": plan.plan_seconds,
+        "traced_peak_bytes": None,
     }
     assert plan.recomputed == 1
     assert 0 < plan.plan_seconds < 60

@@ -27,7 +27,7 @@ def run_python(*args: str) -> str:
 
 def test_every_python_block_of_the_readme_is_run() -> None:
     blocks = (ROOT / "README.md").read_text(encoding="utf-8").count("```python")
-    assert blocks == len(snippets()) == 2
+    assert blocks == len(snippets()) == 3
 
 
 def test_the_keras_example_is_short_and_prints_a_plan_that_recomputes() -> None:
@@ -45,9 +45,16 @@ def test_the_gradient_tape_example_recomputes_and_returns_a_loss(tmp_path: Path)
     assert run_python(str(script)).startswith("tf.Tensor(")
 
 
-def test_every_example_runs() -> None:
-    (example,) = (ROOT / "examples").glob("*.py")
-    assert "remat plan by 'auto'" in run_python(str(example), "50%")
+def test_the_jax_example_recomputes_within_its_budget() -> None:
+    code = snippets()["jax"] + "\nassert gradients.plan.peak_bytes <= gradients.plan.budget_bytes\n"
+    printed = run_python("-c", code)
+    assert re.search(r"recomputed +[1-9]\d* of", printed)
+
+
+@pytest.mark.parametrize(("name", "budget"), [("keras_fit.py", "50%"), ("jax_training.py", "60%")])
+def test_every_example_runs(name: str, budget: str) -> None:
+    assert {path.name for path in (ROOT / "examples").glob("*.py")} == {"keras_fit.py", "jax_training.py"}
+    assert "remat plan by 'auto'" in run_python(str(ROOT / "examples" / name), budget)
 
 
 @pytest.mark.parametrize("document", ["README.md", "docs/README.md"])

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from remat import Graph, InfeasibleBudget, Op, Tensor
+from remat.closed_loop import plan_within
 from remat.plan import Plan, plan_for_schedule
 from remat.tensorflow.allocator import PeakRange
-from remat.tensorflow.closed_loop import plan_within
 
 # A chain whose last op reads what the first one made: it can be kept, or made again at 10 bytes less.
 GRAPH = Graph(

@@ -69,19 +69,19 @@ def limit_memory(
     Raises:
         InvalidBudget: if the budget cannot be read.
         ValueError: for both a budget and checkpoints, or a layer that the model does not have.
-        UnsupportedStep: for another backend than TensorFlow, or ``run_eagerly``.
+        UnsupportedStep: for another backend than TensorFlow and JAX, checkpoints on JAX, or ``run_eagerly``.
         InfeasibleBudget: by ``fit``, at the first step, if no schedule fits; it names the smallest budget.
     """
     if not isinstance(model, keras.Model):
         raise _no_model(model)
     if checkpoints is not None:
-        if budget != _SHARE_BY_DEFAULT:
+        if budget not in (None, _SHARE_BY_DEFAULT):
             raise ValueError(f"limit_memory takes a budget or checkpoints, not both (budget={budget!r}); leave one out")
         if isinstance(checkpoints, str):
             raise TypeError(
                 f"checkpoints takes a list of names, not the string {checkpoints!r}; write [{checkpoints!r}]"
             )
-    if budget is None:
+    elif budget is None:
         if model in _limits:
             _limits.pop(model).detach()
         return model
@@ -89,20 +89,32 @@ def limit_memory(
         raise UnsupportedStep(
             f"micro_batches={micro_batches!r} is not supported by this version of remat; leave it at 1, give a budget"
         )
-    if budget != "auto":
+    if budget not in (None, "auto"):
         parse_budget(budget, baseline_peak_bytes=1 << 60)
-    if keras.backend.backend() != "tensorflow":
+    backend = keras.backend.backend()
+    if backend not in ("tensorflow", "jax"):
         raise UnsupportedStep(
-            f"limit_memory supports Keras on TensorFlow, and the active backend is {keras.backend.backend()!r}; set "
-            "KERAS_BACKEND=tensorflow before keras is imported"
+            f"limit_memory supports Keras on TensorFlow and on JAX, and the active backend is {backend!r}; set "
+            "KERAS_BACKEND=tensorflow or KERAS_BACKEND=jax before keras is imported"
         )
-    from remat.keras.tensorflow_backend import TensorFlowLimit
-    from remat.tensorflow.rewrite import Request
-
+    if checkpoints is not None and backend != "tensorflow":
+        raise UnsupportedStep(
+            f"checkpoints={list(checkpoints)!r} are supported by Keras on TensorFlow, and the active backend is "
+            f"{backend!r}; give a budget"
+        )
     if model in _limits:
         _limits.pop(model).detach()
-    request = Request(budget if checkpoints is None else None, None, planner, time_limit_s, options)
-    _limits[model] = TensorFlowLimit(model, request, checkpoints)
+    given = budget if checkpoints is None else None
+    if backend == "tensorflow":
+        from remat.keras.tensorflow_backend import TensorFlowLimit
+        from remat.tensorflow.rewrite import Request
+
+        _limits[model] = TensorFlowLimit(model, Request(given, None, planner, time_limit_s, options), checkpoints)
+    else:
+        from remat.jax.planned import Request as JaxRequest
+        from remat.keras.jax_backend import JaxLimit
+
+        _limits[model] = JaxLimit(model, JaxRequest(given, None, planner, time_limit_s, options))
     return model
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from remat.budget import parse_budget
+from remat.closed_loop import infeasible, plan_within
 from remat.cost_model import get_profile
 from remat.errors import InfeasibleBudget, UnsupportedStep
 from remat.graph import Graph
@@ -20,7 +21,6 @@ from remat.planners.checkpoints import plan_with_checkpoints
 from remat.simulator import simulate
 from remat.tensorflow import _private
 from remat.tensorflow.allocator import AllocatorModel, PeakRange
-from remat.tensorflow.closed_loop import infeasible, plan_within
 from remat.tensorflow.compiled import Program
 from remat.tensorflow.device import current_device
 from remat.tensorflow.emit import Emitted, emit

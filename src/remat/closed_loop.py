@@ -10,11 +10,11 @@ import dataclasses
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from remat.budget import format_bytes
 from remat.errors import InfeasibleBudget
 from remat.plan import Plan
-from remat.tensorflow.allocator import PeakRange
 
 _log = logging.getLogger("remat")
 
@@ -22,6 +22,23 @@ _CLOSE_ENOUGH = 0.05
 _SMALLEST_STEP = 0.02
 # The schedule of least tensors is not always the one of least chunks. Later ones cost less time.
 _NEAR_THE_SMALLEST = (1.0, 1.02, 1.05, 1.1)
+
+
+class PeakRange(Protocol):
+    """What a device or a compiler says of one plan.
+
+    Attributes:
+        expected_bytes: the peak that is expected.
+        highest_bytes: what a budget should hold; the same where the figure is exact.
+    """
+
+    @property
+    def expected_bytes(self) -> int:  # noqa: D102
+        ...
+
+    @property
+    def highest_bytes(self) -> int:  # noqa: D102
+        ...
 
 
 def plan_within(

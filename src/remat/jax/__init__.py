@@ -1,0 +1,12 @@
+"""JAX: plan what ``jax.jit`` compiles within a byte budget, with the same numbers.
+
+gradients = remat.jax.value_and_grad(loss, budget="60%")   # in place of jax.value_and_grad
+step = remat.jax.jit(step)                                 # in place of jax.jit
+"""
+
+from remat.jax.gradient import Grad, Gradient, grad, value_and_grad
+from remat.jax.jit import Jitted, jit
+from remat.jax.measure import Measurement, measure
+from remat.jax.trace import trace
+
+__all__ = ["Grad", "Gradient", "Jitted", "Measurement", "grad", "jit", "measure", "trace", "value_and_grad"]

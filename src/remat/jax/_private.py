@@ -1,0 +1,71 @@
+"""Every symbol of JAX that is not documented as public, in one place; ``tests/jax/test_jax_private.py`` checks each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.extend.core.primitives as known_primitives
+from jax._src import source_info_util
+from jax._src.named_sharding import UNSPECIFIED
+from jax.extend import core as extended_core
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+
+__all__ = ["ClosedJaxpr", "Jaxpr", "JaxprEqn", "Literal", "Var"]
+
+Array: TypeAlias = Any
+
+# Pure, and missing from the list of primitives that JAX exports.
+_ALSO_KNOWN = frozenset(
+    {
+        "add_any",
+        "optimization_barrier",
+        "random_unwrap",
+        "random_wrap",
+        "remat2",
+        "reshard",
+        "split",
+        "stack",
+        "unstack",
+    }
+)
+
+
+def primitive_names() -> frozenset[str]:
+    """Names of all the primitives that JAX itself defines and exports."""
+    exported = (getattr(known_primitives, name) for name in dir(known_primitives) if name.endswith("_p"))
+    return frozenset(primitive.name for primitive in exported) | _ALSO_KNOWN
+
+
+def evaluate(eqn: JaxprEqn, values: Sequence[Any]) -> list[Any]:
+    """Run one equation of a jaxpr on values: arrays, or tracers of a trace under way."""
+    primitive: Any = eqn.primitive
+    params = primitive.get_bind_params(eqn.params)
+    names = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    with source_info_util.user_context(eqn.source_info.traceback, name_stack=names), eqn.ctx.manager:
+        result = primitive.bind(*values, **params)
+    return list(result) if primitive.multiple_results else [result]
+
+
+def is_plain_call(eqn: JaxprEqn) -> bool:
+    """Is a ``jit`` inside the function nothing but a call: no shardings, layouts or compiler options of its own?"""
+    params = eqn.params
+    asked = (*params["in_shardings"], *params["out_shardings"])
+    laid_out = (*params["in_layouts"], *params["out_layouts"])
+    return (
+        all(sharding is UNSPECIFIED for sharding in asked)
+        and all(layout is None for layout in laid_out)
+        and not params["compiler_options_kvs"]
+    )
+
+
+def names_devices() -> bool:
+    """Is the trace under way inside ``shard_map`` or another transformation that gives axes of devices a name?"""
+    core: Any = extended_core
+    return bool(core.nonempty_axis_env_DO_NOT_USE())
+
+
+def is_traced(value: Any) -> bool:
+    """Does a value stand for an array of a function that is being traced?"""
+    return isinstance(value, jax.core.Tracer)

@@ -1,0 +1,192 @@
+"""``jit``: ``jax.jit`` with the compiler options that recomputation needs, and a budget for a whole step."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from remat.errors import UnsupportedStep
+from remat.graph import Graph
+from remat.jax import _private
+from remat.jax.compiled import compiler_options, native_tie, shape_of
+from remat.jax.holds import Tie
+from remat.jax.planned import Planned, Request, plan_function
+from remat.plan import Plan
+
+_tie: contextvars.ContextVar[Tie | None] = contextvars.ContextVar("remat_jax_tie", default=None)
+
+
+def current_tie() -> Tie:
+    """How recomputations are held back in what is being traced now."""
+    return _tie.get() or native_tie()
+
+
+@contextlib.contextmanager
+def _barriers_stay() -> Iterator[None]:
+    token = _tie.set("barrier")
+    try:
+        yield
+    finally:
+        _tie.reset(token)
+
+
+def jit(
+    fun: Callable[..., Any],
+    *,
+    budget: int | str | None = None,
+    plan: Plan | None = None,
+    planner: str = "auto",
+    time_limit_s: float | None = None,
+    options: Mapping[str, Any] | None = None,
+    **jit_options: Any,
+) -> Jitted:
+    """``jax.jit`` with what the platform needs to keep recomputations cheap, and to keep a budget if one is given.
+
+    On a CPU, XLA takes ``optimization_barrier`` out before it merges equal computations, which undoes
+    ``jax.checkpoint`` and remat's cheaper ties; this compiles with that pass disabled. Elsewhere nothing is added.
+
+    With ``budget`` or ``plan`` the whole function is planned, whatever it computes: pass a training step, gradients and
+    optimizer's update included, written with plain ``jax.value_and_grad``.
+
+    Args:
+        fun: the function to compile.
+        budget: peak device bytes of the compiled function, everything counted (arguments, results, what lies between):
+            an int, "4GiB", or "60%" of the plain function's own.
+        plan: a plan made earlier for the same function, instead of a budget.
+        planner: a planner's name.
+        time_limit_s: wall seconds for each round of planning.
+        options: passed on to the planner.
+        **jit_options: as of ``jax.jit``: ``static_argnums``, ``donate_argnums``, ``in_shardings`` and so on.
+
+    Returns:
+        A callable with ``lower`` as of ``jax.jit``, and ``plan``, the plan of the newest trace.
+
+    Raises:
+        InvalidBudget: if the budget cannot be read.
+        InfeasibleBudget: when the function is first called, where nothing fits; it names the smallest budget.
+    """
+    return Jitted(fun, Request(budget, plan, planner, time_limit_s, dict(options or {})), jit_options)
+
+
+class Jitted:
+    """What ``jit`` returns.
+
+    Attributes:
+        plan: the plan of the newest trace; None before, or without a budget.
+        graph: the step that the plan is for.
+    """
+
+    def __init__(self, fun: Callable[..., Any], request: Request, jit_options: Mapping[str, Any]) -> None:
+        request.check("remat.jax.jit")
+        functools.update_wrapper(self, fun)
+        self._fun = fun
+        self._request = request
+        self._plans: dict[Any, Plan] = {}
+        self._newest: Planned | None = None
+        self._jit_options = dict(jit_options)
+        self._static = _numbers(jit_options.get("static_argnums"))
+        self._donated = _numbers(jit_options.get("donate_argnums"))
+        if self._plans_whole and (jit_options.get("static_argnames") or jit_options.get("donate_argnames")):
+            raise UnsupportedStep(
+                "remat.jax.jit with a budget takes static_argnums and donate_argnums, not static_argnames and "
+                "donate_argnames; give the positions of those arguments"
+            )
+        own_options = dict(self._jit_options.pop("compiler_options", None) or {})
+        self._shapes: tuple[jax.ShapeDtypeStruct, ...] | None = None
+        options = {**own_options, **compiler_options("barrier")}
+        self._outermost = jax.jit(self._with_barriers, compiler_options=options or None, **self._jit_options)
+        self._inner = jax.jit(self._traced, **self._jit_options)
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the newest trace."""
+        return self._newest.plan if self._newest is not None else None
+
+    @property
+    def graph(self) -> Graph | None:
+        """The step that ``plan`` is for."""
+        return self._newest.graph if self._newest is not None else None
+
+    @property
+    def _plans_whole(self) -> bool:
+        return self._request.budget is not None or self._request.plan is not None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the compiled function; the first call with new shapes traces, plans and compiles."""
+        if any(_private.is_traced(leaf) for leaf in jax.tree.leaves((args, kwargs))):
+            return self._inner(*args, **kwargs)  # Compiler options are for the outermost function only.
+        with self._shapes_of(args, kwargs):
+            return self._outermost(*args, **kwargs)
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """As of ``jax.jit``."""
+        with self._shapes_of(args, kwargs):
+            return self._outermost.lower(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _shapes_of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
+        """While tracing, the shardings of the arrays behind the tracers are known from here."""
+        if not self._plans_whole:
+            yield
+            return
+        dynamic = [arg for number, arg in enumerate(args) if number not in self._static]
+        self._shapes = tuple(
+            leaf if isinstance(leaf, jax.ShapeDtypeStruct) else shape_of(leaf)
+            for leaf in jax.tree.leaves((dynamic, kwargs))
+        )
+        try:
+            yield
+        finally:
+            self._shapes = None
+
+    def _with_barriers(self, *args: Any, **kwargs: Any) -> Any:
+        with _barriers_stay():
+            return self._traced(*args, **kwargs)
+
+    def _traced(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._plans_whole:
+            return self._fun(*args, **kwargs)
+        static = {number: arg for number, arg in enumerate(args) if number in self._static}
+        dynamic = [arg for number, arg in enumerate(args) if number not in self._static]
+        leaves, structure = jax.tree.flatten((dynamic, kwargs))
+        first_leaf = [0]
+        for arg in dynamic:
+            first_leaf.append(first_leaf[-1] + len(jax.tree.leaves(arg)))
+        positions = [number for number in range(len(args)) if number not in self._static]
+        donated = [
+            leaf
+            for place, number in enumerate(positions)
+            if number in self._donated
+            for leaf in range(first_leaf[place], first_leaf[place + 1])
+        ]
+
+        def function(*flat: Any) -> Any:
+            some, named = jax.tree.unflatten(structure, flat)
+            rest = iter(some)
+            every = [static[number] if number in static else next(rest) for number in range(len(args))]
+            return self._fun(*every, **named)
+
+        shapes = self._shapes if self._shapes is not None else tuple(shape_of(leaf) for leaf in leaves)
+        key = (structure, tuple(map(str, shapes)), repr(static), current_tie())
+        self._newest = plan_function(
+            function,
+            leaves,
+            self._request,
+            current_tie(),
+            shapes=shapes,
+            donated=donated,
+            known_plan=self._plans.get(key),
+        )
+        self._plans[key] = self._newest.plan
+        return self._newest(leaves)
+
+
+def _numbers(given: int | Sequence[int] | None) -> frozenset[int]:
+    if given is None:
+        return frozenset()
+    return frozenset((given,) if isinstance(given, int) else given)

@@ -1,0 +1,274 @@
+"""From a function and a budget to the same function that keeps it: trace, plan, compile, compare, plan again."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from remat.budget import parse_budget
+from remat.closed_loop import infeasible, plan_within
+from remat.cost_model import get_profile
+from remat.errors import InfeasibleBudget
+from remat.graph import Graph
+from remat.jax import _private
+from remat.jax.compiled import CompiledPeak, Compiler
+from remat.jax.emit import Emitted, emit
+from remat.jax.holds import Tie
+from remat.jax.program import Program, program_of, trace_jaxpr
+from remat.jax.scans import scan_menu
+from remat.jax.sharded import communications, graph_of_one_device, is_sharded
+from remat.jax.trace import graph_of_program
+from remat.plan import Plan
+from remat.plan import plan as make_plan
+from remat.planners.problem import Problem
+from remat.schedule import Schedule
+from remat.simulator import simulate
+
+_log = logging.getLogger("remat")
+
+ROUNDS = (5, 4)  # At first, and near the smallest peak where none of the first fits; each compiles once.
+
+# For one round of several; the methods that bring most per second come first.
+_SECONDS_PER_OP = 2e-3
+_LEAST_S = 0.5
+_MOST_S = 4.0
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a user asked for.
+
+    Attributes:
+        budget: peak device bytes, as ``remat.plan`` takes it.
+        plan: a plan to follow instead of a budget.
+        planner: a planner's name.
+        time_limit_s: wall seconds for each round of planning.
+        options: passed on to the planner.
+    """
+
+    budget: int | str | None = None
+    plan: Plan | None = None
+    planner: str = "auto"
+    time_limit_s: float | None = None
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def check(self, caller: str) -> None:
+        """Refuse at once what can only fail later.
+
+        Raises:
+            ValueError: for a budget and a plan, or for an unknown planner.
+            InvalidBudget: for a budget that cannot be read.
+        """
+        from remat.planners import get_planner
+
+        if self.budget is not None and self.plan is not None:
+            raise ValueError(f"{caller} takes budget= or plan=, not both")
+        if self.budget is not None:
+            parse_budget(self.budget, baseline_peak_bytes=1 << 60)
+        if self.plan is not None and not isinstance(self.plan, Plan):
+            raise TypeError(f"plan= of {caller} is a remat.Plan, not {type(self.plan).__name__}")
+        get_planner(self.planner)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A function that keeps a plan.
+
+    Attributes:
+        program: the traced function.
+        graph: what the plan is for.
+        plan: the plan in force.
+        run: the function, flat, to be traced.
+        structure: of what the function returns.
+    """
+
+    program: Program
+    graph: Graph
+    plan: Plan
+    run: Emitted
+    structure: Any
+
+    def __call__(self, arguments: Sequence[Any]) -> Any:
+        """Evaluate the function on its flat arguments."""
+        results = self.run(arguments, tuple(self.program.constants.values()))
+        return jax.tree.unflatten(self.structure, results)
+
+
+def plan_function(
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+    request: Request,
+    tie: Tie,
+    *,
+    shapes: Sequence[jax.ShapeDtypeStruct],
+    donated: Sequence[int] = (),
+    known_plan: Plan | None = None,
+) -> Planned:
+    """Plan a function of flat arguments.
+
+    Args:
+        function: takes the flat arguments and returns any pytree.
+        arguments: arrays or tracers.
+        request: the budget or the plan.
+        tie: how recomputations are held back.
+        shapes: of the arguments, with shardings where known; what is compiled to see the real peak.
+        donated: numbers of the arguments whose buffers the results may take over.
+        known_plan: found earlier for the same request; followed if it fits the graph.
+
+    Raises:
+        InfeasibleBudget: where no schedule fits; it names the smallest budget.
+        PlanMismatch: where ``request.plan`` is for another function.
+        UnsupportedStep: where a shape is unknown.
+    """
+    given = request.plan if request.plan is not None else known_plan
+    variants, structure = variants_of(function, arguments)
+    accept: Callable[[Schedule, Any], bool] | None = None
+    if is_sharded(shapes):
+        variants = [_on_one_device(one, shapes, tie) for one in variants[:1]]
+        plain = Compiler(variants[0].program, 0, tie, shapes, donated).compile(variants[0].graph.plain_schedule)
+        allowed = communications(plain.as_text())
+
+        def sends_no_more(_: Schedule, compiled: Any) -> bool:
+            return communications(compiled.as_text()) <= allowed
+
+        accept = sends_no_more
+    first = variants[0]
+    followed = [one for one in variants if given is not None and one.graph.fingerprint == given.fingerprint]
+    if followed and given is not None:
+        chosen, plan = followed[0], given
+    elif request.plan is not None:
+        request.plan.check_graph(first.graph)
+        raise AssertionError("unreachable: a plan for none of the variants is refused above")
+    else:
+        compilers = {
+            one.graph.fingerprint: Compiler(one.program, one.turning_point, tie, shapes, donated, accept)
+            for one in variants
+        }
+        graphs = {one.graph.fingerprint: one.graph for one in variants}
+
+        def real_peak(plan: Plan) -> CompiledPeak:
+            if _private.names_devices():
+                # The compiler cannot be asked: the function is only part of a program over named axes.
+                return CompiledPeak(simulate(graphs[plan.fingerprint], plan.schedule).peak_bytes)
+            return compilers[plan.fingerprint].peak(plan.schedule)
+
+        plan = plan_for_variants(variants, request, real_peak)
+        chosen = next(one for one in variants if one.graph.fingerprint == plan.fingerprint)
+        _log.info("%s", plan)
+    run = emit(chosen.program, plan.schedule, chosen.turning_point, tie)
+    return Planned(chosen.program, chosen.graph, plan, run, structure)
+
+
+def _on_one_device(variant: Variant, shapes: Sequence[jax.ShapeDtypeStruct], tie: Tie) -> Variant:
+    graph = graph_of_one_device(variant.program, variant.graph, shapes, tie)
+    return dataclasses.replace(variant, graph=graph)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to write the function: as it is, or with loops that keep less.
+
+    Attributes:
+        program: the traced function.
+        graph: what planners see of it.
+        turning_point: the instruction that ends its forward part.
+    """
+
+    program: Program
+    graph: Graph
+    turning_point: int
+
+
+def variants_of(function: Callable[..., Any], arguments: Sequence[Any]) -> tuple[list[Variant], Any]:
+    """A function as it is, then with loops that keep less and less; and the structure of what it returns."""
+    closed, structure = trace_jaxpr(function, arguments)
+    profile = get_profile("cpu" if jax.default_backend() == "cpu" else "a100")
+    variants = []
+    for one in (closed, *scan_menu(closed, profile)):
+        program = program_of(one)
+        graph = graph_of_program(program, profile)
+        variants.append(Variant(program, graph, Problem.of(graph).turning_point))
+    return variants, structure
+
+
+def plan_for_variants(variants: Sequence[Variant], request: Request, real_peak: Callable[[Plan], CompiledPeak]) -> Plan:
+    """A plan whose compiled program stays within the budget; each round compiles once.
+
+    Args:
+        variants: the function as it is, then others by what their loops keep, most first.
+        request: the budget.
+        real_peak: the peak of the program that a plan leads to.
+
+    Raises:
+        InfeasibleBudget: with the smallest budget for which this function succeeds.
+    """
+    assert request.budget is not None
+    first = variants[0]
+    traced_bytes = simulate(first.graph, first.graph.plain_schedule).peak_bytes
+    unplanned = cheapest_plan(variants[:1], max(1, traced_bytes), request)
+    baseline = real_peak(unplanned)
+    budget_bytes = parse_budget(request.budget, max(1, baseline.expected_bytes))
+    if baseline.highest_bytes <= budget_bytes:
+        found = dataclasses.replace(unplanned, peak_bytes=baseline.expected_bytes)
+    else:
+        try:
+            found = plan_within(
+                budget_bytes,
+                first_guess(first.graph, traced_bytes, baseline.highest_bytes, budget_bytes),
+                lambda planner_budget: cheapest_plan(variants, planner_budget, request),
+                real_peak,
+                rounds=ROUNDS[0],
+                last_rounds=ROUNDS[1],
+            )
+        except InfeasibleBudget as error:
+            raise infeasible(budget_bytes, error.minimum_bytes, error.binding_op) from None
+    of = {variant.graph.fingerprint: variant for variant in variants}
+    return dataclasses.replace(
+        found,
+        traced_peak_bytes=simulate(of[found.fingerprint].graph, found.schedule).peak_bytes,
+        baseline_peak_bytes=baseline.expected_bytes,
+        budget_bytes=budget_bytes,
+    )
+
+
+def cheapest_plan(variants: Sequence[Variant], budget_bytes: int, request: Request) -> Plan:
+    """The cheapest plan over the variants: one whose loops keep little, or one that recomputes outside of them."""
+    first = variants[0].graph
+    time_limit_s = request.time_limit_s or max(_LEAST_S, min(_MOST_S, _SECONDS_PER_OP * len(first.ops)))
+
+    def plan_with(graph: Graph) -> Plan:
+        plan = make_plan(graph, budget_bytes, planner=request.planner, time_limit_s=time_limit_s, **request.options)
+        if graph is first:
+            return plan
+        return dataclasses.replace(
+            plan,
+            baseline_time_s=first.time_s,
+            overhead=(plan.time_s - first.time_s) / max(first.time_s, 1e-300),
+            overhead_lower_bound=0.0,
+            lower_bound_meaning="none was sought over what loops may keep",
+        )
+
+    loops = [variant.graph for variant in variants[1:]]
+    fitting = [graph for graph in loops if simulate(graph, graph.plain_schedule).peak_bytes <= budget_bytes]
+    # Where loops are planned, what is outside of them is worth recomputing only near the border.
+    tried = [first] if not loops else fitting[:1] + loops[max(0, len(loops) - len(fitting) - 1) :][:1]
+    plans, errors = [], []
+    for graph in dict.fromkeys(map(id, tried)):
+        try:
+            plans.append(plan_with(next(one for one in tried if id(one) == graph)))
+        except InfeasibleBudget as error:
+            errors.append(error)
+    if not plans:
+        raise min(errors, key=lambda error: error.minimum_bytes)
+    return min(plans, key=lambda plan: plan.time_s)
+
+
+def first_guess(graph: Graph, traced_bytes: int, compiled_bytes: int, budget_bytes: int) -> int:
+    """The planner's budget, if fusion does to the plan what it does to the plain step; arguments are counted alike."""
+    pinned = graph.pinned_bytes if graph.pinned_bytes < min(compiled_bytes, budget_bytes) else 0
+    return pinned + int((budget_bytes - pinned) * (traced_bytes - pinned) / max(1, compiled_bytes - pinned))

@@ -1,0 +1,84 @@
+"""Steps over several devices: which instructions talk to other devices, so that no plan repeats them.
+
+Under automatic sharding the compiler adds the collectives, long after the trace. So the plain program is compiled once
+with the number of each instruction in its name, and the compiler's text says which ones became collectives.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from remat.graph import Graph, Tensor
+from remat.jax.compiled import compile_quickly
+from remat.jax.emit import named_run
+from remat.jax.holds import Tie
+from remat.jax.program import Program
+
+_COLLECTIVE = re.compile(
+    r" (?:all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|collective-broadcast|ragged-all-to-all)"
+    r"(?:-start)?\((?P<operands>[^)]*)\)(?P<rest>.*)"
+)
+_NUMBER = re.compile(r"remat_op_(\d+)")
+
+
+def is_sharded(shapes: Sequence[jax.ShapeDtypeStruct]) -> bool:
+    """Do the arguments lie on several devices?"""
+    return any(shape.sharding is not None and len(shape.sharding.device_set) > 1 for shape in shapes)
+
+
+def communications(text: str) -> int:
+    """How many arrays a compiled program sends; collectives that the compiler has combined count by their operands."""
+    return sum(1 + found["operands"].count(",") for found in _COLLECTIVE.finditer(text))
+
+
+def graph_of_one_device(program: Program, graph: Graph, shapes: Sequence[jax.ShapeDtypeStruct], tie: Tie) -> Graph:
+    """The graph as one device sees it: sizes of its own parts, and every collective marked as one that runs once.
+
+    Two compilations of the plain program tell: one with the numbers of instructions in the names that the compiler
+    keeps, and one that returns every value, for the sharding that the compiler gives it.
+    """
+    captured = tuple(program.constants.values())
+    arguments = (*shapes, *captured)
+    count = len(shapes)
+    named = named_run(program, "remat_op_")
+    compiled = compile_quickly(lambda *arrays: named(arrays[:count], arrays[count:]), arguments, tie)
+    talking = {
+        int(number) for found in _COLLECTIVE.finditer(compiled.as_text()) for number in _NUMBER.findall(found["rest"])
+    }
+    made = tuple(value for instruction in program.instructions for value in instruction.outputs)
+    everything = named_run(dataclasses.replace(program, outputs=made), "")
+    returned = compile_quickly(lambda *arrays: everything(arrays[:count], arrays[count:]), arguments, tie)
+    shardings = dict(zip(made, returned.output_shardings, strict=True))
+    shardings.update(
+        (value, shape.sharding) for value, shape in zip(program.inputs, shapes, strict=True) if shape.sharding
+    )
+    tensors = tuple(
+        dataclasses.replace(tensor, size_bytes=_own_bytes(tensor, shardings.get(number)))
+        for number, tensor in enumerate(graph.tensors)
+    )
+    ops = tuple(
+        dataclasses.replace(
+            op,
+            recomputable=op.recomputable and number not in talking,
+            in_place=tuple(
+                (source, target)
+                for source, target in op.in_place
+                if tensors[source].size_bytes == tensors[target].size_bytes
+            ),
+        )
+        for number, op in enumerate(graph.ops)
+    )
+    return dataclasses.replace(graph, ops=ops, tensors=tensors)
+
+
+def _own_bytes(tensor: Tensor, sharding: Any) -> int:
+    if sharding is None or not tensor.shape or not tensor.size_bytes:
+        return tensor.size_bytes
+    own: int = math.prod(sharding.shard_shape(tensor.shape))
+    return tensor.size_bytes * own // math.prod(tensor.shape)

@@ -1,0 +1,150 @@
+"""Small training losses of every kind; activations outweigh parameters, as in real training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+PLANNING = {"time_limit_s": 0.3}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A loss and its arguments.
+
+    Attributes:
+        loss: a function of the parameters and of the other arguments.
+        args: what it is called with, parameters first.
+        has_aux: does the loss return more than a scalar?
+    """
+
+    loss: Callable[..., Any]
+    args: tuple[Any, ...]
+    has_aux: bool = False
+
+
+def normal(seed: int, *shape: int, scale: float = 1.0, dtype: Any = jnp.float32) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape) * scale, dtype)
+
+
+def mlp(dtype: Any = jnp.float32, layers: int = 12, width: int = 64, batch: int = 512) -> Case:
+    params = [
+        {"w": normal(n, width, width, scale=width**-0.5, dtype=dtype), "b": jnp.zeros(width, dtype)}
+        for n in range(layers)
+    ]
+
+    def loss(params: Any, x: Any) -> Any:
+        for layer in params:
+            x = jnp.tanh(x @ layer["w"] + layer["b"])
+        return jnp.mean(jnp.square(x).astype(jnp.float32))
+
+    return Case(loss, (params, normal(99, batch, width, dtype=dtype)))
+
+
+def convnet(dtype: Any = jnp.float32) -> Case:
+    """Convolutions with batch normalisation; the new running statistics are auxiliary results."""
+    channels = 8
+    params = [
+        {
+            "kernel": normal(n, 3, 3, 3 if n == 0 else channels, channels, scale=0.2, dtype=dtype),
+            "scale": jnp.ones(channels, dtype),
+        }
+        for n in range(3)
+    ]
+    statistics = [jnp.zeros(channels, jnp.float32) for _ in params]
+
+    def loss(params: Any, statistics: Any, x: Any, y: Any) -> Any:
+        updated = []
+        for layer, running in zip(params, statistics, strict=True):
+            x = lax.conv_general_dilated(x, layer["kernel"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+            mean, variance = x.mean((0, 1, 2)), x.var((0, 1, 2))
+            updated.append(0.9 * running + 0.1 * mean.astype(jnp.float32))
+            x = jax.nn.relu((x - mean) * lax.rsqrt(variance + 1e-3) * layer["scale"])
+        logits = x.mean((1, 2)).astype(jnp.float32)
+        return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), y[:, None], 1)), updated
+
+    x = normal(1, 16, 16, 16, 3, dtype=dtype)
+    y = jnp.asarray(np.random.default_rng(2).integers(0, channels, 16))
+    return Case(loss, (params, statistics, x, y), has_aux=True)
+
+
+def transformer(
+    dtype: Any = jnp.float32,
+    *,
+    layers: int = 2,
+    width: int = 32,
+    length: int = 32,
+    batch: int = 8,
+    scanned: bool = False,
+    dropout: float = 0.1,
+    generator: str = "rbg",
+) -> Case:
+    """GPT-2 shaped: attention and MLP behind layer norms, with dropout, unrolled or scanned over the layers.
+
+    The random generator is the one that compiles quickly; "threefry2x32" is JAX's default.
+    """
+    heads, words = 2, 64
+    shapes = {"qkv": (width, 3 * width), "out": (width, width), "up": (width, 4 * width), "down": (4 * width, width)}
+    blocks = [
+        {name: normal(10 * n + k, *shape, scale=0.1, dtype=dtype) for k, (name, shape) in enumerate(shapes.items())}
+        for n in range(layers)
+    ]
+    params = {"words": normal(500, words, width, scale=0.1, dtype=dtype), "blocks": blocks}
+    if scanned:
+        params["blocks"] = jax.tree.map(lambda *leaves: jnp.stack(leaves), *blocks)
+
+    def norm(x: Any) -> Any:
+        mean = x.mean(-1, keepdims=True)
+        return (x - mean) * lax.rsqrt(jnp.square(x - mean).mean(-1, keepdims=True) + 1e-5)
+
+    def drop(x: Any, key: Any) -> Any:
+        return jnp.where(jax.random.bernoulli(key, 1 - dropout, x.shape), x / (1 - dropout), 0) if dropout else x
+
+    def block(x: Any, p: Any, key: Any) -> Any:
+        one, other = jax.random.split(key)
+        q, k, v = (
+            part.reshape(batch, length, heads, -1).transpose(0, 2, 1, 3)
+            for part in jnp.split(norm(x) @ p["qkv"], 3, -1)
+        )
+        scores = jnp.where(jnp.tril(jnp.ones((length, length), bool)), q @ k.swapaxes(2, 3) / 4.0, -1e9)
+        mixed = (jax.nn.softmax(scores) @ v).transpose(0, 2, 1, 3).reshape(batch, length, width)
+        x = x + drop(mixed @ p["out"], one)
+        return x + drop(jax.nn.gelu(norm(x) @ p["up"]) @ p["down"], other)
+
+    def loss(params: Any, tokens: Any, key: Any) -> Any:
+        x = params["words"][tokens]
+        keys = jax.random.split(key, layers)
+        if scanned:
+            x, _ = lax.scan(lambda x, each: (block(x, *each), None), x, (params["blocks"], keys))
+        else:
+            for p, own in zip(params["blocks"], keys, strict=True):
+                x = block(x, p, own)
+        logits = (norm(x) @ params["words"].T).astype(jnp.float32)
+        return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[..., None], -1))
+
+    tokens = jnp.asarray(np.random.default_rng(3).integers(0, words, (batch, length)))
+    return Case(loss, (params, tokens, jax.random.key(5, impl=generator)))
+
+
+def assert_close(found: Any, expected: Any, *, rtol: float = 2e-5) -> None:
+    """Equal at float rounding, relative to the largest value of each array; integers exactly."""
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert one.dtype == other.dtype
+        a, b = np.asarray(one), np.asarray(other)
+        if a.dtype.kind in "iub":
+            np.testing.assert_array_equal(a, b)
+            continue
+        a, b = a.astype(np.float64), b.astype(np.float64)
+        loose = rtol if one.dtype == jnp.float32 else 2e-2
+        np.testing.assert_allclose(a, b, rtol=0, atol=loose * max(1e-6, float(np.max(np.abs(b), initial=0.0))))
+
+
+def temp_bytes(jitted: Any, *args: Any) -> int:
+    return int(jitted.lower(*args).compile().memory_analysis().temp_size_in_bytes)

@@ -1,0 +1,122 @@
+"""Gradients under a plan are those of plain JAX, and the compiled program keeps the budget."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax_models import PLANNING, assert_close, convnet, mlp, transformer
+
+import remat
+import remat.jax
+
+CASES = {"mlp": mlp, "convnet": convnet, "transformer": transformer}
+
+
+@pytest.mark.parametrize(
+    "dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.slow)], ids=["f32", "bf16"]
+)
+@pytest.mark.parametrize("budget", ["70%", pytest.param("55%", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_and_memory(name, budget, dtype):
+    case = CASES[name](dtype)
+    plain = jax.jit(jax.value_and_grad(case.loss, has_aux=case.has_aux))
+    expected = plain(*case.args)
+    ours = remat.jax.value_and_grad(case.loss, has_aux=case.has_aux, budget=budget, **PLANNING)
+    jitted = jax.jit(ours)
+    found = jitted(*case.args)
+
+    assert_close(found, expected)
+    assert ours.plan.recomputed > 0
+    measured, plain_bytes = remat.jax.measure(jitted, *case.args), remat.jax.measure(plain, *case.args)
+    assert ours.plan.peak_bytes == measured.peak_bytes <= ours.plan.budget_bytes
+    assert ours.plan.baseline_peak_bytes == pytest.approx(plain_bytes.peak_bytes, rel=0.02)
+    assert ours.plan.traced_peak_bytes > 0
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "mlp" else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+)
+def test_near_the_minimum(name):
+    case = CASES[name]()
+    ours = remat.jax.value_and_grad(case.loss, has_aux=case.has_aux, budget=1000, **PLANNING)
+    with pytest.raises(remat.InfeasibleBudget) as caught:
+        jax.jit(ours)(*case.args)
+    minimum = caught.value.minimum_bytes
+    at_minimum = remat.jax.value_and_grad(case.loss, has_aux=case.has_aux, budget=minimum, **PLANNING)
+    jitted = jax.jit(at_minimum)
+
+    assert_close(jitted(*case.args), jax.jit(jax.value_and_grad(case.loss, has_aux=case.has_aux))(*case.args))
+    assert remat.jax.measure(jitted, *case.args, repeats=1).peak_bytes <= minimum
+    assert str(minimum) in str(caught.value)
+    assert "1000 bytes" in str(caught.value)
+
+
+def test_called_on_arrays_it_compiles_itself():
+    case = mlp()
+    ours = remat.jax.value_and_grad(case.loss, budget="70%", **PLANNING)
+
+    assert_close(ours(*case.args), jax.value_and_grad(case.loss)(*case.args))
+    assert ours.plan.recomputed > 0
+    first = ours.plan
+    ours(*case.args)
+    assert ours.plan is first
+
+
+def test_grad_and_aux():
+    case = convnet()
+    ours = remat.jax.grad(case.loss, has_aux=True, budget="70%", **PLANNING)
+    gradients, statistics = jax.jit(ours)(*case.args)
+    expected, plain_statistics = jax.jit(jax.grad(case.loss, has_aux=True))(*case.args)
+
+    assert_close(gradients, expected)
+    assert_close(statistics, plain_statistics)
+    assert ours.plan.recomputed > 0
+
+
+@pytest.mark.slow
+def test_dropout_masks_are_those_of_the_plain_step():
+    case = transformer(generator="threefry2x32")
+    ours = jax.jit(remat.jax.value_and_grad(case.loss, budget="60%", **PLANNING))
+    losses = []
+    for seed in range(3):
+        args = (*case.args[:2], jax.random.key(seed))
+        losses.append(ours(*args))
+        assert_close(losses[-1], jax.jit(jax.value_and_grad(case.loss))(*args))
+    assert len({float(loss) for loss, _ in losses}) == 3
+
+
+def test_without_a_budget_it_is_plain_jax():
+    case = mlp()
+    ours = remat.jax.value_and_grad(case.loss)
+
+    assert_close(ours(*case.args), jax.value_and_grad(case.loss)(*case.args), rtol=1e-6)
+    assert ours.plan is None
+
+
+def test_a_whole_step_with_its_optimizer_and_donated_arguments():
+    import optax
+
+    case = mlp()
+    optimizer = optax.adam(1e-2)
+
+    def step(params, state, x):
+        value, gradients = jax.value_and_grad(case.loss)(params, x)
+        updates, state = optimizer.update(gradients, state)
+        return optax.apply_updates(params, updates), state, value
+
+    def train(jitted):
+        params = jax.tree.map(jnp.copy, case.args[0])
+        state = optimizer.init(params)
+        for _ in range(3):
+            params, state, value = jitted(params, state, case.args[1])
+        return params, state, value
+
+    plain = jax.jit(step, donate_argnums=(0, 1))
+    ours = remat.jax.jit(step, budget="75%", donate_argnums=(0, 1), **PLANNING)
+
+    assert_close(train(ours), train(plain), rtol=1e-4)
+    assert ours.plan.recomputed > 0
+    args = (case.args[0], optimizer.init(case.args[0]), case.args[1])
+    assert remat.jax.measure(ours, *args, repeats=1).peak_bytes == ours.plan.peak_bytes <= ours.plan.budget_bytes
+    assert ours.plan.baseline_peak_bytes == pytest.approx(remat.jax.measure(plain, *args).peak_bytes, rel=0.02)

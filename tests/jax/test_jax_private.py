@@ -1,0 +1,83 @@
+"""Each private JAX symbol that remat needs is where it was; if a release moves one, this says which."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import remat.jax
+from remat.jax import _private
+
+SYMBOLS = [
+    ("jax._src.source_info_util", "current_name_stack"),
+    ("jax._src.source_info_util", "user_context"),
+    ("jax._src.named_sharding", "UNSPECIFIED"),
+    ("jax.extend.core", "ClosedJaxpr"),
+    ("jax.extend.core", "Jaxpr"),
+    ("jax.extend.core", "JaxprEqn"),
+    ("jax.extend.core", "Literal"),
+    ("jax.extend.core", "Var"),
+    ("jax.extend.core", "nonempty_axis_env_DO_NOT_USE"),
+    ("jax.extend.core.primitives", "add_p"),
+]
+MOVED = (
+    f"JAX {jax.__version__} has no {{name}} any more: remat reaches it in src/remat/jax/_private.py, which needs "
+    "another way to do the same"
+)
+
+
+@pytest.mark.parametrize(("module", "name"), SYMBOLS, ids=lambda part: part)
+def test_symbol_is_there(module, name):
+    try:
+        found = hasattr(importlib.import_module(module), name)
+    except ImportError:
+        found = False
+    assert found, MOVED.format(name=f"{module}.{name}")
+
+
+def test_private_modules_are_imported_in_one_file_only():
+    folder = Path(inspect.getsourcefile(remat.jax)).parent
+    for path in folder.glob("*.py"):
+        private = {
+            node.module
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith(("jax._src", "jax.extend"))
+        }
+        assert not private or path.name == "_private.py", (path.name, private)
+
+
+def test_an_equation_is_evaluated_as_it_was_traced():
+    closed = jax.make_jaxpr(lambda x: jnp.sort(x)[::-1])(jnp.array([3.0, 1.0, 2.0]))
+    values = [jnp.array([3.0, 1.0, 2.0])]
+    for eqn in closed.jaxpr.eqns:
+        values = _private.evaluate(eqn, values[: len(eqn.invars)])
+    assert values[0].tolist() == [3.0, 2.0, 1.0]
+
+
+def test_a_plain_call_is_told_from_one_with_shardings():
+    def calls(**options):
+        traced = jax.make_jaxpr(lambda x: jax.jit(jnp.sin, **options)(x))(1.0)
+        return [_private.is_plain_call(eqn) for eqn in traced.jaxpr.eqns]
+
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    assert calls() == [True]
+    assert calls(in_shardings=device) == [False]
+
+
+def test_known_primitives_are_named():
+    names = _private.primitive_names()
+    assert {"dot_general", "tanh", "random_bits", "scan", "psum", "add_any", "reduce_sum"} <= names
+    assert not {"io_callback", "pure_callback", "debug_print", "ffi_call", "pallas_call"} & names
+
+
+def test_tracers_are_told_from_arrays():
+    seen = []
+    jax.make_jaxpr(lambda x: seen.append(_private.is_traced(x)) or x)(1.0)
+    assert seen == [True]
+    assert not _private.is_traced(jnp.ones(2))

@@ -1,0 +1,135 @@
+"""Layers under ``lax.scan`` are planned inside the loop: what it keeps and what it makes again."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax_models import PLANNING, assert_close, normal, transformer
+
+import remat
+import remat.jax
+
+
+def planned(loss, budget, **options):
+    return remat.jax.value_and_grad(loss, budget=budget, **PLANNING, **options)
+
+
+def stacked(layers=12, width=32, batch=256):
+    weights = jnp.stack([normal(n, width, width, scale=width**-0.5) for n in range(layers)])
+    return weights, normal(77, batch, width)
+
+
+def loop_loss(each, **options):
+    def loss(weights, x):
+        x, _ = lax.scan(lambda c, w: (each(c, w), None), x, weights, **options)
+        return jnp.mean(jnp.square(x))
+
+    return loss
+
+
+def wide(x, w):
+    return x + jnp.tanh(jnp.sin(x @ w) @ w) * jnp.cos(x)
+
+
+@pytest.mark.parametrize("budget", ["60%", pytest.param("30%", marks=pytest.mark.slow)])
+def test_a_scanned_transformer(budget):
+    case = transformer(scanned=True, layers=6)
+    ours = planned(case.loss, budget)
+    jitted = jax.jit(ours)
+
+    assert_close(jitted(*case.args), jax.jit(jax.value_and_grad(case.loss))(*case.args))
+    measured = remat.jax.measure(jitted, *case.args, repeats=1)
+    assert measured.peak_bytes == ours.plan.peak_bytes <= ours.plan.budget_bytes
+    assert ours.plan.baseline_peak_bytes > 1.5 * ours.plan.peak_bytes
+
+
+@pytest.mark.parametrize("options", [{}, {"reverse": True}, {"unroll": 2}], ids=["forward", "reverse", "unrolled"])
+def test_loops_of_every_direction(options):
+    loss = loop_loss(wide, **options)
+    ours = planned(loss, "50%")
+
+    assert_close(jax.jit(ours)(*stacked()), jax.jit(jax.value_and_grad(loss))(*stacked()))
+    assert ours.plan.peak_bytes <= ours.plan.budget_bytes
+
+
+def test_the_smallest_budget_keeps_little_more_than_what_the_loop_carries():
+    loss = loop_loss(wide)
+    with pytest.raises(remat.InfeasibleBudget) as caught:
+        jax.jit(planned(loss, 1000))(*stacked())
+    minimum = caught.value.minimum_bytes
+    ours = planned(loss, minimum)
+
+    assert_close(jax.jit(ours)(*stacked()), jax.jit(jax.value_and_grad(loss))(*stacked()))
+    weights, x = stacked()
+    carried = x.nbytes * (len(weights) + 1)
+    # Arguments, gradients, the carries, and a handful of values for one layer.
+    assert minimum < 2 * weights.nbytes + x.nbytes + carried + 8 * x.nbytes
+
+
+def test_stacks_that_others_read_stay():
+    def loss(weights, x):
+        def each(c, w):
+            c = wide(c, w)
+            return c, (jnp.mean(c), c[0])
+
+        x, (means, rows) = lax.scan(each, x, weights)
+        return jnp.mean(x * x) + means.sum() + jnp.sum(rows[3] ** 2), means
+
+    plain = jax.jit(jax.value_and_grad(loss, has_aux=True))
+    ours = planned(loss, "60%", has_aux=True)
+
+    assert_close(jax.jit(ours)(*stacked()), plain(*stacked()))
+    assert ours.plan.peak_bytes <= ours.plan.budget_bytes
+
+
+def test_checkpointed_layers_stay_so_where_they_fit():
+    loss = loop_loss(jax.checkpoint(wide, prevent_cse=False))
+    ours = planned(loss, "100%")
+
+    assert_close(jax.jit(ours)(*stacked()), jax.jit(jax.value_and_grad(loss))(*stacked()))
+    assert ours.plan.recomputed == 0
+    assert ours.plan.peak_bytes <= ours.plan.budget_bytes
+
+
+def test_constants_and_integers_in_the_loop():
+    """The body reads a captured array, and a counter that is carried along."""
+    table = normal(5, 256, 32)
+
+    def loss(weights, x):
+        def each(carry, w):
+            c, n = carry
+            return (jnp.tanh(wide(c, w) * table) + n, n + 1), None
+
+        (x, _), _ = lax.scan(each, (x, 0), weights)
+        return jnp.mean(x * x)
+
+    ours = planned(loss, "60%")
+    assert_close(jax.jit(ours)(*stacked()), jax.jit(jax.value_and_grad(loss))(*stacked()))
+    assert ours.plan.peak_bytes <= ours.plan.budget_bytes
+
+
+def test_callbacks_in_a_loop_run_once_for_each_iteration():
+    seen = []
+
+    def each(x, w):
+        jax.debug.callback(lambda v: seen.append(float(v)), x[0, 0])
+        return jnp.tanh(x @ w)
+
+    loss = loop_loss(each)
+    value, _ = jax.jit(planned(loss, "110%"))(*stacked())
+    jax.block_until_ready(value)
+    jax.effects_barrier()
+
+    assert len(seen) == 12
+
+
+def test_a_plan_of_a_loop_is_followed_again():
+    loss = loop_loss(wide)
+    ours = planned(loss, "50%")
+    jax.jit(ours)(*stacked())
+    again = remat.jax.value_and_grad(loss, plan=ours.plan)
+
+    assert_close(jax.jit(again)(*stacked()), jax.jit(jax.value_and_grad(loss))(*stacked()))
+    assert again.plan is ours.plan

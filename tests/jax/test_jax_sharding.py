@@ -1,0 +1,114 @@
+"""Steps over several devices: bytes are those of one device, numbers are exact, collectives are never repeated."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax_models import PLANNING, assert_close, mlp
+
+import remat
+import remat.jax
+from remat.jax import op_facts
+
+DEVICES = 4
+COLLECTIVE = re.compile(
+    r" (?:all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(([^)]*)\)"
+)
+
+
+@pytest.fixture
+def mesh():
+    assert len(jax.devices()) >= DEVICES, "tests/jax/conftest.py asks for several host devices before JAX starts"
+    return Mesh(jax.devices()[:DEVICES], ("data",))
+
+
+def step_of(loss):
+    def step(params, x):
+        value, gradients = jax.value_and_grad(loss)(params, x)
+        return value, jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients)
+
+    return step
+
+
+def sharded(case, mesh):
+    params, x = case.args
+    replicated = NamedSharding(mesh, PartitionSpec())
+    return jax.device_put(params, replicated), jax.device_put(x, NamedSharding(mesh, PartitionSpec("data")))
+
+
+def collectives(jitted, *args):
+    """Arrays that are sent; the compiler combines some into one collective."""
+    text = jitted.lower(*args).compile().as_text()
+    return sum(len(operands.split(",")) for operands in COLLECTIVE.findall(text))
+
+
+def test_data_parallel_step(mesh):
+    case = mlp(batch=2048)
+    step, args = step_of(case.loss), sharded(mlp(batch=2048), mesh)
+    plain = jax.jit(step)
+    ours = remat.jax.jit(step, budget="75%", **PLANNING)
+
+    assert_close(ours(*args), plain(*args))
+    assert ours.plan.recomputed > 0
+    # Bytes of one device: a quarter of the activations.
+    whole = remat.jax.measure(plain, *case.args, repeats=1).peak_bytes
+    assert ours.plan.baseline_peak_bytes < 0.6 * whole
+    assert remat.jax.measure(ours, *args, repeats=1).peak_bytes == ours.plan.peak_bytes <= ours.plan.budget_bytes
+    assert 0 < collectives(ours, *args) == collectives(plain, *args)
+
+
+@pytest.mark.slow
+def test_tensor_parallel_layers_repeat_no_collective(mesh):
+    """Every second product sums over the devices: to make its result again would send everything again."""
+    case = mlp(layers=12, batch=1024)
+    params, x = case.args
+    columns, rows = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((None, "data"), ("data", None)))
+    placed = [
+        {
+            "w": jax.device_put(layer["w"], rows if number % 2 else columns),
+            "b": jax.device_put(layer["b"], NamedSharding(mesh, PartitionSpec())),
+        }
+        for number, layer in enumerate(params)
+    ]
+    args = placed, jax.device_put(x, NamedSharding(mesh, PartitionSpec()))
+    step = step_of(case.loss)
+    plain = jax.jit(step)
+    ours = remat.jax.jit(step, budget="93%", **PLANNING)
+
+    assert_close(ours(*args), plain(*args))
+    assert ours.plan.recomputed > 0
+    assert 0 < collectives(ours, *args) == collectives(plain, *args)
+
+
+@pytest.mark.slow
+def test_inside_shard_map(mesh):
+    """Collectives that the function names itself run once; the budget is one of the trace there."""
+    case = mlp(batch=1024)
+    params, x = sharded(case, mesh)
+
+    def loss(params, x):
+        return jax.lax.pmean(case.loss(params, x), "data")
+
+    def mapped(gradient):
+        in_specs, out_specs = (PartitionSpec(), PartitionSpec("data")), PartitionSpec()
+        return jax.jit(jax.shard_map(gradient, mesh=mesh, in_specs=in_specs, out_specs=out_specs))
+
+    ours = remat.jax.value_and_grad(loss, budget="75%", **PLANNING)
+    assert_close(mapped(ours)(params, x), mapped(jax.value_and_grad(loss))(params, x))
+    assert ours.plan.recomputed > 0
+
+
+@pytest.mark.parametrize("name", ["psum", "all_gather", "ppermute"])
+def test_named_collectives_are_not_repeatable(mesh, name):
+    run = {
+        "psum": lambda x: jax.lax.psum(x, "data"),
+        "all_gather": lambda x: jax.lax.all_gather(x, "data"),
+        "ppermute": lambda x: jax.lax.ppermute(x, "data", [(0, 1)]),
+    }[name]
+    spec = PartitionSpec("data")
+    closed = jax.make_jaxpr(jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))(jnp.ones(4))
+    assert [op_facts.may_repeat(eqn) for eqn in closed.jaxpr.eqns] == [False]

@@ -1,0 +1,117 @@
+"""A traced function as a graph: sizes, fused kernels, views, what may repeat, and a plan that any planner can make."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax_models import mlp, transformer
+
+import remat
+import remat.jax
+from remat.planners import planner_names
+
+
+def kinds(function, *args):
+    return [op.kind for op in remat.jax.trace(function, *args).ops]
+
+
+def test_sizes_and_inputs():
+    graph = remat.jax.trace(lambda a, b: (jnp.sin(a) @ b).sum(), jnp.ones((8, 4)), jnp.ones((4, 2), jnp.float32))
+
+    assert [graph.tensors[t].size_bytes for t in graph.inputs] == [128, 32]
+    assert [op.kind for op in graph.ops] == ["sin", "dot_general", "reduce_sum"]
+    assert [graph.tensors[op.outputs[0]].size_bytes for op in graph.ops] == [128, 64, 4]
+    assert not graph.free_order
+    assert graph.ops[1].time_s > 0
+
+
+def test_element_wise_chains_are_one_kernel():
+    x = jnp.ones((64, 64))
+    assert kinds(lambda x: jnp.tanh(jnp.sin(x) * 2 + 1) @ x, x) == ["tanh", "dot_general"]
+    # A value that two kernels read is stored between them.
+    assert kinds(lambda x: (lambda y: (y @ x) + jnp.cos(y))(jnp.sin(x)), x) == ["sin", "dot_general", "add"]
+
+
+def test_views_add_nothing():
+    graph = remat.jax.trace(lambda x: x.reshape(16) @ jnp.ones((16, 2)), jnp.ones((4, 4)))
+    view = next(t for op in graph.ops if op.kind == "reshape" for t in op.outputs)
+
+    assert graph.roots[view] == graph.inputs[0]
+
+
+def test_equal_computations_are_one():
+    def twice(x):
+        return jnp.sort(jnp.sin(x) @ x) + jnp.sort(jnp.sin(x) @ x)
+
+    assert kinds(twice, jnp.ones((4, 4))).count("sort") == 1
+
+
+def test_what_nobody_needs_is_left_out():
+    def function(x):
+        jnp.sort(x)
+        return x @ x
+
+    assert kinds(function, jnp.ones((4, 4))) == ["dot_general"]
+
+
+def test_what_must_run_once():
+    def function(x):
+        jax.debug.print("{}", x[0, 0])
+        y = jax.pure_callback(lambda v: v, jax.ShapeDtypeStruct(x.shape, x.dtype), x @ x)
+        return jnp.tanh(y) @ x
+
+    graph = remat.jax.trace(function, jnp.ones((4, 4)))
+    may = {op.kind: op.recomputable for op in graph.ops}
+    assert may["debug_print"] is False
+    assert may["pure_callback"] is False
+    assert may["tanh"] is True
+
+
+def test_a_loop_is_one_op_with_the_work_of_all_its_iterations():
+    def loop(x, length):
+        return lax.scan(lambda c, _: (jnp.tanh(jnp.sort(c @ x) @ jnp.sort(c)), None), x, None, length=length)[0]
+
+    short, long = (remat.jax.trace(lambda x, n=n: loop(x, n), jnp.ones((64, 64))) for n in (2, 20))
+    assert [op.kind for op in short.ops] == ["scan"]
+    assert long.time_s == pytest.approx(10 * short.time_s)
+    assert short.ops[0].workspace_bytes >= 64 * 64 * 4
+
+
+def test_shapes_suffice():
+    case = mlp()
+    shapes = jax.eval_shape(lambda *a: a, *case.args)
+    graph = remat.jax.trace(jax.value_and_grad(case.loss), *shapes)
+
+    assert graph.fingerprint == remat.jax.trace(jax.value_and_grad(case.loss), *case.args).fingerprint
+
+
+@pytest.mark.slow
+def test_the_trace_is_close_to_what_the_compiler_says():
+    for case in (mlp(layers=16), transformer(layers=3)):
+        function = jax.value_and_grad(case.loss)
+        graph = remat.jax.trace(function, *case.args)
+        traced = remat.simulate(graph, graph.plain_schedule).peak_bytes
+        assert traced == pytest.approx(remat.jax.measure(function, *case.args, repeats=1).peak_bytes, rel=0.45)
+
+
+@pytest.mark.parametrize("planner", planner_names())
+def test_every_planner_makes_a_plan_that_runs(planner):
+    case = mlp(layers=8)
+    graph = remat.jax.trace(jax.value_and_grad(case.loss), *case.args)
+    budget = "85%" if planner not in ("store_all", "lower_set", "sqrt_n") else "100%"
+    plan = remat.plan(graph, budget, planner=planner, time_limit_s=0.5)
+    value, _ = remat.jax.value_and_grad(case.loss, plan=plan)(*case.args)
+
+    assert float(value) == pytest.approx(float(case.loss(*case.args)), rel=1e-5)
+
+
+def test_the_plan_tells_both_figures(tmp_path):
+    case = mlp()
+    ours = remat.jax.value_and_grad(case.loss, budget="75%", time_limit_s=0.3)
+    ours(*case.args)
+    ours.plan.save(tmp_path / "plan.json")
+
+    assert "by the trace" in str(ours.plan)
+    assert remat.load_plan(tmp_path / "plan.json") == ours.plan

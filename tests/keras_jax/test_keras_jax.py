@@ -1,0 +1,104 @@
+"""``limit_memory`` on the JAX backend of Keras: ``fit`` does what plain ``fit`` does, within the budget."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+QUICK = {
+    "short last batch": {"model": "functional", "budget": "80%", "samples": 300, "weighted": True, "validation": True},
+    "eager": {"model": "functional", "budget": "80%", "compile": {"run_eagerly": True}},
+    "not compiled": {"model": "functional", "budget": "80%", "compile": {"jit_compile": False}},
+    "automatic": {"model": "functional", "budget": "auto"},
+}
+SLOW = {
+    "subclassed": {"model": "subclassed", "budget": "80%"},
+    "several steps": {"model": "functional", "budget": "80%", "steps_per_execution": 2},
+    "too small": {"model": "functional", "budget": 1000},
+}
+
+
+def run(specs):
+    worker = Path(__file__).with_name("worker.py")
+    environment = {**os.environ, "KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    done = subprocess.run(
+        [sys.executable, str(worker), json.dumps(list(specs.values()))],
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return dict(zip(specs, json.loads(done.stdout.splitlines()[-1]), strict=True))
+
+
+@pytest.fixture(scope="module")
+def quick():
+    return run(QUICK)
+
+
+@pytest.fixture(scope="module")
+def slow():
+    return run(SLOW)
+
+
+def check_training(result):
+    assert "error" not in result, result
+    assert result["difference"] < 1e-5
+    assert result["limited"].keys() == result["plain"].keys()
+    for key, values in result["plain"].items():
+        assert result["limited"][key] == pytest.approx(values, rel=1e-4, abs=1e-6), key
+    plan = result["plan"]
+    assert plan["recomputed"] > 0
+    assert plan["ops"] > 20
+    assert plan["peak_bytes"] <= plan["budget_bytes"] < plan["baseline_peak_bytes"]
+
+
+def check_refusal(result, kind, message):
+    assert result.get("error") == kind, result
+    assert message in result["message"]
+
+
+def test_fit_with_weights_validation_and_a_short_last_batch(quick):
+    check_training(quick["short last batch"])
+
+
+def test_the_front_end_of_tensorflow_is_not_loaded(quick):
+    loaded = quick["short last batch"]["loaded"]
+    assert "remat.jax.jit" in loaded
+    assert not [name for name in loaded if name.startswith("remat.tensorflow")]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "message"),
+    [
+        ("eager", "UnsupportedStep", "was compiled with run_eagerly=True"),
+        ("not compiled", "UnsupportedStep", "was compiled with jit_compile=False"),
+        ("automatic", "InvalidBudget", "'auto' means a GPU's memory"),
+    ],
+)
+def test_what_is_refused(quick, name, kind, message):
+    check_refusal(quick[name], kind, message)
+
+
+@pytest.mark.slow
+def test_an_own_train_step_is_kept(slow):
+    check_training(slow["subclassed"])
+    limited = slow["subclassed"]["limited"]
+    assert limited["doubled"] == pytest.approx([2 * loss for loss in limited["loss"]], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_several_steps_per_execution(slow):
+    check_training(slow["several steps"])
+
+
+@pytest.mark.slow
+def test_a_budget_that_nothing_fits(slow):
+    check_refusal(slow["too small"], "InfeasibleBudget", "no schedule within 1000 bytes")

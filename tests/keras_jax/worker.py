@@ -1,0 +1,141 @@
+"""One training of a Keras model on JAX, plain and limited, in a process of its own; prints one JSON object.
+
+The backend of Keras is fixed when it is imported, so the tests that run TensorFlow in this process cannot run JAX.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+os.environ["KERAS_BACKEND"] = "jax"
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import keras
+import numpy as np
+from keras import layers
+
+import remat.keras
+
+WIDTH, BATCH = 32, 128
+PLANNING: dict[str, Any] = {"time_limit_s": 0.3}
+
+
+def stack() -> list[layers.Layer]:
+    made: list[layers.Layer] = [layers.BatchNormalization()]
+    for _ in range(5):
+        made += [layers.Dense(2 * WIDTH, activation="tanh"), layers.Dropout(0.2)]
+    return made
+
+
+def functional() -> keras.Model:
+    inputs = keras.Input((WIDTH,))
+    x = inputs
+    for layer in stack():
+        x = layer(x)
+    return keras.Model(inputs, layers.Dense(10, kernel_regularizer="l2", activity_regularizer="l2")(x))
+
+
+class Subclassed(keras.Model):
+    """Layers in ``call``, and a train_step of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack = stack()
+        self.head = layers.Dense(10)
+
+    def call(self, x: Any, training: bool | None = None) -> Any:
+        for layer in self.stack:
+            x = layer(x, training=training) if isinstance(layer, layers.Dropout) else layer(x)
+        return self.head(x)
+
+    def train_step(self, state: Any, data: Any) -> Any:
+        logs, state = super().train_step(state, data)
+        return {**logs, "doubled": 2.0 * logs["loss"]}, state
+
+
+MODELS = {"functional": functional, "subclassed": Subclassed}
+
+
+def data(samples: int) -> tuple[Any, Any]:
+    random = np.random.default_rng(0)
+    return random.normal(size=(samples, WIDTH)).astype("float32"), random.integers(0, 10, samples)
+
+
+def train(spec: dict[str, Any], limited: bool) -> dict[str, Any]:
+    keras.utils.set_random_seed(3)
+    model = MODELS[spec["model"]]()
+    model.compile(
+        optimizer=keras.optimizers.SGD(0.05, momentum=0.9),
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+        steps_per_execution=spec.get("steps_per_execution", 1),
+        **spec.get("compile", {}),
+    )
+    if limited:
+        remat.keras.limit_memory(model, spec["budget"], **PLANNING)
+    x, y = data(spec.get("samples", 3 * BATCH))
+    weights = np.linspace(0.1, 2, len(x)) if spec.get("weighted") else None
+    history = model.fit(
+        x,
+        y,
+        sample_weight=weights,
+        batch_size=BATCH,
+        epochs=2,
+        shuffle=False,
+        verbose=0,
+        validation_data=data(50) if spec.get("validation") else None,
+    )
+    variables = [np.asarray(v) for v in [*model.variables, *model.optimizer.variables]]
+    result = {"history": history.history, "variables": variables}
+    if limited:
+        plan = remat.keras.plan_of(model)
+        assert plan is not None
+        graph = remat.keras.graph_of(model)
+        result["plan"] = {
+            "recomputed": plan.recomputed,
+            "peak_bytes": plan.peak_bytes,
+            "baseline_peak_bytes": plan.baseline_peak_bytes,
+            "budget_bytes": plan.budget_bytes,
+            "ops": len(graph.ops) if graph is not None else 0,
+        }
+        remat.keras.limit_memory(model, None)
+        model.fit(x[:BATCH], y[:BATCH], batch_size=BATCH, verbose=0)
+    return result
+
+
+def compare(spec: dict[str, Any]) -> dict[str, Any]:
+    plain, limited = train(spec, False), train(spec, True)
+    difference = 0.0
+    for a, b in zip(limited["variables"], plain["variables"], strict=True):
+        if b.dtype.kind == "f":
+            difference = max(
+                difference, float(np.max(np.abs(a - b), initial=0) / max(1e-3, np.max(np.abs(b), initial=0)))
+            )
+        else:
+            np.testing.assert_array_equal(a, b)
+    return {
+        "difference": difference,
+        "plain": plain["history"],
+        "limited": limited["history"],
+        "plan": limited["plan"],
+        "loaded": sorted(name for name in sys.modules if name.startswith("remat.")),
+        "devices": len(jax.devices()),
+    }
+
+
+def main() -> None:
+    results = []
+    for spec in json.loads(sys.argv[1]):
+        try:
+            results.append(compare(spec))
+        except Exception as error:
+            results.append({"error": type(error).__name__, "message": str(error)})
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()
