@@ -209,7 +209,7 @@ def test_every_sample_once_in_order(batch_size, count, known):
     assert int(number) == len(sizes)
     rows = [[int(v) for v in row if v >= 0] for row in seen]
     assert [len(row) for row in rows] == sizes
-    assert sum(rows, []) == list(range(batch_size))
+    assert [n for row in rows for n in row] == list(range(batch_size))
     assert max(sizes) == largest_size(batch_size, count)
 
 

@@ -33,9 +33,9 @@ _limits: weakref.WeakKeyDictionary[Any, Limit] = weakref.WeakKeyDictionary()
 
 def limit_memory(
     model: keras.Model,
-    budget: int | str | None = "60%",
+    budget: int | str | None = "default",
     *,
-    micro_batches: int = 1,
+    micro_batches: int | str = 1,
     planner: str = "auto",
     time_limit_s: float | None = None,
     **options: Any,
@@ -49,8 +49,11 @@ def limit_memory(
     Args:
         model: a Functional, Sequential or subclassed model, compiled or not. Its own ``train_step`` is kept.
         budget: peak device bytes of a training step, everything counted: an int, "4GiB", "60%" of the plain step's
-            predicted peak, "auto" for a GPU's memory less a margin, or None to take a limit off again.
-        micro_batches: 1; splitting the batch is not part of this version.
+            predicted peak, "auto" for a GPU's memory less a margin. With micro-batches it is the peak of one of them, and
+            None recomputes nothing; otherwise None takes a limit off again. Not given, it is "60%", or None with
+            micro-batches.
+        micro_batches: into how many pieces a batch is cut, for one update with the full batch's numbers; see
+            docs/micro_batches.md for what each part of a model does.
         planner: a planner's name.
         time_limit_s: wall seconds that an anytime planner may use.
         options: passed on to the planner.
@@ -60,20 +63,23 @@ def limit_memory(
 
     Raises:
         InvalidBudget: if the budget cannot be read.
-        UnsupportedStep: for another backend than TensorFlow, or ``run_eagerly``.
+        ValueError: unless ``micro_batches`` is a whole number of at least 1.
+        UnsupportedStep: for another backend than TensorFlow, or ``run_eagerly``; with micro-batches for a model with
+            its own ``train_step``, and by ``fit`` for a loss of which it cannot be known what it divides by.
         InfeasibleBudget: by ``fit``, at the first step, if no schedule fits; it names the smallest budget.
     """
     if not isinstance(model, keras.Model):
         raise TypeError(f"limit_memory takes a keras.Model, not {type(model).__name__}")
-    if budget is None:
+    if micro_batches == "auto":
+        raise UnsupportedStep("micro_batches='auto' is not part of this version; give a number")
+    count = _count(micro_batches)
+    if budget == "default":
+        budget = "60%" if count == 1 else None
+    if budget is None and count == 1:
         if model in _limits:
             _limits.pop(model).detach()
         return model
-    if micro_batches != 1:
-        raise UnsupportedStep(
-            f"micro_batches={micro_batches!r} is not supported by this version of remat; leave it at 1, give a budget"
-        )
-    if budget != "auto":
+    if budget not in ("auto", None):
         parse_budget(budget, baseline_peak_bytes=1 << 60)
     if keras.backend.backend() != "tensorflow":
         raise UnsupportedStep(
@@ -85,8 +91,15 @@ def limit_memory(
 
     if model in _limits:
         _limits.pop(model).detach()
-    _limits[model] = TensorFlowLimit(model, Request(budget, None, planner, time_limit_s, options))
+    request = None if budget is None else Request(budget, None, planner, time_limit_s, options)
+    _limits[model] = TensorFlowLimit(model, request, count)
     return model
+
+
+def _count(micro_batches: object) -> int:
+    if isinstance(micro_batches, bool) or not isinstance(micro_batches, int) or micro_batches < 1:
+        raise ValueError(f"micro_batches must be a whole number of at least 1, not {micro_batches!r}")
+    return micro_batches
 
 
 def plan_of(model: keras.Model) -> Plan | None:

@@ -42,13 +42,14 @@ def value_and_grad(
 
     Works inside ``tf.function``, with and without XLA, and eagerly. Gradients are summed in float32 (float64 where the
     variable is) and divided once, so unequal micro-batches and unequal denominators make no difference. Where
-    ``micro_batches`` does not divide the batch of B samples, the first B % micro_batches pieces have one sample more. What
-    couples the samples of a batch, such as BatchNormalization or a contrastive loss, sees a micro-batch only.
+    ``micro_batches`` does not divide the batch of B samples, the first B % micro_batches pieces have one sample more.
+    What couples the samples of a batch, such as BatchNormalization or a contrastive loss, sees a micro-batch only.
 
     Args:
         fn: takes the arguments of one micro-batch, returns what ``reduction`` says; anything that it does besides
             (dropout, state) happens once per micro-batch.
-        variables: what to differentiate by; None takes the trainable variables that ``fn`` reads, found by one more trace.
+        variables: what to differentiate by; None takes the trainable variables that ``fn`` reads, found by one more
+            trace.
         micro_batches: how many pieces; 1 computes in one piece.
         batch_argnums: positions of the arguments that are split along their first dimension, nested structures in all
             their tensors; None splits every positional argument. Keyword arguments are passed on whole.
@@ -108,8 +109,8 @@ class _Batch:
         for position in positions:
             if not -len(args) <= position < len(args):
                 raise UnsupportedStep(
-                    f"batch_argnums={batch_argnums!r} names argument {position}, and the function got {len(args)} positional "
-                    "arguments; what is batched must be passed by position"
+                    f"batch_argnums={batch_argnums!r} names argument {position}, and the function got {len(args)} "
+                    "positional arguments; what is batched must be passed by position"
                 )
         positions = tuple(sorted({position % len(args) for position in positions}))
         args = tuple(_as_tensors(arg) if n in positions else arg for n, arg in enumerate(args))
@@ -171,8 +172,8 @@ class _Objective:
         for part in (value, denominator):
             if part is not None and part.shape.rank != 0:
                 raise UnsupportedStep(
-                    f"the function returned a tensor of the shape {part.shape} where reduction={self.reduction!r} needs a "
-                    "scalar; reduce it inside the function"
+                    f"the function returned a tensor of the shape {part.shape} where "
+                    f"reduction={self.reduction!r} needs a scalar; reduce it inside the function"
                 )
         return value, denominator
 
@@ -194,8 +195,8 @@ def _accumulated(
     if isinstance(batch_size, int):
         if batch_size < count:
             raise UnsupportedStep(
-                f"a batch of {batch_size} samples cannot be split into {count} micro-batches; give a larger batch, or at "
-                f"most micro_batches={batch_size}"
+                f"a batch of {batch_size} samples cannot be split into {count} micro-batches; give a larger batch, or "
+                f"at most micro_batches={batch_size}"
             )
     elif not _private.in_xla_context(tf.compat.v1.get_default_graph()):
         message = f"a batch of fewer samples cannot be split into {count} micro-batches"

@@ -1,20 +1,20 @@
 """Cuts a batch into micro-batches and runs one loop over them.
 
-The pieces are those of ``numpy.array_split``: where the count does not divide the batch, the first pieces have one sample
-more. Static sizes stay static (two loops, one per size), so that XLA compiles them and a planner knows their bytes.
+The pieces are those of ``numpy.array_split``: where the count does not divide the batch, the first pieces have one
+sample more. Static sizes stay static (two loops, one per size): XLA compiles them, and a planner knows their bytes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import tensorflow as tf
 
 from remat.errors import UnsupportedStep
 from remat.tensorflow import _private
 
-Size = int | tf.Tensor
+Size: TypeAlias = Any  # An int where the trace knows it, else a scalar tensor.
 Carried = list[tf.Tensor]
 # The micro-batch's tensors, how many samples it has, what the loop carries -> what the loop carries on.
 Body = Callable[[list[tf.Tensor], Size, Carried], Sequence[tf.Tensor]]
@@ -55,8 +55,8 @@ def batch_size_of(leaves: Sequence[tf.Tensor], names: Sequence[str]) -> Size:
             )
         if leaf.shape.rank is None or leaf.shape.rank == 0:
             raise UnsupportedStep(
-                f"{name} has the shape {leaf.shape}, so it cannot be split into micro-batches; give it a first dimension "
-                "of the batch's size, or leave it out of what is batched"
+                f"{name} has the shape {leaf.shape}, so it cannot be split into micro-batches; give it a first "
+                "dimension of the batch's size, or leave it out of what is batched"
             )
     known = [(leaf.shape[0], name) for leaf, name in zip(leaves, names, strict=True) if leaf.shape[0] is not None]
     for size, name in known[1:]:
@@ -141,17 +141,19 @@ def _loop(
         start, size = piece(number)
         return (number + 1, *body([_slice(leaf, start, size) for leaf in leaves], size, list(values)))
 
-    # Several iterations at a time would hold several micro-batches' activations.
+    # Only one micro-batch's activations may live at a time: no iteration beside another, no loop beside the one before.
+    with tf.control_dependencies(carried):
+        first = tf.identity(tf.constant(0))
     _, *last = tf.while_loop(
-        lambda number, *_: number < times, one, [tf.constant(0), *carried], parallel_iterations=1, name="micro_batches"
+        lambda number, *_: number < times, one, [first, *carried], parallel_iterations=1, name="micro_batches"
     )
     return list(last)
 
 
 def _slice(leaf: tf.Tensor, start: Size, size: Size) -> tf.Tensor:
     rank = leaf.shape.rank
-    dynamic = tf.shape(leaf) if None in leaf.shape.as_list()[1:] else None
-    rest = [leaf.shape[n] if leaf.shape[n] is not None else dynamic[n] for n in range(1, rank)]
+    shape = tf.shape(leaf)
+    rest = [shape[n] if leaf.shape[n] is None else leaf.shape[n] for n in range(1, rank)]
     piece = tf.slice(leaf, tf.stack([start] + [0] * (rank - 1)), tf.stack([size, *rest]), name="micro_batch")
     return tf.ensure_shape(piece, [size if isinstance(size, int) else None, *leaf.shape[1:]])
 
@@ -171,8 +173,8 @@ def empty_accumulators(variables: Sequence[Any]) -> Carried:
     for variable in variables:
         if not tf.TensorShape(variable.shape).is_fully_defined():
             raise UnsupportedStep(
-                f"the variable {variable.name!r} has the shape {variable.shape}; a gradient can only be accumulated for a "
-                "known one"
+                f"the variable {variable.name!r} has the shape {variable.shape}; a gradient can only be "
+                "accumulated for a known one"
             )
     return [tf.zeros(tuple(v.shape), accumulator_dtype(v.dtype)) for v in variables]
 
