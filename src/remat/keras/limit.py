@@ -49,8 +49,8 @@ def limit_memory(
     Args:
         model: a Functional, Sequential or subclassed model, compiled or not. Its own ``train_step`` is kept.
         budget: peak device bytes of a training step, everything counted: an int, "4GiB", "60%" of the plain step's
-            predicted peak, "auto" for a GPU's memory less a margin. With micro-batches it is the peak of one of them, and
-            None recomputes nothing; otherwise None takes a limit off again. Not given, it is "60%", or None with
+            predicted peak, "auto" for a GPU's memory less a margin. With micro-batches it is the peak of one of them,
+            and None recomputes nothing; otherwise None takes a limit off again. Not given, it is "60%", or None with
             micro-batches.
         micro_batches: into how many pieces a batch is cut, for one update with the full batch's numbers; see
             docs/micro_batches.md for what each part of a model does.

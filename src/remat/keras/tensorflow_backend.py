@@ -17,7 +17,7 @@ from remat.keras.micro_batch_step import MicroBatchedStep
 from remat.plan import Plan
 from remat.tensorflow import _private
 from remat.tensorflow.micro_batches import largest_size
-from remat.tensorflow.resident import resident_elsewhere_bytes
+from remat.tensorflow.resident import carried_bytes, resident_elsewhere_bytes
 from remat.tensorflow.rewrite import Request, Rewritten, rewrite
 
 _Shapes = list[tuple[int, ...]]
@@ -167,11 +167,14 @@ class TensorFlowLimit:
         def finish(succeeded: bool) -> None:
             if succeeded:
                 input_shapes = real_shapes(graph)
+                resident_bytes = resident_elsewhere_bytes(graph, input_shapes)
+                if self._micro_step is not None:
+                    resident_bytes += carried_bytes(graph)
                 rewritten = rewrite(
                     graph,
                     request,
                     input_shapes=input_shapes,
-                    resident_bytes=resident_elsewhere_bytes(graph, input_shapes),
+                    resident_bytes=resident_bytes,
                     in_xla=in_xla,
                 )
                 if self._rewritten is None or rewritten.plan.peak_bytes > self._rewritten.plan.peak_bytes:
