@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from remat.tensorflow.micro_batches import (
     empty_accumulators,
     for_each_micro_batch,
 )
+from remat.tensorflow.resident import carried_bytes
 
 REDUCTIONS = ("mean", "sum", "ratio")
 Gradients = list[Any]
@@ -89,6 +90,13 @@ def value_and_grad(
         return _accumulated(objective, batch, count, kwargs)
 
     return wrapped
+
+
+class _LoopTape(GradientTape):
+    """A tape in the body of a loop, whose accumulators are not allocated yet while it is traced."""
+
+    def _resident_bytes(self, graph: _private.FuncGraph, input_shapes: Mapping[str, Sequence[int]]) -> int:
+        return super()._resident_bytes(graph, input_shapes) + carried_bytes(graph)
 
 
 @dataclass(frozen=True)
@@ -177,8 +185,8 @@ class _Objective:
                 )
         return value, denominator
 
-    def tape(self) -> Any:
-        return tf.GradientTape() if self.planning is None else GradientTape(**self.planning)
+    def tape(self, kind: type[GradientTape] = GradientTape) -> Any:
+        return tf.GradientTape() if self.planning is None else kind(**self.planning)
 
     def whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tf.Tensor, Gradients]:
         with self.tape() as tape:
@@ -203,12 +211,16 @@ def _accumulated(
         check = tf.debugging.assert_greater_equal(batch_size, count, message=message)
         with tf.control_dependencies([] if check is None else [check]):
             batch_size = tf.identity(batch_size)
+    if objective.planning is not None and _private.in_xla_context(tf.compat.v1.get_default_graph()):
+        raise UnsupportedStep(
+            f"a budget with micro_batches={count} is not supported under XLA; leave jit_compile=True out, or the budget"
+        )
     has_gradient = [False] * len(objective.variables)
     value_dtypes = []
 
     def body(leaves: list[tf.Tensor], size: Size, carried: Carried) -> Carried:
         value_total, denominator_total, *totals = carried
-        with objective.tape() as tape:
+        with objective.tape(_LoopTape) as tape:
             value, denominator = objective.call(batch.with_leaves(leaves), kwargs)
             value_dtypes.append(value.dtype)
             value = tf.cast(value, objective.dtype)
