@@ -221,7 +221,9 @@ class _Step:
                 if has[n]
             ]
             totals.append(tf.cast(tf.add_n(parts), variable.dtype) if parts else None)
-        self.model.optimizer.apply_gradients(zip(totals, self.variables, strict=True))
+        # What an update computes from its slots alone would otherwise be made early, and lie beside the activations.
+        with tf.control_dependencies([total for total in totals if total is not None]):
+            self.model.optimizer.apply_gradients(zip(totals, self.variables, strict=True))
 
     def _logs(self, terms: list[LossTerm], values: list[tf.Tensor], additional: tf.Tensor) -> dict[str, Any]:
         model = self.model
