@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 
 import keras
 import numpy as np
@@ -12,11 +13,13 @@ from accumulation import (
     SAMPLES,
     STEPS,
     WORDS,
+    assert_equal_history,
     assert_equal_training,
     classes,
     compiled,
     cross_entropy,
     fit,
+    full_batches,
     inputs,
     sentences,
     targets,
@@ -226,3 +229,47 @@ def test_one_infinity_drops_the_whole_update():
     plain = assert_equal_training(overflowing, on_one_infinite_sample, 3)
     assert int(plain.model.optimizer.iterations) == 4
     assert float(plain.model.optimizer.dynamic_scale) == 2.0**11
+
+
+class DenseEmbedding(layers.Embedding):
+    """An embedding whose gradient is dense, as a product with one-hot vectors."""
+
+    def call(self, words):
+        return keras.ops.matmul(keras.ops.one_hot(words, self.input_dim), self.embeddings)
+
+
+@functools.cache
+def classifier(optimizer, kind):
+    def build():
+        words = keras.Input((STEPS,), dtype="int32")
+        hidden = layers.Flatten()(kind(WORDS, 4)(words))
+        return compiled(keras.Model(words, layers.Dense(3)(hidden)), optimizer=EMBEDDING_OPTIMIZERS[optimizer]())
+
+    return build
+
+
+EMBEDDING_OPTIMIZERS = {
+    "lion": lambda: optimizers.Lion(0.002),
+    "adam": lambda: optimizers.Adam(0.01),
+    "clipped": lambda: optimizers.SGD(0.5, global_clipnorm=0.02),
+}
+
+
+def on_classified_sentences(model):
+    return fit(model, sentences(), classes())
+
+
+def test_an_embedding_whose_rows_are_summed_first():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_equal_training(classifier("lion", layers.Embedding), on_classified_sentences, 3)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "clipped"])
+def test_an_embedding_is_updated_as_by_a_dense_gradient(optimizer):
+    plain = full_batches(classifier(optimizer, DenseEmbedding), on_classified_sentences)
+    with pytest.warns(UserWarning, match=r"each row of a sparse gradient by itself.*embedding.*/embeddings summed"):
+        found = train(classifier(optimizer, layers.Embedding), on_classified_sentences, 3)
+    assert_equal_history(found.history, plain.history)
+    for one, other in zip(found.model.weights, plain.model.weights, strict=True):
+        np.testing.assert_allclose(one, other.numpy(), rtol=0, atol=1e-5)

@@ -75,11 +75,22 @@ class MicroBatchedStep:
         check_model(model, count)
         self._count = count
         self._warned = False
+        self._warned_of_sparse = False
 
     def __call__(self, model: keras.Model, data: Any, on_body: OnBody | None) -> dict[str, Any]:
         """One training step on a batch; returns the logs."""
         check_model(model, self._count)
-        return _Step(model, data, self._count, self._statistics(model), on_body).run()
+        step = _Step(model, data, self._count, self._statistics(model), on_body)
+        logs = step.run()
+        if step.sparse and not self._warned_of_sparse and not _sums_rows(model.optimizer):
+            self._warned_of_sparse = True
+            warnings.warn(
+                f"{type(model.optimizer).__name__} of Keras works on each row of a sparse gradient by itself, as if a "
+                f"word that occurs twice were two; with micro_batches={self._count} it gets the gradients of "
+                f"{', '.join(sorted(step.sparse))} summed, so these are updated as by a dense gradient",
+                stacklevel=2,
+            )
+        return logs
 
     def _statistics(self, model: keras.Model) -> BatchStatistics:
         statistics = BatchStatistics(model)
@@ -106,6 +117,7 @@ class _Step:
         self.on_body = on_body
         self.variables = model.trainable_weights
         self.dtype = tf.as_dtype(keras.config.floatx())
+        self.sparse: set[str] = set()
         flat = tf.nest.flatten(self.data)
         self.leaves = [leaf for leaf in flat if leaf is not None]
         self.batch_size = batch_size_of(self.leaves, _names(self.data))
@@ -163,6 +175,8 @@ class _Step:
                 gradients = tape.gradient(target, self.variables) if self.variables else []
                 for n, gradient in enumerate(gradients):
                     has_gradient[number][n] |= gradient is not None
+                    if isinstance(gradient, tf.IndexedSlices):
+                        self.sparse.add(self.variables[n].path)
                     totals.gradients[number][n] = added(totals.gradients[number][n], gradient)
             totals.values = [total + value for total, value in zip(totals.values, values, strict=True)]
             totals.denominators = [
@@ -235,6 +249,14 @@ class _Step:
         total = tf.add_n([additional, *(term.weighted(value) for term, value in zip(terms, values, strict=True))])
         _private.update_loss_tracker(model, total, self.batch_size)
         return dict(model.get_metrics_result())
+
+
+def _sums_rows(optimizer: Any) -> bool:
+    """Does the optimizer add up the rows of a sparse gradient before it does anything else with them?"""
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    clips = (optimizer.clipnorm, optimizer.global_clipnorm, optimizer.clipvalue)
+    linear = type(optimizer) in (keras.optimizers.SGD, keras.optimizers.Lion)
+    return linear and all(clip is None for clip in clips)
 
 
 def _summand(term: LossTerm, share: tf.Tensor) -> tf.Tensor:
