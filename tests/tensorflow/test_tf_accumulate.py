@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import small_steps
 import tensorflow as tf
 
 import remat
-from remat.tensorflow import value_and_grad
+from remat.tensorflow import _private, value_and_grad
 from remat.tensorflow.micro_batches import for_each_micro_batch, largest_size
 
 BATCH = 10
@@ -277,3 +278,46 @@ def test_sizes_that_are_known_only_when_it_runs():
 def test_a_function_of_no_variable():
     with pytest.raises(remat.UnsupportedStep, match="reads no trainable variable"):
         value_and_grad(loss_of, micro_batches=2)(tf.ones((4, 2)))
+
+
+def bodies(function, *args):
+    """The bodies of the loops over micro-batches in a traced function."""
+    operations = function.get_concrete_function(*args).graph.get_operations()
+    return [_private.function_of(op, "body") for op in operations if op.type in ("While", "StatelessWhile")]
+
+
+def test_a_budget_plans_each_iteration_and_changes_no_number():
+    chain, data = small_steps.Chain(), small_steps.inputs(2 * small_steps.BATCH + 1)
+
+    def loss(x):
+        return tf.reduce_mean(chain(x) ** 2)
+
+    plain = value_and_grad(loss, chain.weights)(data)
+    step = tf.function(value_and_grad(loss, chain.weights, micro_batches=2, budget="75%", **small_steps.PLANNING))
+    assert_same(step(data), plain)
+    loops = bodies(step, data)
+    assert len(loops) == 2  # One of 1025 samples, one of 1024.
+    for body in loops:
+        assert [op for op in body.get_operations() if "_remat_copy" in op.node_def.attr]
+
+
+def test_one_micro_batch_at_a_time():
+    """Neither iterations nor the two loops of unequal pieces run side by side: three pieces need less than two."""
+    chain, data = small_steps.Chain(), small_steps.inputs(2 * small_steps.BATCH)
+    peaks = []
+    for count in (1, 2, 3):
+        step = tf.function(value_and_grad(lambda x: tf.reduce_mean(chain(x) ** 2), chain.weights, micro_batches=count))
+        step(data)
+        tf.config.experimental.reset_memory_stats("CPU:0")
+        before = tf.config.experimental.get_memory_info("CPU:0")["current"]
+        step(data)
+        peaks.append(tf.config.experimental.get_memory_info("CPU:0")["peak"] - before)
+    assert peaks[1] < 0.75 * peaks[0]
+    assert peaks[2] < 0.95 * peaks[1]
+
+
+def test_a_budget_under_xla():
+    weight = tf.Variable(1.0)
+    step = value_and_grad(lambda x: tf.reduce_mean(x * weight), [weight], micro_batches=2, budget="80%")
+    with pytest.raises(remat.UnsupportedStep, match="a budget with micro_batches=2 is not supported under XLA"):
+        tf.function(step, jit_compile=True)(tf.ones((4, 2)))
