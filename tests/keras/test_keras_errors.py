@@ -30,11 +30,6 @@ def test_unreadable_budget_is_refused_at_once(budget):
         remat.keras.limit_memory(functional(), budget)
 
 
-def test_micro_batches_are_not_ignored():
-    with pytest.raises(remat.UnsupportedStep, match="micro_batches=2 is not supported"):
-        remat.keras.limit_memory(functional(), "50%", micro_batches=2)
-
-
 def test_auto_on_a_cpu():
     model = limit(compiled(functional), "auto")
 

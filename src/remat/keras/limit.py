@@ -32,15 +32,15 @@ class Limit(Protocol):
 _limits: weakref.WeakKeyDictionary[Any, Limit] = weakref.WeakKeyDictionary()
 
 
-_SHARE_BY_DEFAULT = "60%"
+_DEFAULT = "default"
 
 
 def limit_memory(
     model: keras.Model,
-    budget: int | str | None = _SHARE_BY_DEFAULT,
+    budget: int | str | None = _DEFAULT,
     *,
     checkpoints: Sequence[Any] | None = None,
-    micro_batches: int = 1,
+    micro_batches: int | str = 1,
     planner: str = "auto",
     time_limit_s: float | None = None,
     **options: Any,
@@ -54,11 +54,14 @@ def limit_memory(
     Args:
         model: a Functional, Sequential or subclassed model, compiled or not. Its own ``train_step`` is kept.
         budget: peak device bytes of a training step, everything counted: an int, "4GiB", "60%" of the plain step's
-            predicted peak, "auto" for a GPU's memory less a margin, or None to take a limit off again.
+            predicted peak, "auto" for a GPU's memory less a margin. With micro-batches it is the peak of one of them,
+            and None recomputes nothing; otherwise None takes a limit off again. Not given, it is "60%", or None with
+            micro-batches or checkpoints.
         checkpoints: your own cut points instead of a budget: names of layers at any depth, layers, or names of tensors.
             What they return is kept and everything else between them is recomputed where that is exact, with any
             optimizer.
-        micro_batches: 1; splitting the batch is not part of this version.
+        micro_batches: into how many pieces a batch is cut, for one update with the full batch's numbers; see
+            docs/micro_batches.md for what each part of a model does. TensorFlow only.
         planner: a planner's name.
         time_limit_s: wall seconds that an anytime planner may use.
         options: passed on to the planner.
@@ -68,27 +71,26 @@ def limit_memory(
 
     Raises:
         InvalidBudget: if the budget cannot be read.
-        ValueError: for both a budget and checkpoints, or a layer that the model does not have.
-        UnsupportedStep: for another backend than TensorFlow and JAX, checkpoints on JAX, or ``run_eagerly``.
+        ValueError: for both a budget and checkpoints, a layer that the model does not have, or ``micro_batches`` that is
+            no whole number of at least 1.
+        UnsupportedStep: for another backend than TensorFlow and JAX, checkpoints or micro-batches on JAX, both together,
+            or ``run_eagerly``; with micro-batches for a model with its own ``train_step``, and by ``fit`` for a loss of
+            which it cannot be known what it divides by.
         InfeasibleBudget: by ``fit``, at the first step, if no schedule fits; it names the smallest budget.
     """
     if not isinstance(model, keras.Model):
         raise _no_model(model)
+    if micro_batches == "auto":
+        raise UnsupportedStep("micro_batches='auto' is not part of this version; give a number")
+    count = _count(micro_batches)
     if checkpoints is not None:
-        if budget not in (None, _SHARE_BY_DEFAULT):
-            raise ValueError(f"limit_memory takes a budget or checkpoints, not both (budget={budget!r}); leave one out")
-        if isinstance(checkpoints, str):
-            raise TypeError(
-                f"checkpoints takes a list of names, not the string {checkpoints!r}; write [{checkpoints!r}]"
-            )
-    elif budget is None:
+        _check_checkpoints(checkpoints, budget, count)
+    if budget == _DEFAULT:
+        budget = "60%" if count == 1 and checkpoints is None else None
+    if budget is None and count == 1 and checkpoints is None:
         if model in _limits:
             _limits.pop(model).detach()
         return model
-    if micro_batches != 1:
-        raise UnsupportedStep(
-            f"micro_batches={micro_batches!r} is not supported by this version of remat; leave it at 1, give a budget"
-        )
     if budget not in (None, "auto"):
         parse_budget(budget, baseline_peak_bytes=1 << 60)
     backend = keras.backend.backend()
@@ -97,25 +99,43 @@ def limit_memory(
             f"limit_memory supports Keras on TensorFlow and on JAX, and the active backend is {backend!r}; set "
             "KERAS_BACKEND=tensorflow or KERAS_BACKEND=jax before keras is imported"
         )
-    if checkpoints is not None and backend != "tensorflow":
+    if backend != "tensorflow" and (checkpoints is not None or count > 1):
         raise UnsupportedStep(
-            f"checkpoints={list(checkpoints)!r} are supported by Keras on TensorFlow, and the active backend is "
-            f"{backend!r}; give a budget"
+            "checkpoints and micro_batches are supported by Keras on TensorFlow, and the active backend is "
+            f"{backend!r}; give a budget alone"
         )
     if model in _limits:
         _limits.pop(model).detach()
-    given = budget if checkpoints is None else None
     if backend == "tensorflow":
         from remat.keras.tensorflow_backend import TensorFlowLimit
         from remat.tensorflow.rewrite import Request
 
-        _limits[model] = TensorFlowLimit(model, Request(given, None, planner, time_limit_s, options), checkpoints)
+        plans = budget is not None or checkpoints is not None
+        request = Request(budget, None, planner, time_limit_s, options) if plans else None
+        _limits[model] = TensorFlowLimit(model, request, checkpoints, count)
     else:
         from remat.jax.planned import Request as JaxRequest
         from remat.keras.jax_backend import JaxLimit
 
-        _limits[model] = JaxLimit(model, JaxRequest(given, None, planner, time_limit_s, options))
+        _limits[model] = JaxLimit(model, JaxRequest(budget, None, planner, time_limit_s, options))
     return model
+
+
+def _count(micro_batches: object) -> int:
+    if isinstance(micro_batches, bool) or not isinstance(micro_batches, int) or micro_batches < 1:
+        raise ValueError(f"micro_batches must be a whole number of at least 1, not {micro_batches!r}")
+    return micro_batches
+
+
+def _check_checkpoints(checkpoints: Sequence[Any], budget: int | str | None, micro_batches: int) -> None:
+    if budget not in (None, _DEFAULT):
+        raise ValueError(f"limit_memory takes a budget or checkpoints, not both (budget={budget!r}); leave one out")
+    if isinstance(checkpoints, str):
+        raise TypeError(f"checkpoints takes a list of names, not the string {checkpoints!r}; write [{checkpoints!r}]")
+    if micro_batches > 1:
+        raise UnsupportedStep(
+            f"checkpoints with micro_batches={micro_batches} are not supported; give a budget, or leave one of them out"
+        )
 
 
 def _no_model(model: Any) -> Exception:

@@ -14,10 +14,13 @@ import tensorflow as tf
 
 from remat.errors import UnsupportedStep
 from remat.graph import Graph
+from remat.keras._private import unbuilt_parts
 from remat.keras.layer_outputs import LayerOutputs
+from remat.keras.micro_batch_step import MicroBatchedStep
 from remat.plan import Plan
 from remat.tensorflow import _private
-from remat.tensorflow.resident import resident_elsewhere_bytes
+from remat.tensorflow.micro_batches import largest_size
+from remat.tensorflow.resident import carried_bytes, resident_elsewhere_bytes
 from remat.tensorflow.rewrite import Request, Rewritten, rewrite
 
 _Shapes = list[tuple[int, ...]]
@@ -27,10 +30,25 @@ class TensorFlowLimit:
     """A memory limit on one model.
 
     Keras builds its training function in ``make_train_function``; this replaces that method on the instance.
-    The function that results runs the model's own ``train_step``, whatever it is.
+    The function that results runs the model's own ``train_step``, whatever it is; with micro-batches one that does the
+    same as Keras' own.
+
+    Args:
+        model: the model.
+        request: the budget; None plans nothing.
+        checkpoints: layers or names of what to keep, instead of a budget.
+        micro_batches: how many pieces a batch is cut into.
     """
 
-    def __init__(self, model: keras.Model, request: Request, checkpoints: Sequence[Any] | None = None) -> None:
+    def __init__(
+        self,
+        model: keras.Model,
+        request: Request | None,
+        checkpoints: Sequence[Any] | None = None,
+        micro_batches: int = 1,
+    ) -> None:
+        self._micro_step = MicroBatchedStep(model, micro_batches) if micro_batches > 1 else None
+        self._micro_batches = micro_batches
         self._model = weakref.ref(model)
         self._request = request
         self._checkpoints = None if checkpoints is None else LayerOutputs(model, checkpoints)
@@ -119,33 +137,72 @@ class TensorFlowLimit:
         return result
 
     def _train_step(self, own_train_step: Callable[[Any], Any], data: Any) -> Any:
-        graph = tf.compat.v1.get_default_graph()
-        in_xla = _private.in_xla_context(graph)
+        self._rewritten = None
+        if self._micro_step is not None:
+            on_body = self._plan_micro_batch if self._request is not None else None
+            return self._micro_step(self._required_model(), data, on_body)
         symbols = _leaves(data)
 
-        def finish(succeeded: bool) -> None:
-            if succeeded:
-                input_shapes = self._input_shapes(symbols)
-                request = self._request
-                if self._checkpoints is not None:
-                    request = dataclasses.replace(request, checkpoints=self._checkpoints.tensors_in(graph))
-                self._rewritten = rewrite(
-                    graph,
-                    request,
-                    forward_ends=_forward_ends(graph),
-                    input_shapes=input_shapes,
-                    resident_bytes=resident_elsewhere_bytes(graph, input_shapes),
-                    in_xla=in_xla,
-                )
+        def shapes(_: Any) -> dict[str, tuple[int, ...]]:
+            return self._real_shapes(symbols, self._shapes)
 
-        _private.call_when_traced(finish)
+        self._plan_when_traced(shapes)
         with contextlib.nullcontext() if self._checkpoints is None else self._checkpoints.watched():
             return own_train_step(data)
 
-    def _input_shapes(self, symbols: Sequence[tf.Tensor]) -> dict[str, tuple[int, ...]]:
-        if len(symbols) != len(self._shapes):
+    def _plan_micro_batch(self, symbols: Sequence[tf.Tensor], pieces: Sequence[tf.Tensor]) -> None:
+        """Plan the body of the loop over the micro-batches, in which this is called."""
+        if _private.in_xla_context(tf.compat.v1.get_default_graph()):
+            raise UnsupportedStep(
+                "a budget with micro_batches is not supported under XLA; compile the model with jit_compile=False, or "
+                "give budget=None"
+            )
+
+        def shapes(graph: _private.FuncGraph) -> dict[str, tuple[int, ...]]:
+            inner = {outer.name: inside.name for outer, inside in graph.captures if tf.is_symbolic_tensor(outer)}
+            known = {inner[n]: s for n, s in self._real_shapes(symbols, self._shapes).items() if n in inner}
+            largest = [
+                (largest_size(size, self._micro_batches) if piece.shape[0] is None else piece.shape[0], *rest)
+                for piece, (size, *rest) in zip(pieces, self._shapes, strict=True)
+            ]
+            return known | self._real_shapes(pieces, largest)
+
+        self._plan_when_traced(shapes)
+
+    def _plan_when_traced(self, real_shapes: Callable[[_private.FuncGraph], dict[str, tuple[int, ...]]]) -> None:
+        """Plan the innermost function and write the plan into it when its trace ends."""
+        graph = tf.compat.v1.get_default_graph()
+        in_xla = _private.in_xla_context(graph)
+        request = self._request
+        assert request is not None
+
+        def finish(succeeded: bool) -> None:
+            if succeeded:
+                input_shapes = real_shapes(graph)
+                resident_bytes = resident_elsewhere_bytes(graph, input_shapes)
+                if self._micro_step is not None:
+                    resident_bytes += carried_bytes(graph)
+                asked = request
+                if self._checkpoints is not None:
+                    asked = dataclasses.replace(request, checkpoints=self._checkpoints.tensors_in(graph))
+                rewritten = rewrite(
+                    graph,
+                    asked,
+                    forward_ends=_forward_ends(graph),
+                    input_shapes=input_shapes,
+                    resident_bytes=resident_bytes,
+                    in_xla=in_xla,
+                )
+                if self._rewritten is None or rewritten.plan.peak_bytes > self._rewritten.plan.peak_bytes:
+                    self._rewritten = rewritten  # Pieces of two sizes have a plan each.
+
+        _private.call_when_traced(finish)
+
+    @staticmethod
+    def _real_shapes(symbols: Sequence[tf.Tensor], shapes: _Shapes) -> dict[str, tuple[int, ...]]:
+        if len(symbols) != len(shapes):
             return {}
-        return {symbol.name: shape for symbol, shape in zip(symbols, self._shapes, strict=True)}
+        return {symbol.name: shape for symbol, shape in zip(symbols, shapes, strict=True)}
 
     def _required_model(self) -> keras.Model:
         model = self._model()
@@ -178,7 +235,7 @@ def _build(model: keras.Model, batch: Any) -> None:
     What is created while a function is traced is allocated in the middle of its first step, where no plan can
     account for it.
     """
-    if not model.built or (model.compiled and model._compile_loss is not None and not model._compile_loss.built):
+    if unbuilt_parts(model):
         model._symbolic_build(data_batch=_unpacked(batch))
     if model.optimizer is not None and not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)

@@ -1,5 +1,6 @@
 """TensorFlow: plan a ``tf.function`` within a byte budget and rewrite it in place, with the same numbers."""
 
+from remat.tensorflow.accumulate import value_and_grad
 from remat.tensorflow.backward import (
     gradients,
     gradients_collection,
@@ -25,4 +26,5 @@ __all__ = [
     "recompute",
     "replaced_gradients",
     "trace",
+    "value_and_grad",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -133,11 +133,14 @@ class GradientTape(tf.GradientTape):  # type: ignore[misc]
             graph,
             self._request,
             input_shapes=input_shapes,
-            resident_bytes=resident_elsewhere_bytes(graph, input_shapes),
+            resident_bytes=self._resident_bytes(graph, input_shapes),
             in_xla=self._in_xla,
             outputs=outputs,
             forward_ends=self._forward_ends,
         )
+
+    def _resident_bytes(self, graph: _private.FuncGraph, input_shapes: Mapping[str, Sequence[int]]) -> int:
+        return resident_elsewhere_bytes(graph, input_shapes)
 
     def _input_shapes(self, graph: _private.FuncGraph) -> dict[str, tuple[int, ...]]:
         if self._batch_size is None:

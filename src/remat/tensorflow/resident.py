@@ -10,6 +10,8 @@ from remat.tensorflow import _private
 from remat.tensorflow.device import current_device
 from remat.tensorflow.shapes import handle_bytes, shape_bytes
 
+_HANDLES = (tf.resource, tf.variant, tf.string)
+
 
 def resident_elsewhere_bytes(graph: _private.FuncGraph, input_shapes: Mapping[str, Sequence[int]]) -> int:
     """Bytes in use on the device now that are no input of ``graph``, by the device's own counter.
@@ -28,3 +30,17 @@ def resident_elsewhere_bytes(graph: _private.FuncGraph, input_shapes: Mapping[st
             shape = input_shapes.get(tensor.name, tensor.shape if tensor.shape.is_fully_defined() else ())
             known += counted(shape_bytes(shape, tensor.dtype))
     return max(0, device.in_use_bytes - known)
+
+
+def carried_bytes(body: _private.FuncGraph) -> int:
+    """Bytes of what a loop hands from one iteration to the next, the inputs of its body that it does not capture.
+
+    They are no part of what is in use while the loop is traced, and ``resident_elsewhere_bytes`` takes them off.
+    """
+    captured = {inside.name for _, inside in body.captures}
+    counted = current_device().allocator.counted
+    return sum(
+        counted(shape_bytes(tensor.shape, tensor.dtype))
+        for tensor in body.inputs
+        if tensor.name not in captured and tensor.shape.is_fully_defined() and tensor.dtype not in _HANDLES
+    )

@@ -1,0 +1,122 @@
+"""Every private Keras symbol that micro-batches need, in one place.
+
+Keras has no public way to learn what a loss divided by. ``tests/keras/test_keras_private.py`` fails with a clear
+message when a release moves one of these.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+from keras.src.losses import loss as _loss
+from keras.src.trainers.compile_utils import CompileLoss
+
+__all__ = [
+    "CompileLoss",
+    "Reduction",
+    "additional_loss",
+    "all_layers",
+    "call_in_training",
+    "compile_loss_of",
+    "losses_replaced",
+    "reductions_recorded",
+    "unbuilt_parts",
+    "update_loss_tracker",
+]
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """One reduction of a loss's values to one number.
+
+    Attributes:
+        kind: Keras' name of the reduction, or None.
+        values: the loss per sample (and time step), before weights.
+        sample_weight: the weights, or None.
+        mask: which values count, or None.
+    """
+
+    kind: str | None
+    values: Any
+    sample_weight: Any
+    mask: Any
+
+    def weights(self) -> Any:
+        """Weights and mask in one, as Keras multiplies the values by them."""
+        dtype = self.values.dtype
+        weight = None if self.sample_weight is None else keras.ops.cast(self.sample_weight, dtype)
+        mask = None if self.mask is None else keras.ops.cast(self.mask, dtype)
+        return _loss.apply_mask(weight, mask, dtype=dtype, reduction=self.kind)
+
+
+@contextlib.contextmanager
+def reductions_recorded() -> Iterator[list[Reduction]]:
+    """The reductions that Keras' losses do inside the block."""
+    own = _loss.reduce_weighted_values
+    found: list[Reduction] = []
+
+    def recording(
+        values: Any,
+        sample_weight: Any = None,
+        mask: Any = None,
+        reduction: str | None = "sum_over_batch_size",
+        dtype: Any = None,
+    ) -> Any:
+        values = keras.ops.convert_to_tensor(values, dtype=dtype)
+        found.append(Reduction(reduction, values, sample_weight, mask))
+        return own(values, sample_weight=sample_weight, mask=mask, reduction=reduction, dtype=dtype)
+
+    _loss.reduce_weighted_values = recording
+    try:
+        yield found
+    finally:
+        _loss.reduce_weighted_values = own
+
+
+def compile_loss_of(model: keras.Model) -> CompileLoss | None:
+    """What ``compile(loss=...)`` became, or None."""
+    return model._compile_loss
+
+
+@contextlib.contextmanager
+def losses_replaced(compile_loss: CompileLoss, wrap: Callable[[Any], Any]) -> Iterator[None]:
+    """``compile_loss`` with each of its losses replaced by ``wrap(loss)``, its own metrics left alone."""
+    losses, metrics = compile_loss._flat_losses, compile_loss._metrics
+    compile_loss._flat_losses = [entry._replace(loss=wrap(entry)) for entry in losses]
+    # Keras pairs losses with metrics and stops at the shorter list.
+    compile_loss._metrics = [None] * len(losses)
+    try:
+        yield
+    finally:
+        compile_loss._flat_losses, compile_loss._metrics = losses, metrics
+
+
+def additional_loss(model: keras.Model) -> Any:
+    """The sum of what ``add_loss`` and the regularisers contribute, None where they contribute nothing."""
+    losses = [model._aggregate_additional_loss(loss) for loss in model.losses]
+    return keras.ops.sum(keras.ops.stack(losses)) if losses else None
+
+
+def call_in_training(model: keras.Model, x: Any) -> Any:
+    """``model(x)`` as Keras' own training step calls it."""
+    return model(x, training=True) if model._call_has_training_arg else model(x)
+
+
+def update_loss_tracker(model: keras.Model, loss: Any, batch_size: Any) -> None:
+    """Count one batch's loss in what ``fit`` reports as "loss"."""
+    model._loss_tracker.update_state(loss, sample_weight=batch_size)
+
+
+def all_layers(model: keras.Model) -> Sequence[Any]:
+    """The layers of a model and of the models inside it."""
+    return list(model._flatten_layers(include_self=False))
+
+
+def unbuilt_parts(model: keras.Model) -> bool:
+    """Are the model's variables, losses or metrics still to be made?"""
+    parts = (model._compile_loss, model._compile_metrics) if model.compiled else ()
+    return not model.built or any(part is not None and not part.built for part in parts)

@@ -1,0 +1,263 @@
+"""``value_and_grad``: exact gradient accumulation over micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from remat.errors import UnsupportedStep
+from remat.tensorflow import _private
+from remat.tensorflow.gradient_tape import GradientTape
+from remat.tensorflow.micro_batches import (
+    Carried,
+    Size,
+    accumulator_dtype,
+    added,
+    batch_size_of,
+    check_count,
+    empty_accumulators,
+    for_each_micro_batch,
+)
+from remat.tensorflow.resident import carried_bytes
+
+REDUCTIONS = ("mean", "sum", "ratio")
+Gradients = list[Any]
+
+
+def value_and_grad(
+    fn: Callable[..., Any],
+    variables: Sequence[tf.Variable] | None = None,
+    *,
+    micro_batches: int = 1,
+    batch_argnums: int | Sequence[int] | None = None,
+    reduction: str = "mean",
+    budget: int | str | None = None,
+    planner: str = "auto",
+    time_limit_s: float | None = None,
+    **options: Any,
+) -> Callable[..., tuple[tf.Tensor, Gradients]]:
+    """A function that computes ``fn`` and its gradients micro-batch by micro-batch, as if in one piece.
+
+    Works inside ``tf.function``, with and without XLA, and eagerly. Gradients are summed in float32 (float64 where the
+    variable is) and divided once, so unequal micro-batches and unequal denominators make no difference. Where
+    ``micro_batches`` does not divide the batch of B samples, the first B % micro_batches pieces have one sample more.
+    What couples the samples of a batch, such as BatchNormalization or a contrastive loss, sees a micro-batch only.
+
+    Args:
+        fn: takes the arguments of one micro-batch, returns what ``reduction`` says; anything that it does besides
+            (dropout, state) happens once per micro-batch.
+        variables: what to differentiate by; None takes the trainable variables that ``fn`` reads, found by one more
+            trace.
+        micro_batches: how many pieces; 1 computes in one piece.
+        batch_argnums: positions of the arguments that are split along their first dimension, nested structures in all
+            their tensors; None splits every positional argument. Keyword arguments are passed on whole.
+        reduction: what ``fn`` returns. "mean": one number, a mean over the samples. "sum": one number, a sum over them.
+            "ratio": a pair (sum, denominator), for example of a loss per token; the result is the sums' total over the
+            denominators' total, 0 where that is 0, and the denominator is not differentiated.
+        budget: peak device bytes of one iteration, everything counted, that recomputation has to keep, inside
+            ``tf.function``: as ``GradientTape`` takes it. None plans nothing.
+        planner: a planner's name.
+        time_limit_s: wall seconds that an anytime planner may use.
+        options: passed on to the planner.
+
+    Returns:
+        A function of ``fn``'s arguments. It returns the value, a scalar, and a list with one gradient per variable, of
+        the variable's shape and type: None where ``fn`` does not depend on it. With one micro-batch a sparse gradient
+        stays ``tf.IndexedSlices``; otherwise it is dense.
+
+    Raises:
+        ValueError: for a reduction or a number of micro-batches that does not exist.
+        UnsupportedStep: by the function returned, where an argument cannot be split, the batch has fewer samples than
+            micro-batches, or ``fn`` returns something else than the reduction says.
+        InfeasibleBudget: by the function returned, where no schedule keeps the budget.
+    """
+    count = check_count(micro_batches)
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction must be one of {', '.join(map(repr, REDUCTIONS))}, not {reduction!r}")
+    planning = dict(options, budget=budget, planner=planner, time_limit_s=time_limit_s)
+    if budget is None and options:
+        raise ValueError(f"{', '.join(options)}: an option of the planner, which needs a budget=")
+
+    def wrapped(*args: Any, **kwargs: Any) -> tuple[tf.Tensor, Gradients]:
+        batch = _Batch.of(args, batch_argnums)
+        sources = list(variables) if variables is not None else _variables_read(fn, args, kwargs)
+        objective = _Objective(fn, reduction, sources, planning if budget is not None else None)
+        if count == 1:
+            return objective.whole(args, kwargs)
+        return _accumulated(objective, batch, count, kwargs)
+
+    return wrapped
+
+
+class _LoopTape(GradientTape):
+    """A tape in the body of a loop, whose accumulators are not allocated yet while it is traced."""
+
+    def _resident_bytes(self, graph: _private.FuncGraph, input_shapes: Mapping[str, Sequence[int]]) -> int:
+        return super()._resident_bytes(graph, input_shapes) + carried_bytes(graph)
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """The arguments of one call: the tensors to split, and how to put them back into their places."""
+
+    args: tuple[Any, ...]
+    positions: tuple[int, ...]
+    leaves: list[tf.Tensor]
+    names: list[str]
+
+    @staticmethod
+    def of(args: tuple[Any, ...], batch_argnums: int | Sequence[int] | None) -> _Batch:
+        if batch_argnums is None:
+            positions = tuple(range(len(args)))
+        else:
+            positions = (batch_argnums,) if isinstance(batch_argnums, int) else tuple(batch_argnums)
+        for position in positions:
+            if not -len(args) <= position < len(args):
+                raise UnsupportedStep(
+                    f"batch_argnums={batch_argnums!r} names argument {position}, and the function got {len(args)} "
+                    "positional arguments; what is batched must be passed by position"
+                )
+        positions = tuple(sorted({position % len(args) for position in positions}))
+        args = tuple(_as_tensors(arg) if n in positions else arg for n, arg in enumerate(args))
+        leaves, names = [], []
+        for position in positions:
+            flat = tf.nest.flatten(args[position])
+            leaves += flat
+            names += [
+                f"argument {position}" if len(flat) == 1 else f"argument {position} (its tensor {number})"
+                for number in range(len(flat))
+            ]
+        return _Batch(args, positions, leaves, names)
+
+    def with_leaves(self, leaves: Sequence[tf.Tensor]) -> tuple[Any, ...]:
+        rest = list(leaves)
+        args = list(self.args)
+        for position in self.positions:
+            length = len(tf.nest.flatten(args[position]))
+            args[position] = tf.nest.pack_sequence_as(args[position], rest[:length])
+            rest = rest[length:]
+        return tuple(args)
+
+
+def _as_tensors(structure: Any) -> Any:
+    composite = (tf.RaggedTensor, tf.SparseTensor, tf.IndexedSlices)  # Refused later, by name.
+    return tf.nest.map_structure(
+        lambda leaf: leaf if isinstance(leaf, composite) else tf.convert_to_tensor(leaf), structure
+    )
+
+
+@dataclass(frozen=True)
+class _Objective:
+    """A loss function and what to make of what it returns."""
+
+    fn: Callable[..., Any]
+    reduction: str
+    variables: list[Any]
+    planning: dict[str, Any] | None
+
+    @property
+    def dtype(self) -> tf.DType:
+        """The type that values are summed in."""
+        wide = any(accumulator_dtype(v.dtype) in (tf.float64, tf.complex128) for v in self.variables)
+        return tf.float64 if wide else tf.float32
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tf.Tensor, tf.Tensor | None]:
+        """The value of ``fn``, and its denominator where it returns one."""
+        result = self.fn(*args, **kwargs)
+        pair = isinstance(result, tuple | list)
+        if pair != (self.reduction == "ratio") or (pair and len(result) != 2):
+            got = f"{len(result)} values" if pair else "one value"
+            raise UnsupportedStep(
+                f"with reduction={self.reduction!r} the function must return "
+                f"{'a pair (sum, denominator)' if self.reduction == 'ratio' else 'one scalar'}, and it returned {got}"
+            )
+        value, denominator = (result[0], result[1]) if pair else (result, None)
+        value = tf.convert_to_tensor(value)
+        denominator = None if denominator is None else tf.stop_gradient(tf.cast(denominator, self.dtype))
+        for part in (value, denominator):
+            if part is not None and part.shape.rank != 0:
+                raise UnsupportedStep(
+                    f"the function returned a tensor of the shape {part.shape} where "
+                    f"reduction={self.reduction!r} needs a scalar; reduce it inside the function"
+                )
+        return value, denominator
+
+    def tape(self, kind: type[GradientTape] = GradientTape) -> Any:
+        return tf.GradientTape() if self.planning is None else kind(**self.planning)
+
+    def whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tf.Tensor, Gradients]:
+        with self.tape() as tape:
+            value, denominator = self.call(args, kwargs)
+            if denominator is not None:
+                value = tf.math.divide_no_nan(value, tf.cast(denominator, value.dtype))
+        return value, tape.gradient(value, self.variables)
+
+
+def _accumulated(
+    objective: _Objective, batch: _Batch, count: int, kwargs: dict[str, Any]
+) -> tuple[tf.Tensor, Gradients]:
+    batch_size = batch_size_of(batch.leaves, batch.names)
+    if isinstance(batch_size, int):
+        if batch_size < count:
+            raise UnsupportedStep(
+                f"a batch of {batch_size} samples cannot be split into {count} micro-batches; give a larger batch, or "
+                f"at most micro_batches={batch_size}"
+            )
+    elif not _private.in_xla_context(tf.compat.v1.get_default_graph()):
+        message = f"a batch of fewer samples cannot be split into {count} micro-batches"
+        check = tf.debugging.assert_greater_equal(batch_size, count, message=message)
+        with tf.control_dependencies([] if check is None else [check]):
+            batch_size = tf.identity(batch_size)
+    if objective.planning is not None and _private.in_xla_context(tf.compat.v1.get_default_graph()):
+        raise UnsupportedStep(
+            f"a budget with micro_batches={count} is not supported under XLA; leave jit_compile=True out, or the budget"
+        )
+    has_gradient = [False] * len(objective.variables)
+    value_dtypes = []
+
+    def body(leaves: list[tf.Tensor], size: Size, carried: Carried) -> Carried:
+        value_total, denominator_total, *totals = carried
+        with objective.tape(_LoopTape) as tape:
+            value, denominator = objective.call(batch.with_leaves(leaves), kwargs)
+            value_dtypes.append(value.dtype)
+            value = tf.cast(value, objective.dtype)
+            if objective.reduction == "mean":
+                value *= tf.cast(size, value.dtype) / tf.cast(batch_size, value.dtype)
+        gradients = tape.gradient(value, objective.variables)
+        for number, gradient in enumerate(gradients):
+            has_gradient[number] |= gradient is not None
+        if denominator is not None:
+            denominator_total += denominator
+        totals = [added(total, gradient) for total, gradient in zip(totals, gradients, strict=True)]
+        return [value_total + value, denominator_total, *totals]
+
+    zero = tf.zeros((), objective.dtype)
+    initial = [zero, zero, *empty_accumulators(objective.variables)]
+    value, denominator, *totals = for_each_micro_batch(batch.leaves, batch_size, count, body, initial)
+    if objective.reduction == "ratio":
+        value = tf.math.divide_no_nan(value, denominator)
+        totals = [tf.math.divide_no_nan(total, tf.cast(denominator, total.dtype)) for total in totals]
+    gradients = [
+        tf.cast(total, variable.dtype) if has else None
+        for total, variable, has in zip(totals, objective.variables, has_gradient, strict=True)
+    ]
+    return tf.cast(value, value_dtypes[0]), gradients
+
+
+def _variables_read(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tf.Variable]:
+    found: list[tf.Variable] = []
+
+    def read() -> None:
+        with tf.GradientTape() as tape:
+            fn(*args, **kwargs)
+        found.extend(tape.watched_variables())
+
+    tf.function(read).get_concrete_function()  # Traced, not run: what the function does besides happens later.
+    if not found:
+        raise UnsupportedStep(
+            "the function reads no trainable variable, so there is nothing to differentiate by; give variables="
+        )
+    return found

@@ -1,0 +1,52 @@
+"""Trains in a fresh process and prints the measured peak: python micro_batch_worker.py MICRO_BATCHES [BUDGET]."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers
+
+import remat
+
+BATCH, WIDTH, DEPTH = 4096, 256, 8
+
+
+class Peaks(keras.callbacks.Callback):
+    def __init__(self):
+        super().__init__()
+        self.bytes = []
+
+    def on_train_batch_begin(self, batch, logs=None):
+        tf.config.experimental.reset_memory_stats("CPU:0")
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.bytes.append(tf.config.experimental.get_memory_info("CPU:0")["peak"])
+
+
+def main(count, budget):
+    keras.utils.set_random_seed(1)
+    data = keras.Input((WIDTH,))
+    hidden = data
+    for _ in range(DEPTH):
+        hidden = layers.Dense(WIDTH, activation="tanh")(hidden)
+    model = keras.Model(data, layers.Dense(10)(hidden))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss, jit_compile=False)
+    if count > 1:
+        remat.keras.limit_memory(model, budget, micro_batches=count, time_limit_s=0.5)
+    random = np.random.default_rng(0)
+    x = tf.constant(random.normal(size=(BATCH, WIDTH)).astype("float32"))
+    feed = tf.data.Dataset.from_tensors((x, tf.constant(random.integers(0, 10, BATCH)))).repeat(6)
+    peaks = Peaks()
+    history = model.fit(feed, verbose=0, callbacks=[peaks])
+    plan = remat.keras.plan_of(model) if budget else None
+    planned = {"predicted": plan.peak_bytes, "budget": plan.budget_bytes, "recomputed": plan.recomputed} if plan else {}
+    print(json.dumps({"peak": max(peaks.bytes[1:]), "loss": history.history["loss"][-1], **planned}))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else None)

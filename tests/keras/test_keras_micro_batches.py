@@ -1,0 +1,197 @@
+"""``limit_memory(model, micro_batches=k)``: twenty updates equal to those of full batches, whatever the update does."""
+
+from __future__ import annotations
+
+import functools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from accumulation import (
+    BATCH,
+    COUNTS,
+    EPOCHS,
+    SAMPLES,
+    assert_equal_training,
+    classes,
+    compiled,
+    dense,
+    fit,
+    full_batches,
+    inputs,
+    momentum,
+    train,
+    weights,
+)
+from keras import layers, optimizers
+
+import remat
+
+UPDATES = EPOCHS * -(-SAMPLES // BATCH)
+
+
+def on_samples(model, **options):
+    return fit(model, inputs(), classes(), **options)
+
+
+OPTIMIZERS = {
+    "sgd": momentum,
+    "adam": lambda: optimizers.Adam(0.01),
+    "adamw": lambda: optimizers.AdamW(0.01, weight_decay=0.05),
+    "adafactor": lambda: optimizers.Adafactor(0.01),
+    "lion": lambda: optimizers.Lion(0.002),
+}
+
+
+@functools.cache
+def with_optimizer(name):
+    return lambda: compiled(dense(), optimizer=OPTIMIZERS[name]())
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "count"), [(name, 3) for name in OPTIMIZERS] + [("sgd", 2), ("sgd", 7), ("adam", 7)]
+)
+def test_optimizers(optimizer, count):
+    found = assert_equal_training(with_optimizer(optimizer), on_samples, count)
+    assert int(found.model.optimizer.iterations) == UPDATES == 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_optimizer_and_count(optimizer, count):
+    assert_equal_training(with_optimizer(optimizer), on_samples, count)
+
+
+# Each is wrong, or lost, when it is applied once per micro-batch.
+PER_UPDATE = {
+    "clipnorm": lambda: optimizers.SGD(0.5, clipnorm=0.02),
+    "global_clipnorm": lambda: optimizers.SGD(0.5, global_clipnorm=0.02),
+    "clipvalue": lambda: optimizers.SGD(0.5, clipvalue=0.002),
+    "schedule": lambda: optimizers.SGD(optimizers.schedules.ExponentialDecay(0.5, 4, 0.5)),
+    "ema": lambda: optimizers.SGD(0.1, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=6),
+    "weight_decay": lambda: optimizers.SGD(0.1, weight_decay=0.1),
+    "loss_scale_factor": lambda: optimizers.SGD(0.1, loss_scale_factor=128.0),
+    "keras_steps": lambda: optimizers.SGD(0.1, gradient_accumulation_steps=2),
+}
+
+
+@functools.cache
+def once_per_update(name):
+    return lambda: compiled(dense(), optimizer=PER_UPDATE[name]())
+
+
+@pytest.mark.parametrize("what", PER_UPDATE)
+def test_once_per_update(what):
+    found = assert_equal_training(once_per_update(what), on_samples, 3)
+    assert int(found.model.optimizer._iterations) == UPDATES
+
+
+def constrained():
+    data = keras.Input((6,))
+    hidden = layers.Dense(
+        8,
+        activation="tanh",
+        kernel_constraint=keras.constraints.MaxNorm(0.5),
+        kernel_regularizer="l1l2",
+        activity_regularizer=keras.regularizers.L2(0.1),
+    )(data)
+    return compiled(keras.Model(data, layers.Dense(3, bias_regularizer="l2")(hidden)))
+
+
+@pytest.mark.parametrize("count", [3, 7])
+def test_constraints_and_regularisers(count):
+    assert_equal_training(constrained, on_samples, count)
+
+
+def with_weighted_metrics():
+    auc = keras.metrics.SparseTopKCategoricalAccuracy(2, name="top2")
+    return compiled(dense(), metrics=["accuracy", auc], weighted_metrics=["accuracy"])
+
+
+def on_weighted_samples(model):
+    return on_samples(model, sample_weight=weights())
+
+
+def on_weighted_classes(model):
+    return on_samples(model, class_weight={0: 0.2, 1: 1.0, 2: 3.0})
+
+
+@pytest.mark.parametrize("count", [3, 7])
+@pytest.mark.parametrize("training", [on_weighted_samples, on_weighted_classes])
+def test_weights_and_weighted_metrics(training, count):
+    found = assert_equal_training(with_weighted_metrics, training, count)
+    assert set(found.history) == {"loss", "accuracy", "top2", "weighted_accuracy"}
+
+
+def several_steps_per_call():
+    return compiled(dense(), steps_per_execution=3)
+
+
+def test_steps_per_execution():
+    found = assert_equal_training(several_steps_per_call, on_samples, 3)
+    assert int(found.model.optimizer.iterations) == UPDATES
+
+
+def compiled_by_xla():
+    return compiled(dense(), jit_compile=True)
+
+
+def test_xla():
+    assert_equal_training(compiled_by_xla, on_samples, 3)
+
+
+def on_a_dataset(model):
+    data = tf.data.Dataset.from_tensor_slices((inputs(), classes())).batch(BATCH, drop_remainder=True)
+    return model.fit(data, epochs=2, verbose=0)
+
+
+def test_batches_of_a_known_size():
+    assert_equal_training(with_optimizer("sgd"), on_a_dataset, 3)
+
+
+def on_varying_batches(model):
+    def batches():
+        for size in (5, 16, 2, 9, 1, 7):
+            yield inputs()[:size], classes()[:size], weights()[:size]
+
+    return model.fit(batches(), steps_per_epoch=6, verbose=0)
+
+
+def test_a_generator_of_varying_sizes():
+    """A batch of fewer samples than micro-batches is cut into single samples."""
+    assert_equal_training(with_optimizer("sgd"), on_varying_batches, 7)
+
+
+def by_hand(model):
+    logs = [model.train_on_batch(inputs()[:size], classes()[:size], return_dict=True) for size in (16, 16, 5, 16)]
+    return {name: [float(log[name]) for log in logs] for name in logs[0]}
+
+
+def test_train_on_batch():
+    assert_equal_training(with_optimizer("sgd"), by_hand, 3)
+
+
+def test_callbacks_see_updates_not_micro_batches():
+    seen = []
+
+    class Watch(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            seen.append((batch, int(self.model.optimizer.iterations)))
+
+    train(with_optimizer("sgd"), lambda model: on_samples(model, callbacks=[Watch()]), 3)
+    assert seen == [(n % 5, n + 1) for n in range(UPDATES)]
+
+
+def test_taking_the_limit_off_again():
+    def training(model):
+        first = on_samples(model, epochs=2).history
+        remat.keras.limit_memory(model, None)
+        second = on_samples(model, epochs=2).history
+        return {name: first[name] + second[name] for name in first}
+
+    plain = full_batches(with_optimizer("sgd"), on_samples)
+    found = train(with_optimizer("sgd"), training, 3)
+    np.testing.assert_allclose(found.history["loss"], plain.history["loss"], rtol=1e-5)
+    assert "make_train_function" not in vars(found.model)
