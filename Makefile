@@ -21,8 +21,8 @@ help: ## Show this list
 demo: $(STAMP) ## Train two real models under byte budgets; writes remat-demo/
 	$(BIN)/remat demo --out remat-demo
 
-test: $(STAMP) ## Run the tests; ARGS='-k name' is passed on to pytest
-	$(BIN)/python -m pytest -q -m "not slow" tests $(ARGS)
+test: $(STAMP) ## Run the tests, two files at a time; ARGS='-k name' is passed on to pytest
+	$(BIN)/python -m pytest -q -m "not slow" -n 2 --dist loadfile tests $(ARGS)
 
 test-slow: $(STAMP) ## Run the longer checks
 	$(BIN)/python -m pytest -q -m slow tests $(ARGS)
@@ -57,5 +57,7 @@ $(STAMP): pyproject.toml constraints.txt requirements-dev.txt
 	fi
 	@echo "Installing the pinned packages into $(VENV) (a few minutes, once)"
 	@$(BIN)/python -m pip install --quiet -c constraints.txt -r requirements-dev.txt
+	@# It asks for the full build of TensorFlow; the CPU build is there.
+	@$(BIN)/python -m pip install --quiet --no-deps -c constraints.txt tf_keras
 	@$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[demo,dev]'
 	@touch $@

