@@ -199,7 +199,7 @@ def test_shorthands(shorthand, rule):
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize("call", [tf.gradients, v1.gradients, "optimizer"], ids=["tf.gradients", "v1.gradients", "optimizer"])
+@pytest.mark.parametrize("call", [tf.gradients, v1.gradients, "optimizer"], ids=["tf", "v1", "optimizer"])
 def test_code_that_one_cannot_change(call):
     def train(use: bool) -> list[Any]:
         with tf.Graph().as_default() as graph:
