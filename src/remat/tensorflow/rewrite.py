@@ -28,8 +28,8 @@ from remat.tensorflow.trace import TracedStep, trace_func_graph
 
 _log = logging.getLogger("remat")
 
-# What the models of the allocator and the compiler do not see (light ops that float).
-_UNSEEN_FRACTION = 0.02
+# What the models of the allocator and the compiler do not see: light ops that float, holes that no simulated heap had.
+_UNSEEN_FRACTION = 0.04
 # Resident memory is counted in chunks, too, and differs between two traces of the same function.
 _RESIDENT_VARIES = 0.02
 _ROUNDS = (6, 4)  # At first, and near the smallest peak where none of the first fits.
