@@ -24,6 +24,7 @@ from remat.tensorflow.allocator import AllocatorModel, PeakRange
 from remat.tensorflow.compiled import Program
 from remat.tensorflow.device import current_device
 from remat.tensorflow.emit import Emitted, emit
+from remat.tensorflow.selection import with_device_figures
 from remat.tensorflow.trace import TracedStep, trace_func_graph
 
 _log = logging.getLogger("remat")
@@ -142,14 +143,7 @@ def _plan_for_checkpoints(
     forward = set(operations)
     turning_point = max((n for n, op in enumerate(step.operations) if op in forward), default=None)
     plan = plan_with_checkpoints(step.graph, [numbers[t.name] for t in checkpoints], turning_point)
-    peak = allocator.peak_range(step.graph, plan.schedule)
-    baseline = allocator.peak_range(step.graph, step.graph.plain_schedule)
-    return dataclasses.replace(
-        plan,
-        peak_bytes=peak.expected_bytes + resident_bytes,
-        budget_bytes=peak.highest_bytes + resident_bytes,
-        baseline_peak_bytes=baseline.expected_bytes + resident_bytes,
-    )
+    return with_device_figures(plan, step, allocator, resident_bytes)
 
 
 def plan_for_allocator(
