@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+from dataclasses import dataclass
+
 import pytest
 
 from remat import Graph, InfeasibleBudget, Op, Tensor
 from remat.closed_loop import plan_within
 from remat.plan import Plan, plan_for_schedule
-from remat.tensorflow.allocator import PeakRange
+
+
+@dataclass(frozen=True)
+class PeakRange:
+    expected_bytes: int
+    highest_bytes: int
+
 
 # A chain whose last op reads what the first one made: it can be kept, or made again at 10 bytes less.
 GRAPH = Graph(
@@ -78,3 +87,45 @@ def test_the_error_names_a_target_that_can_be_held():
     assert caught.value.minimum_bytes == 125
     assert caught.value.binding_op == "op 2"
     assert search(125, **peaks).schedule == REMAKE
+
+
+@dataclass
+class SmoothPlanner:
+    """Meets every budget from 40 to 200 bytes, each saved byte at the same price; counts how often it is asked."""
+
+    price_s: float = 0.1
+    asked: int = 0
+
+    def plan(self, budget_bytes: int) -> Plan:
+        if budget_bytes < 40:
+            raise InfeasibleBudget("too small", minimum_bytes=40, budget_bytes=budget_bytes, binding_op="op 0")
+        self.asked += 1
+        spent = min(160, 200 - budget_bytes)
+        return dataclasses.replace(
+            plan_for_schedule(GRAPH, (0,) * spent + KEEP, planner="by hand"),
+            peak_bytes=budget_bytes,
+            time_s=4.0 + self.price_s * spent,
+        )
+
+
+@pytest.mark.parametrize("rate", [0.4, 0.7, 1.0, 1.3])
+def test_a_real_peak_that_falls_more_slowly_than_the_budget_is_met_closely(rate: float):
+    """A compiler adds buffers of its own, which no budget of the planner takes away."""
+    planner = SmoothPlanner()
+
+    def real_peak(plan: Plan) -> PeakRange:
+        return PeakRange(*[int(150 + rate * (plan.peak_bytes - 200))] * 2)
+
+    found = plan_within(110, 140, planner.plan, real_peak, rounds=3, last_rounds=0)
+
+    assert 100 <= found.peak_bytes <= 110
+    assert planner.asked <= 3
+
+
+def test_between_the_smallest_plan_and_one_that_failed_a_cheaper_one_is_looked_for():
+    def real_peak(plan: Plan) -> PeakRange:
+        return PeakRange(*[plan.peak_bytes if plan.peak_bytes < 90 else 300] * 2)
+
+    found = plan_within(120, 180, SmoothPlanner().plan, real_peak, rounds=1, last_rounds=4)
+
+    assert 70 <= found.peak_bytes < 90
