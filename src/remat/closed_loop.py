@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -102,13 +103,27 @@ def plan_within(
             format_bytes(target_bytes),
         )
         return best.with_real_peak()
-    minimum_bytes = min(one.peak.highest_bytes for one in tried)
+    smallest = min(tried, key=lambda one: one.peak.highest_bytes)
+    _remember(smallest.plan)
     raise InfeasibleBudget(
-        f"the smallest peak found is {minimum_bytes} bytes",
-        minimum_bytes=minimum_bytes,
+        f"the smallest peak found is {smallest.peak.highest_bytes} bytes",
+        minimum_bytes=smallest.peak.highest_bytes,
         budget_bytes=target_bytes,
         binding_op=binding_op,
     )
+
+
+# The plans of which errors gave the peak as the smallest possible budget. Whoever then asks for it gets that plan: an
+# anytime planner may find another, which a compiler or an allocator makes larger.
+_behind_minima: OrderedDict[str, Plan] = OrderedDict()
+_MOST_REMEMBERED = 16
+
+
+def _remember(plan: Plan) -> None:
+    _behind_minima[plan.fingerprint] = plan
+    _behind_minima.move_to_end(plan.fingerprint)
+    while len(_behind_minima) > _MOST_REMEMBERED:
+        _behind_minima.popitem(last=False)
 
 
 def _try(
@@ -135,6 +150,10 @@ def _try_the_smallest(
 ) -> None:
     """Try the smallest plans until one fits, then cheaper ones between it and what failed."""
     factors = iter(_NEAR_THE_SMALLEST)
+    remembered = _behind_minima.get(tried[0].plan.fingerprint)
+    if remembered is not None and all(remembered.schedule != one.plan.schedule for one in tried):
+        tried.append(_Found(minimum_bytes, remembered, real_peak(remembered)))
+        rounds -= 1
     for _ in range(rounds):
         if any(one.peak.highest_bytes <= target_bytes for one in tried):
             guess = _next_guess(target_bytes, tried)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections import OrderedDict
 from dataclasses import dataclass
 
 import pytest
 
-from remat import Graph, InfeasibleBudget, Op, Tensor
+from remat import Graph, InfeasibleBudget, Op, Tensor, closed_loop
 from remat.closed_loop import plan_within
 from remat.plan import Plan, plan_for_schedule
 
@@ -32,6 +34,11 @@ GRAPH = Graph(
 )
 KEEP, REMAKE = (0, 1, 2, 3), (0, 1, 2, 0, 3)
 KEPT_BYTES, REMADE_BYTES = 90, 80
+
+
+@pytest.fixture(autouse=True)
+def nothing_remembered(monkeypatch):
+    monkeypatch.setattr(closed_loop, "_behind_minima", OrderedDict())
 
 
 def planned(budget_bytes: int) -> Plan:
@@ -129,3 +136,27 @@ def test_between_the_smallest_plan_and_one_that_failed_a_cheaper_one_is_looked_f
     found = plan_within(120, 180, SmoothPlanner().plan, real_peak, rounds=1, last_rounds=4)
 
     assert 70 <= found.peak_bytes < 90
+
+
+def test_the_minimum_that_an_error_names_can_be_asked_for_though_the_planner_finds_another_plan():
+    peaks = iter([130, 115, 140, 125])
+    real: dict[tuple[int, ...], int] = {}
+    numbers = itertools.count()
+
+    def never_the_same(budget_bytes: int) -> Plan:
+        if budget_bytes < 40:
+            raise InfeasibleBudget("too small", minimum_bytes=40, budget_bytes=budget_bytes, binding_op="op 0")
+        schedule = (0,) * next(numbers) + KEEP
+        return dataclasses.replace(plan_for_schedule(GRAPH, schedule, planner="by hand"), peak_bytes=budget_bytes)
+
+    def real_peak(plan: Plan) -> PeakRange:
+        if plan.schedule not in real:
+            real[plan.schedule] = next(peaks)
+        return PeakRange(*[real[plan.schedule]] * 2)
+
+    with pytest.raises(InfeasibleBudget) as caught:
+        plan_within(100, 100, never_the_same, real_peak, rounds=1, last_rounds=1)
+
+    assert caught.value.minimum_bytes == 115
+    found = plan_within(115, 115, never_the_same, real_peak, rounds=1, last_rounds=1)
+    assert found.peak_bytes == 115
