@@ -9,8 +9,8 @@ from typing import Any
 import jax
 
 from remat.errors import UnsupportedStep
+from remat.jax.context import Tie
 from remat.jax.emit import emit
-from remat.jax.holds import Tie
 from remat.jax.program import Program
 from remat.schedule import Schedule
 
@@ -25,11 +25,6 @@ _REFUSED = 1 << 52
 def compiler_options(tie: Tie) -> dict[str, str]:
     """What ``jax.jit`` needs to keep ties of this kind on the current platform."""
     return dict(KEEP_BARRIERS) if tie == "barrier" and jax.default_backend() == "cpu" else {}
-
-
-def native_tie() -> Tie:
-    """The ties that a plain ``jax.jit`` keeps on the current platform."""
-    return "data" if jax.default_backend() == "cpu" else "barrier"
 
 
 def peak_of(memory: Any) -> int:

@@ -12,7 +12,8 @@ from remat.errors import UnsupportedStep
 from remat.graph import Graph
 from remat.jax import _private
 from remat.jax.compiled import shape_of
-from remat.jax.jit import current_tie, jit
+from remat.jax.context import current_tie
+from remat.jax.jit import jit
 from remat.jax.micro_batches import Split, loss_in_parts, summed_value_and_grad
 from remat.jax.micro_plan import PlannedParts, plan_parts
 from remat.jax.planned import Planned, Request, plan_function

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -13,26 +12,10 @@ import jax
 from remat.errors import UnsupportedStep
 from remat.graph import Graph
 from remat.jax import _private
-from remat.jax.compiled import compiler_options, native_tie, shape_of
-from remat.jax.holds import Tie
+from remat.jax.compiled import compiler_options, shape_of
+from remat.jax.context import barriers_stay, current_tie
 from remat.jax.planned import Planned, Request, plan_function
 from remat.plan import Plan
-
-_tie: contextvars.ContextVar[Tie | None] = contextvars.ContextVar("remat_jax_tie", default=None)
-
-
-def current_tie() -> Tie:
-    """How recomputations are held back in what is being traced now."""
-    return _tie.get() or native_tie()
-
-
-@contextlib.contextmanager
-def _barriers_stay() -> Iterator[None]:
-    token = _tie.set("barrier")
-    try:
-        yield
-    finally:
-        _tie.reset(token)
 
 
 def jit(
@@ -145,7 +128,7 @@ class Jitted:
             self._shapes = None
 
     def _with_barriers(self, *args: Any, **kwargs: Any) -> Any:
-        with _barriers_stay():
+        with barriers_stay():
             return self._traced(*args, **kwargs)
 
     def _traced(self, *args: Any, **kwargs: Any) -> Any:

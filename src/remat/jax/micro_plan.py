@@ -14,8 +14,8 @@ from remat.closed_loop import infeasible, plan_within
 from remat.errors import InfeasibleBudget
 from remat.graph import Graph
 from remat.jax.compiled import CompiledPeak, compile_quickly, peak_of
+from remat.jax.context import Tie
 from remat.jax.emit import Emitted, emit
-from remat.jax.holds import Tie
 from remat.jax.micro_batches import Split, loss_in_parts, part_of, sizes_of_parts, summed_value_and_grad
 from remat.jax.planned import ROUNDS, Request, Variant, cheapest_plan, first_guess, variants_of
 from remat.plan import Plan

@@ -17,8 +17,8 @@ from remat.errors import InfeasibleBudget
 from remat.graph import Graph
 from remat.jax import _private
 from remat.jax.compiled import CompiledPeak, Compiler
+from remat.jax.context import Tie
 from remat.jax.emit import Emitted, emit
-from remat.jax.holds import Tie
 from remat.jax.program import Program, program_of, trace_jaxpr
 from remat.jax.scans import scan_menu
 from remat.jax.sharded import communications, graph_of_one_device, is_sharded

@@ -16,8 +16,8 @@ import jax
 
 from remat.graph import Graph, Tensor
 from remat.jax.compiled import compile_quickly
+from remat.jax.context import Tie
 from remat.jax.emit import named_run
-from remat.jax.holds import Tie
 from remat.jax.program import Program
 
 _COLLECTIVE = re.compile(
