@@ -52,7 +52,7 @@ def plan_within(
 ) -> Plan:
     """The cheapest plan found whose highest real peak is at most ``target_bytes``.
 
-    Where there is none, the plan whose highest real peak is smallest among those that are expected to fit.
+    Where there is none, the plan whose highest real peak is smallest among those that are more likely to fit than not.
 
     Args:
         target_bytes: what the real peak may be.
@@ -66,7 +66,7 @@ def plan_within(
         The plan, its ``peak_bytes`` being the real one that is expected.
 
     Raises:
-        InfeasibleBudget: no plan is even expected to fit; ``minimum_bytes`` is the smallest target that can be held.
+        InfeasibleBudget: no plan is even likely to fit; ``minimum_bytes`` is the smallest target that can be held.
     """
     found: list[_Found] = []
     fails_at: int | None = None
@@ -107,10 +107,10 @@ def plan_within(
             found.append(_Found(plan, real_peak(plan)))
             if found[-1].peak.highest_bytes <= target_bytes:
                 return found[-1].with_real_peak()
-    if expected_to_fit := [one for one in found if one.peak.expected_bytes <= target_bytes]:
-        best = min(expected_to_fit, key=lambda one: one.peak.highest_bytes)
+    if likely_to_fit := [one for one in found if one.likely_bytes <= target_bytes]:
+        best = min(likely_to_fit, key=lambda one: one.peak.highest_bytes)
         _log.warning(
-            "The step is expected to stay within the budget, but the allocator's rounding may take it to %s where %s "
+            "The step is likely to stay within the budget, but the allocator's rounding may take it to %s where %s "
             "were to be held: the budget is close to the smallest possible one.",
             format_bytes(best.peak.highest_bytes),
             format_bytes(target_bytes),
@@ -129,6 +129,11 @@ def plan_within(
 class _Found:
     plan: Plan
     peak: PeakRange
+
+    @property
+    def likely_bytes(self) -> int:
+        """What most runs stay below."""
+        return (self.peak.expected_bytes + self.peak.highest_bytes) // 2
 
     def with_real_peak(self) -> Plan:
         return dataclasses.replace(self.plan, peak_bytes=self.peak.expected_bytes)

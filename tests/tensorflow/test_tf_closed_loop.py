@@ -54,13 +54,20 @@ def test_a_plan_that_the_device_rounds_above_the_target_is_given_up():
     assert found.peak_bytes == 90
 
 
-def test_what_is_only_expected_to_fit_is_taken_with_a_warning(caplog):
-    found = search(100, keep=PeakRange(99, 130), remake=PeakRange(95, 110))
+def test_what_is_only_likely_to_fit_is_taken_with_a_warning(caplog):
+    found = search(100, keep=PeakRange(99, 130), remake=PeakRange(88, 110))
 
     assert found.schedule == REMAKE
-    assert found.peak_bytes == 95
+    assert found.peak_bytes == 88
     assert "close to the smallest possible one" in caplog.text
     assert "110 bytes" in caplog.text or "110 B" in caplog.text
+
+
+def test_what_is_as_likely_to_overrun_is_refused():
+    with pytest.raises(InfeasibleBudget) as caught:
+        search(100, keep=PeakRange(99, 130), remake=PeakRange(95, 110))
+
+    assert caught.value.minimum_bytes == 110
 
 
 def test_the_error_names_a_target_that_can_be_held():
