@@ -13,9 +13,9 @@ from remat.graph import Graph
 from remat.jax import _private
 from remat.jax.compiled import shape_of
 from remat.jax.context import current_tie
+from remat.jax.inner_plan import InnerPlan, Transform, plan_inner
 from remat.jax.jit import jit
 from remat.jax.micro_batches import Split, loss_in_parts, summed_value_and_grad
-from remat.jax.micro_plan import PlannedParts, plan_parts
 from remat.jax.planned import Planned, Request, plan_function
 from remat.plan import Plan
 
@@ -130,7 +130,7 @@ class Gradient:
         self._split = split
         self._one_gradient = isinstance(argnums, int)
         self._plans: dict[Any, Plan] = {}
-        self._newest: Planned | PlannedParts | None = None
+        self._newest: Planned | InnerPlan | None = None
         self._compiled: dict[Any, Any] = {}
 
     @property
@@ -196,23 +196,27 @@ class Gradient:
                 "flags and names through a closure (functools.partial)"
             )
         split = self._split
-        if is_planned:
-            self._newest = plan_parts(
-                self._fun,
-                self._gradient,
-                split,
-                self._request,
-                current_tie(),
+        one_part = jax.value_and_grad(loss_in_parts(self._fun, split), split.argnums, has_aux=True)
+
+        def whole(transform: Transform) -> Callable[..., Any]:
+            planned = transform(one_part)
+            return summed_value_and_grad(self._fun, split, lambda _: planned)
+
+        if not is_planned:
+            value, gradients = whole(lambda function: function)(*args, **kwargs)
+        else:
+            self._newest = plan_inner(
+                whole,
                 args,
                 kwargs,
-                self._plans.get(key),
-                shapes,
+                self._request,
+                current_tie(),
+                shapes=shapes,
+                known_plan=self._plans.get(key),
+                plain=self._gradient,
             )
             self._plans[key] = self._newest.plan
             value, gradients = self._newest(*args, **kwargs)
-        else:
-            own = jax.value_and_grad(loss_in_parts(self._fun, split), split.argnums, has_aux=True)
-            value, gradients = summed_value_and_grad(self._fun, split, lambda _: own)(*args, **kwargs)
         return value, gradients[0] if self._one_gradient else gradients
 
 

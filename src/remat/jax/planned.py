@@ -196,13 +196,19 @@ def variants_of(function: Callable[..., Any], arguments: Sequence[Any]) -> tuple
     return variants, structure
 
 
-def plan_for_variants(variants: Sequence[Variant], request: Request, real_peak: Callable[[Plan], CompiledPeak]) -> Plan:
+def plan_for_variants(
+    variants: Sequence[Variant],
+    request: Request,
+    real_peak: Callable[[Plan], CompiledPeak],
+    plain_peak_bytes: int | None = None,
+) -> Plan:
     """A plan whose compiled program stays within the budget; each round compiles once.
 
     Args:
         variants: the function as it is, then others by what their loops keep, most first.
         request: the budget.
         real_peak: the peak of the program that a plan leads to.
+        plain_peak_bytes: what a share of the budget is a share of; None for the peak of the first variant, unplanned.
 
     Raises:
         InfeasibleBudget: with the smallest budget for which this function succeeds.
@@ -212,7 +218,9 @@ def plan_for_variants(variants: Sequence[Variant], request: Request, real_peak: 
     traced_bytes = simulate(first.graph, first.graph.plain_schedule).peak_bytes
     unplanned = cheapest_plan(variants[:1], max(1, traced_bytes), request)
     baseline = real_peak(unplanned)
-    budget_bytes = parse_budget(request.budget, max(1, baseline.expected_bytes))
+    if plain_peak_bytes is None:
+        plain_peak_bytes = baseline.expected_bytes
+    budget_bytes = parse_budget(request.budget, max(1, plain_peak_bytes))
     if baseline.highest_bytes <= budget_bytes:
         found = dataclasses.replace(unplanned, peak_bytes=baseline.expected_bytes)
     else:
@@ -231,7 +239,7 @@ def plan_for_variants(variants: Sequence[Variant], request: Request, real_peak: 
     return dataclasses.replace(
         found,
         traced_peak_bytes=simulate(of[found.fingerprint].graph, found.schedule).peak_bytes,
-        baseline_peak_bytes=baseline.expected_bytes,
+        baseline_peak_bytes=plain_peak_bytes,
         budget_bytes=budget_bytes,
     )
 
