@@ -26,8 +26,9 @@ PLANNING: dict[str, Any] = {"time_limit_s": 0.3}
 
 def stack() -> list[layers.Layer]:
     made: list[layers.Layer] = [layers.BatchNormalization()]
-    for _ in range(5):
-        made += [layers.Dense(2 * WIDTH, activation="tanh"), layers.Dropout(0.2)]
+    for number in range(5):
+        name = f"{('even', 'odd')[number % 2]}_{number}"
+        made += [layers.Dense(2 * WIDTH, activation="tanh", name=name), layers.Dropout(0.2)]
     return made
 
 
@@ -76,7 +77,7 @@ def train(spec: dict[str, Any], limited: bool) -> dict[str, Any]:
         **spec.get("compile", {}),
     )
     if limited:
-        remat.keras.limit_memory(model, spec["budget"], **PLANNING)
+        remat.keras.limit_memory(model, spec["budget"], micro_batches=spec.get("micro_batches", 1), **PLANNING)
     x, y = data(spec.get("samples", 3 * BATCH))
     weights = np.linspace(0.1, 2, len(x)) if spec.get("weighted") else None
     history = model.fit(
@@ -107,7 +108,22 @@ def train(spec: dict[str, Any], limited: bool) -> dict[str, Any]:
     return result
 
 
+def distribute(kind: str | None) -> None:
+    """Batches, or batches and every second layer's units, over four devices of this machine."""
+    devices = keras.distribution.list_devices()
+    if kind == "batches":
+        keras.distribution.set_distribution(keras.distribution.DataParallel(devices=devices))
+    elif kind == "units":
+        mesh = keras.distribution.DeviceMesh((2, 2), ("batch", "model"), devices)
+        layout = keras.distribution.LayoutMap(mesh)
+        layout["even.*kernel"], layout["odd.*kernel"] = (None, "model"), ("model", None)
+        keras.distribution.set_distribution(
+            keras.distribution.ModelParallel(layout_map=layout, batch_dim_name="batch")
+        )
+
+
 def compare(spec: dict[str, Any]) -> dict[str, Any]:
+    distribute(spec.get("distribution"))
     plain, limited = train(spec, False), train(spec, True)
     difference = 0.0
     for a, b in zip(limited["variables"], plain["variables"], strict=True):

@@ -163,6 +163,7 @@ class Jitted:
             current_tie(),
             shapes=shapes,
             donated=donated,
+            out_shardings=self._jit_options.get("out_shardings"),
             known_plan=self._plans.get(key),
         )
         self._plans[key] = self._newest.plan

@@ -16,7 +16,7 @@ from remat.cost_model import get_profile
 from remat.errors import InfeasibleBudget
 from remat.graph import Graph
 from remat.jax import _private
-from remat.jax.compiled import CompiledPeak, Compiler
+from remat.jax.compiled import CompiledPeak, Compiler, Returned
 from remat.jax.context import Tie
 from remat.jax.emit import Emitted, emit
 from remat.jax.program import Program, program_of, trace_jaxpr
@@ -107,6 +107,7 @@ def plan_function(
     *,
     shapes: Sequence[jax.ShapeDtypeStruct],
     donated: Sequence[int] = (),
+    out_shardings: Any = None,
     known_plan: Plan | None = None,
 ) -> Planned:
     """Plan a function of flat arguments.
@@ -118,6 +119,7 @@ def plan_function(
         tie: how recomputations are held back.
         shapes: of the arguments, with shardings where known; what is compiled to see the real peak.
         donated: numbers of the arguments whose buffers the results may take over.
+        out_shardings: where the results go, as ``jax.jit`` takes it.
         known_plan: found earlier for the same request; followed if it fits the graph.
 
     Raises:
@@ -127,10 +129,13 @@ def plan_function(
     """
     given = request.plan if request.plan is not None else known_plan
     variants, structure = variants_of(function, arguments)
+    returned = None if out_shardings is None else Returned(structure, out_shardings)
     accept: Callable[[Schedule, Any], bool] | None = None
     if is_sharded(shapes):
         variants = [_on_one_device(one, shapes, tie) for one in variants[:1]]
-        plain = Compiler(variants[0].program, 0, tie, shapes, donated).compile(variants[0].graph.plain_schedule)
+        plain = Compiler(variants[0].program, 0, tie, shapes, donated, None, returned).compile(
+            variants[0].graph.plain_schedule
+        )
         allowed = communications(plain.as_text())
 
         def sends_no_more(_: Schedule, compiled: Any) -> bool:
@@ -146,7 +151,7 @@ def plan_function(
         raise AssertionError("unreachable: a plan for none of the variants is refused above")
     else:
         compilers = {
-            one.graph.fingerprint: Compiler(one.program, one.turning_point, tie, shapes, donated, accept)
+            one.graph.fingerprint: Compiler(one.program, one.turning_point, tie, shapes, donated, accept, returned)
             for one in variants
         }
         graphs = {one.graph.fingerprint: one.graph for one in variants}

@@ -22,6 +22,7 @@ __all__ = [
     "all_layers",
     "call_in_training",
     "compile_loss_of",
+    "jit_options_of_distribution",
     "losses_replaced",
     "reductions_recorded",
     "stateless_call_in_training",
@@ -112,6 +113,13 @@ def stateless_call_in_training(model: keras.Model, trainable: Any, others: Any, 
     options = {"training": True} if model._call_has_training_arg else {}
     y_pred, others, losses = model.stateless_call(trainable, others, x, return_losses=True, **options)
     return y_pred, others, losses
+
+
+def jit_options_of_distribution(model: keras.Model) -> dict[str, Any]:
+    """What Keras on JAX gives to ``jax.jit`` for a training step under ``keras.distribution``."""
+    if keras.distribution.distribution() is None:
+        return {}
+    return {"out_shardings": (None, model._get_state_sharding_spec())}
 
 
 def update_loss_tracker(model: keras.Model, loss: Any, batch_size: Any) -> None:

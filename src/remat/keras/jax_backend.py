@@ -14,6 +14,7 @@ from remat.jax.inner_plan import InnerJitted, Transform
 from remat.jax.jit import Jitted
 from remat.jax.jit import jit as planned_jit
 from remat.jax.planned import Request
+from remat.keras import _private
 from remat.keras.attachment import Attachment
 from remat.keras.jax_micro_batch_step import JaxMicroBatchedStep
 from remat.plan import Plan
@@ -37,6 +38,7 @@ class JaxLimit(Attachment):
     def __init__(self, model: keras.Model, request: Request | None, micro_batches: int = 1) -> None:
         self._micro_step = JaxMicroBatchedStep(model, micro_batches) if micro_batches > 1 else None
         self._request = request
+        self._jit_options: dict[str, Any] = {}
         self._forget()
         super().__init__(model)
 
@@ -65,12 +67,14 @@ class JaxLimit(Attachment):
                 f"{model.name!r} was compiled with {option}, where operations run at once and nothing can be planned; "
                 "compile it without that option, or do not limit its memory"
             )
-        if keras.distribution.distribution() is not None:
+        if self._micro_step is not None and keras.distribution.distribution() is not None:
             raise UnsupportedStep(
-                f"{model.name!r} trains under a keras.distribution; limit_memory supports one device. For several, "
-                "write the step in JAX and use remat.jax.jit(step, budget=...)"
+                f"{model.name!r} trains under a keras.distribution, where micro_batches are not supported; give a "
+                "budget with micro_batches=1, or train on one device"
             )
         self._forget()
+        # Known now only: while it trains, Keras takes the values out of the variables.
+        self._jit_options = _private.jit_options_of_distribution(model)
         model.train_function = model._make_function(self._train_step)
 
     def _train_step(self, state: Any, data: Any) -> Any:
@@ -106,6 +110,7 @@ class JaxLimit(Attachment):
             time_limit_s=request.time_limit_s,
             options=request.options,
             donate_argnums=0,
+            **self._jit_options,
         )
 
     def _budget(self) -> int | str | None:
