@@ -117,9 +117,7 @@ def distribute(kind: str | None) -> None:
         mesh = keras.distribution.DeviceMesh((2, 2), ("batch", "model"), devices)
         layout = keras.distribution.LayoutMap(mesh)
         layout["even.*kernel"], layout["odd.*kernel"] = (None, "model"), ("model", None)
-        keras.distribution.set_distribution(
-            keras.distribution.ModelParallel(layout_map=layout, batch_dim_name="batch")
-        )
+        keras.distribution.set_distribution(keras.distribution.ModelParallel(layout_map=layout, batch_dim_name="batch"))
 
 
 def compare(spec: dict[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,8 +21,8 @@ from remat.jax.compiled import CompiledPeak, Compiler, Returned
 from remat.jax.context import Tie
 from remat.jax.emit import Emitted, emit
 from remat.jax.program import Program, program_of, trace_jaxpr
-from remat.jax.scans import scan_menu
-from remat.jax.sharded import communications, graph_of_one_device, is_sharded
+from remat.jax.scans import Talking, scan_menu
+from remat.jax.sharded import communications, graph_of_one_device, is_sharded, talking_bodies
 from remat.jax.trace import graph_of_program
 from remat.plan import Plan
 from remat.plan import plan as make_plan
@@ -128,11 +129,12 @@ def plan_function(
         UnsupportedStep: where a shape is unknown.
     """
     given = request.plan if request.plan is not None else known_plan
-    variants, structure = variants_of(function, arguments)
+    talking = functools.partial(talking_bodies, shapes=shapes, tie=tie) if is_sharded(shapes) else None
+    variants, structure = variants_of(function, arguments, talking)
     returned = None if out_shardings is None else Returned(structure, out_shardings)
     accept: Callable[[Schedule, Any], bool] | None = None
-    if is_sharded(shapes):
-        variants = [_on_one_device(one, shapes, tie) for one in variants[:1]]
+    if talking is not None:
+        variants = [_on_one_device(one, shapes, tie) for one in variants]
         plain = Compiler(variants[0].program, 0, tie, shapes, donated, None, returned).compile(
             variants[0].graph.plain_schedule
         )
@@ -189,12 +191,20 @@ class Variant:
     turning_point: int
 
 
-def variants_of(function: Callable[..., Any], arguments: Sequence[Any]) -> tuple[list[Variant], Any]:
-    """A function as it is, then with loops that keep less and less; and the structure of what it returns."""
+def variants_of(
+    function: Callable[..., Any], arguments: Sequence[Any], talking: Talking | None = None
+) -> tuple[list[Variant], Any]:
+    """A function as it is, then with loops that keep less and less; and the structure of what it returns.
+
+    Args:
+        function: takes the flat arguments.
+        arguments: arrays, tracers or shapes.
+        talking: as of ``scan_menu``, where the arguments lie on several devices.
+    """
     closed, structure = trace_jaxpr(function, arguments)
     profile = get_profile("cpu" if jax.default_backend() == "cpu" else "a100")
     variants = []
-    for one in (closed, *scan_menu(closed, profile)):
+    for one in (closed, *scan_menu(closed, profile, talking)):
         program = program_of(one)
         graph = graph_of_program(program, profile)
         variants.append(Variant(program, graph, Problem.of(graph).turning_point))

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+import jax
 from jax import lax
 
 from remat.jax import _private
 from remat.jax.program import Atom, Step, alive
 from remat.jax.scan_pairs import Pair
+
+BODY_NAME = "remat_body_"
 
 Body: TypeAlias = Callable[[Any, Any], tuple[Any, Any]]
 """The body of a loop: (carry, slices) to (carry, what is stacked)."""
@@ -19,9 +22,11 @@ def _read(values: Mapping[int, Any], atom: Atom) -> Any:
     return values[atom] if isinstance(atom, int) else atom.val
 
 
-def _execute(steps: Sequence[Step], values: dict[int, Any]) -> None:
+def _execute(steps: Sequence[Step], values: dict[int, Any], loop: int) -> None:
     for step in steps:
-        made = _private.evaluate(step.eqn, [_read(values, atom) for atom in step.inputs])
+        # The compiler keeps the name, so that its text tells which of these talk to other devices.
+        with jax.named_scope(f"{BODY_NAME}{loop}_{min(step.outputs, default=0)}"):
+            made = _private.evaluate(step.eqn, [_read(values, atom) for atom in step.inputs])
         values.update(zip(step.outputs, made, strict=True))
 
 
@@ -52,7 +57,7 @@ def run_first(
         constants = [_read_inside(outer, broadcasts, atom) for atom in loop.constants]
         values: dict[int, Any] = dict(zip(pair.first_inputs, (*constants, *carry, *each), strict=True))
         values.update(pair.constants)
-        _execute(alive(pair.first_steps, [*pair.first_outputs[: len(carry)], *wanted, *order]), values)
+        _execute(alive(pair.first_steps, [*pair.first_outputs[: len(carry)], *wanted, *order]), values, pair.forward)
         new_carry = [_read(values, atom) for atom in pair.first_outputs[: len(carry)]]
         return new_carry, ([_read(values, atom) for atom in wanted], [values[value] for value in order])
 
@@ -113,7 +118,7 @@ def run_second(
                 values[value] = carry[number - len(constants)]
             else:
                 values[value] = next(rest)
-        _execute(steps, values)
+        _execute(steps, values, pair.forward)
         results = [_read(values, atom) for atom in pair.second_outputs]
         return results[: len(carry)], results[len(carry) :]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 
@@ -29,8 +29,13 @@ from remat.plan import plan as make_plan
 from remat.planners.problem import Problem
 from remat.simulator import simulate
 
+Talking: TypeAlias = Callable[[Any], Mapping[int, frozenset[int]]]
+"""Takes the flat function with named body values; gives, by the number of a loop, the values that devices send."""
+
 # Shares of all that the loops could keep, which the menu offers.
 _SHARES = (1.0, 0.85, 0.7, 0.55, 0.4, 0.3, 0.2, 0.12, 0.06, 0.0)
+# Over several devices each entry takes two more compilations, to see what a device holds.
+_SHARES_OVER_DEVICES = (0.7, 0.4, 0.0)
 # Shares of what the body of a backward loop needs, where the loops keep least.
 _BODY_SHARES = (0.85, 0.7, 0.55, 0.4)
 # A menu must come out the same each time, so that a saved plan is for one of its entries: no time limits.
@@ -39,8 +44,14 @@ _BODY_PLANNER = "peak_greedy"
 _INFLATION = 4
 
 
-def scan_menu(closed: ClosedJaxpr, profile: DeviceProfile) -> list[ClosedJaxpr]:
+def scan_menu(closed: ClosedJaxpr, profile: DeviceProfile, talking: Talking | None = None) -> list[ClosedJaxpr]:
     """The function with its pairs of loops keeping less and less; empty where it has none.
+
+    Args:
+        closed: the function.
+        profile: for the predicted times.
+        talking: over several devices, which values of the bodies come from others; these are kept. Bodies are not
+            planned there, since what the backward one sends is not known.
 
     Raises:
         UnsupportedStep: where a shape is unknown.
@@ -55,24 +66,31 @@ def scan_menu(closed: ClosedJaxpr, profile: DeviceProfile) -> list[ClosedJaxpr]:
     bodies = [_forward_program(pair) for pair in pairs]
     graphs = [graph_of_program(body, profile) for body in bodies]
     shapes = [_shape(flattener.avals[value]) for value in inputs]
-    choices: dict[tuple[frozenset[int], ...], None] = {}
-    for share in _SHARES:
-        choices[
-            tuple(
-                cheapest_choice(body, graph, pair.needed, pair.free, int(pair.first.eqn.params["length"]), share)
-                for pair, body, graph in zip(pairs, bodies, graphs, strict=True)
-            )
-        ] = None
 
-    def write(choice: Sequence[frozenset[int]], planned: Callable[[Body, Any, Any], Body]) -> ClosedJaxpr:
+    def run(choice: Sequence[frozenset[int]], planned: Callable[[Body, Any, Any], Body]) -> Any:
         kept = {pair.forward: own for pair, own in zip(pairs, choice, strict=True)}
-        return jax.make_jaxpr(_rewritten(flattener, steps, inputs, outputs, kept, pairs, planned))(*shapes)
+        return _rewritten(flattener, steps, inputs, outputs, kept, pairs, planned)
 
-    menu = [write(choice, lambda body, carry, stacked: body) for choice in choices]
+    def as_it_is(body: Body, carry: Any, stacked: Any) -> Body:
+        return body
+
+    once: Mapping[int, frozenset[int]] = {}
+    if talking is not None:
+        once = talking(run([frozenset(pair.needed) - pair.free for pair in pairs], as_it_is))
+    choices: dict[tuple[frozenset[int], ...], None] = {}
+    for share in _SHARES if talking is None else _SHARES_OVER_DEVICES:
+        choice = []
+        for pair, body, graph in zip(pairs, bodies, graphs, strict=True):
+            length, own = int(pair.first.eqn.params["length"]), once.get(pair.forward, frozenset())
+            choice.append(cheapest_choice(body, graph, pair.needed, pair.free, own, length, share))
+        choices[tuple(choice)] = None
+    menu = [jax.make_jaxpr(run(choice, as_it_is))(*shapes) for choice in choices]
+    if talking is not None:
+        return menu
     least = math.inf
     for share in _BODY_SHARES:
         bodies_planned = _PlannedBodies(share, profile)
-        made = write(list(choices)[-1], bodies_planned)
+        made = jax.make_jaxpr(run(list(choices)[-1], bodies_planned))(*shapes)
         if bodies_planned.peak_bytes < least:
             least = bodies_planned.peak_bytes
             menu.append(made)
