@@ -85,7 +85,7 @@ def a_budget_is_kept_with_the_same_numbers(front_end: FrontEnd, folder: Path) ->
 
 
 def random_draws_are_those_of_the_plain_step(front_end: FrontEnd, folder: Path) -> None:
-    args = weights(front_end), batch(front_end)
+    args = weights(front_end, 5), batch(front_end)
 
     def run(seed: int, budget: str | None) -> tuple[Any, Any]:
         drop, source = front_end.dropout(seed)
@@ -143,7 +143,7 @@ def recompute_saves_memory_and_takes_any_arguments(front_end: FrontEnd, folder: 
 
         return loss
 
-    args = weights(front_end), batch(front_end)
+    args = weights(front_end, 5), batch(front_end)
     plain, ours = (front_end.step(loss_with(f)) for f in (pair, front_end.verbs.recompute(pair)))
     assert_close(front_end, ours(*args), plain(*args))
     assert front_end.peak_bytes(ours, *args) < 0.7 * front_end.peak_bytes(plain, *args)
@@ -151,7 +151,7 @@ def recompute_saves_memory_and_takes_any_arguments(front_end: FrontEnd, folder: 
 
 def micro_batches_give_the_numbers_of_the_whole_batch(front_end: FrontEnd, folder: Path) -> None:
     """Samples that do not divide evenly, sums, and denominators that differ from part to part."""
-    params, x = weights(front_end, 3), batch(front_end, 37)
+    params, x = weights(front_end, 2), batch(front_end, 37)
     mask = front_end.array((np.random.default_rng(5).random(37) < 0.5).astype("float32"))
 
     def total(params: Any, x: Any) -> Any:

@@ -102,7 +102,12 @@ def wrapped(name):
 SAVES = ("plain", "nested", "closed over", "keys, integers, None", "inner jit", "unrolled scan", "vmap")
 
 
-@pytest.mark.parametrize("name", inside(recompute))
+QUICK = ("plain", "keys, integers, None", "flags, names, functions")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in inside(recompute)]
+)
 def test_gradients_and_memory_under_a_plain_jit(name):
     plain, ours = inside(lambda f: f)[name], inside(wrapped(name))[name]
     args = arguments()
@@ -158,6 +163,7 @@ def test_called_on_arrays_and_without_a_gradient():
     assert_close(recompute(block)(args[1], args[0][0]), block(args[1], args[0][0]), rtol=0)
 
 
+@pytest.mark.slow
 def test_forward_mode_and_higher_derivatives():
     weights, x = arguments()
     weights = weights[:2]
@@ -172,6 +178,7 @@ def test_forward_mode_and_higher_derivatives():
     assert_close(jax.jit(jax.grad(jax.grad(ours)))(1.1), jax.jit(jax.grad(jax.grad(plain)))(1.1), rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_gradient_under_vmap():
     weights, x = arguments()
     batches = jnp.stack([x, -x])
@@ -219,6 +226,7 @@ def test_what_must_run_once_does():
     assert len(runs) == LAYERS
 
 
+@pytest.mark.slow
 def test_collectives_run_once():
     mesh = jax.sharding.Mesh(jax.devices()[:2], ("data",))
     spec = jax.sharding.PartitionSpec

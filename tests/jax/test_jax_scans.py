@@ -37,7 +37,8 @@ def wide(x, w):
     return x + jnp.tanh(jnp.sin(x @ w) @ w) * jnp.cos(x)
 
 
-@pytest.mark.parametrize("budget", ["60%", pytest.param("30%", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("budget", ["60%", "30%"])
 def test_a_scanned_transformer(budget):
     case = transformer(scanned=True, layers=6)
     ours = planned(case.loss, budget)
@@ -72,6 +73,7 @@ def test_the_smallest_budget_keeps_little_more_than_what_the_loop_carries():
     assert minimum < 2 * weights.nbytes + x.nbytes + carried + 8 * x.nbytes
 
 
+@pytest.mark.slow
 def test_the_menu_goes_below_what_checkpointed_layers_need():
     """Bodies of the backward loop are planned, too; each entry of the menu gives the gradients of the plain loop."""
     case = transformer(scanned=True, layers=4, batch=32, dropout=0.0)

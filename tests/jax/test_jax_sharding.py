@@ -105,9 +105,10 @@ def scanned_case(mesh, *, split_layers):
     return loss, ((place(up), place(down)), place(x, "data"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("split_layers", "budget"),
-    [(False, "60%"), pytest.param(True, "80%", marks=pytest.mark.slow)],
+    [(False, "60%"), (True, "80%")],
     ids=["data parallel", "tensor parallel"],
 )
 def test_loops_are_planned_inside(mesh, split_layers, budget):

@@ -12,6 +12,7 @@ import pytest
 
 QUICK = {
     "short last batch": {"model": "functional", "budget": "80%", "samples": 300, "weighted": True, "validation": True},
+    "micro-batches alone": {"model": "dense", "budget": None, "micro_batches": 4, "batch": 1536},
     "eager": {"model": "functional", "budget": "80%", "compile": {"run_eagerly": True}},
     "not compiled": {"model": "functional", "budget": "80%", "compile": {"jit_compile": False}},
     "automatic": {"model": "functional", "budget": "auto"},
@@ -21,7 +22,6 @@ SLOW = {
     "several steps": {"model": "functional", "budget": "80%", "steps_per_execution": 2},
     "too small": {"model": "functional", "budget": 1000},
     "micro-batches": {"model": "dense", "budget": "80%", "micro_batches": 3, "batch": 1536, "samples": 3700},
-    "micro-batches alone": {"model": "dense", "budget": None, "micro_batches": 4, "batch": 1536},
 }
 DISTRIBUTED = {
     "batches": {"model": "functional", "budget": "85%", "distribution": "batches"},
@@ -123,9 +123,8 @@ def test_a_budget_in_each_micro_batch(slow):
     check_training(slow["micro-batches"])
 
 
-@pytest.mark.slow
-def test_micro_batches_without_a_budget(slow):
-    result = slow["micro-batches alone"]
+def test_micro_batches_without_a_budget(quick):
+    result = quick["micro-batches alone"]
     assert "error" not in result, result
     assert result["difference"] < 1e-5
     assert result["plan"] is None
