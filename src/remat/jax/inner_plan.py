@@ -13,7 +13,7 @@ from remat.graph import Graph
 from remat.jax.compiled import CompiledPeak, compile_quickly, compiler_options, peak_of, shape_of
 from remat.jax.context import Tie, barriers_stay, for_a_plan
 from remat.jax.emit import emit
-from remat.jax.planned import Request, Variant, cheapest_plan, plan_for_variants, variants_of
+from remat.jax.planned import Follower, Request, Variant, cheapest_plan, plan_for_variants, variants_of
 from remat.plan import Plan
 from remat.simulator import simulate
 
@@ -189,7 +189,7 @@ def _plain_peak(plain: Function, structure: Any, shapes: Sequence[Any], tie: Tie
         return peak_of(compile_quickly(flat, shapes, tie).memory_analysis())
 
 
-class InnerJitted:
+class InnerJitted(Follower):
     """``jax.jit`` of a function of which a part is planned.
 
     Args:
@@ -203,21 +203,11 @@ class InnerJitted:
     """
 
     def __init__(self, whole: Whole, request: Request, donate_argnums: Sequence[int] = ()) -> None:
+        super().__init__()
         self._whole = whole
         self._request = request
         self._donated = tuple(donate_argnums)
-        self._newest: InnerPlan | None = None
         self._compiled: dict[Any, Function] = {}
-
-    @property
-    def plan(self) -> Plan | None:
-        """The plan of the newest trace."""
-        return self._newest.plan if self._newest is not None else None
-
-    @property
-    def graph(self) -> Graph | None:
-        """The part that ``plan`` is for."""
-        return self._newest.graph if self._newest is not None else None
 
     def __call__(self, *args: Any) -> Any:
         """Call the compiled function; the first call with new shapes traces, plans and compiles."""

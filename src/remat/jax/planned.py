@@ -7,7 +7,7 @@ import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import jax
 
@@ -38,6 +38,14 @@ ROUNDS = (5, 4)  # At first, and near the smallest peak where none of the first 
 _SECONDS_PER_OP = 2e-3
 _LEAST_S = 0.5
 _MOST_S = 4.0
+
+
+class _WithPlan(Protocol):
+    @property
+    def plan(self) -> Plan: ...
+
+
+PlannedT = TypeVar("PlannedT", bound=_WithPlan)
 
 
 @dataclass(frozen=True)
@@ -98,6 +106,35 @@ class Planned:
         """Evaluate the function on its flat arguments."""
         results = self.run(arguments, tuple(self.program.constants.values()))
         return jax.tree.unflatten(self.structure, results)
+
+
+class Follower:
+    """What is planned when it is traced, and follows the same plan when it is traced again.
+
+    Attributes:
+        plan: the plan of the newest trace; None before, or without a budget.
+        graph: the step that the plan is for.
+    """
+
+    def __init__(self) -> None:
+        self._newest: Any = None
+        self._plans: dict[Any, Plan] = {}
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the newest trace; None before, or without a budget."""
+        return self._newest.plan if self._newest is not None else None
+
+    @property
+    def graph(self) -> Graph | None:
+        """The step that ``plan`` is for."""
+        return self._newest.graph if self._newest is not None else None
+
+    def _followed(self, key: Any, make: Callable[[Plan | None], PlannedT]) -> PlannedT:
+        """What ``make`` plans, given the plan that was found before for the same key."""
+        self._newest = newest = make(self._plans.get(key))
+        self._plans[key] = newest.plan
+        return newest
 
 
 def plan_function(
