@@ -84,10 +84,12 @@ def transformer(
     scanned: bool = False,
     dropout: float = 0.1,
     generator: str = "rbg",
+    wrap: Callable[[Any], Any] = lambda block: block,
 ) -> Case:
     """GPT-2 shaped: attention and MLP behind layer norms, with dropout, unrolled or scanned over the layers.
 
-    The random generator is the one that compiles quickly; "threefry2x32" is JAX's default.
+    ``wrap`` goes around the function of one layer. The random generator is the one that compiles quickly;
+    "threefry2x32" is JAX's default.
     """
     heads, words = 2, 64
     shapes = {"qkv": (width, 3 * width), "out": (width, width), "up": (width, 4 * width), "down": (4 * width, width)}
@@ -106,6 +108,7 @@ def transformer(
     def drop(x: Any, key: Any) -> Any:
         return jnp.where(jax.random.bernoulli(key, 1 - dropout, x.shape), x / (1 - dropout), 0) if dropout else x
 
+    @wrap
     def block(x: Any, p: Any, key: Any) -> Any:
         one, other = jax.random.split(key)
         q, k, v = (

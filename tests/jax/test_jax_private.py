@@ -17,15 +17,24 @@ from remat.jax import _private
 SYMBOLS = [
     ("jax._src.source_info_util", "current_name_stack"),
     ("jax._src.source_info_util", "user_context"),
+    ("jax._src.effects", "remat_allowed_effects"),
+    ("jax._src.interpreters.batching", "batch_jaxpr_axes"),
+    ("jax._src.interpreters.batching", "zero_if_mapped"),
+    ("jax._src.interpreters.partial_eval", "convert_constvars_jaxpr"),
     ("jax._src.named_sharding", "UNSPECIFIED"),
+    ("jax.experimental.hijax", "VJPHiPrimitive"),
+    ("jax.experimental.hijax", "Zero"),
+    ("jax.experimental.hijax", "instantiate_zeros"),
     ("jax.extend.core", "ClosedJaxpr"),
     ("jax.extend.core", "Jaxpr"),
     ("jax.extend.core", "JaxprEqn"),
     ("jax.extend.core", "Literal"),
     ("jax.extend.core", "Var"),
+    ("jax.extend.core", "jaxpr_as_fun"),
     ("jax.extend.core", "nonempty_axis_env_DO_NOT_USE"),
     ("jax.extend.core.primitives", "add_p"),
 ]
+PRIVATE = ("jax._src", "jax.extend", "jax.experimental")
 MOVED = (
     f"JAX {jax.__version__} has no {{name}} any more: remat reaches it in src/remat/jax/_private.py, which needs "
     "another way to do the same"
@@ -47,7 +56,7 @@ def test_private_modules_are_imported_in_one_file_only():
         private = {
             node.module
             for node in ast.walk(ast.parse(path.read_text()))
-            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith(("jax._src", "jax.extend"))
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith(PRIVATE)
         }
         assert not private or path.name == "_private.py", (path.name, private)
 
@@ -81,3 +90,27 @@ def test_tracers_are_told_from_arrays():
     jax.make_jaxpr(lambda x: seen.append(_private.is_traced(x)) or x)(1.0)
     assert seen == [True]
     assert not _private.is_traced(jnp.ones(2))
+
+
+def test_a_body_under_recompute_is_found():
+    traced = jax.make_jaxpr(remat.jax.recompute(lambda x: jnp.sin(x) * 2))(1.0)
+    (body,) = (_private.body_of_recomputed_call(eqn) for eqn in traced.jaxpr.eqns)
+    assert [eqn.primitive.name for eqn in body.jaxpr.eqns] == ["sin", "mul"]
+    assert _private.body_of_recomputed_call(body.jaxpr.eqns[0]) is None
+
+
+def test_a_batch_is_told_from_what_all_share():
+    ours = remat.jax.recompute(lambda a, b: (a + b, b * 2.0))
+    sums, doubled = jax.vmap(ours, in_axes=(0, None), out_axes=(0, None))(jnp.arange(3.0), jnp.float32(1))
+    assert sums.tolist() == [1.0, 2.0, 3.0]
+    assert doubled.tolist() == 2.0
+
+
+def test_what_jax_checkpoint_refuses_is_told():
+    from jax.experimental import io_callback
+
+    def effects_of(function):
+        return _private.effects_that_forbid_recomputation(jax.make_jaxpr(function)(1.0))
+
+    assert effects_of(lambda x: jax.debug.print("{}", x)) == []
+    assert effects_of(lambda x: io_callback(lambda v: None, None, x)) == ["IOEffect"]

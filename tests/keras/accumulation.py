@@ -66,7 +66,12 @@ def momentum() -> keras.optimizers.Optimizer:
 
 
 def compiled(model: keras.Model, **options: Any) -> keras.Model:
-    defaults = {"optimizer": momentum(), "loss": cross_entropy(), "metrics": ["accuracy"], "jit_compile": False}
+    defaults = {
+        "optimizer": momentum(),
+        "loss": cross_entropy(),
+        "metrics": ["accuracy"],
+        "jit_compile": keras.backend.backend() == "jax",
+    }
     model.compile(**{**defaults, **options})
     return model
 

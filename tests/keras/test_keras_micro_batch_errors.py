@@ -39,7 +39,7 @@ class OwnMetrics(keras.Model):
 @pytest.mark.parametrize(
     ("build", "name", "instead"),
     [
-        (OwnTrainStep, "train_step", "use remat.tensorflow.value_and_grad inside it"),
+        (OwnTrainStep, "train_step", f"use remat.{keras.backend.backend()}.value_and_grad inside it"),
         (OwnLoss, "compute_loss", r"give the loss to compile\(\) or add_loss\(\)"),
         (OwnMetrics, "compute_metrics", r"give the metrics to compile\(\)"),
     ],
@@ -75,7 +75,7 @@ class Whole(keras.losses.Loss):
     ("loss", "message"),
     [
         (
-            lambda y, p: tf.reduce_mean((y - p) ** 2),
+            lambda y, p: keras.ops.mean((y - p) ** 2),
             r"returns values of the shape \(\) for one micro-batch, not one per",
         ),
         (PerColumn(name="column"), r"the loss 'column' returns values of the shape \(3,\)"),

@@ -12,6 +12,7 @@ import pytest
 
 QUICK = {
     "short last batch": {"model": "functional", "budget": "80%", "samples": 300, "weighted": True, "validation": True},
+    "micro-batches alone": {"model": "dense", "budget": None, "micro_batches": 4, "batch": 1536},
     "eager": {"model": "functional", "budget": "80%", "compile": {"run_eagerly": True}},
     "not compiled": {"model": "functional", "budget": "80%", "compile": {"jit_compile": False}},
     "automatic": {"model": "functional", "budget": "auto"},
@@ -20,12 +21,19 @@ SLOW = {
     "subclassed": {"model": "subclassed", "budget": "80%"},
     "several steps": {"model": "functional", "budget": "80%", "steps_per_execution": 2},
     "too small": {"model": "functional", "budget": 1000},
+    "micro-batches": {"model": "dense", "budget": "80%", "micro_batches": 3, "batch": 1536, "samples": 3700},
+}
+DISTRIBUTED = {
+    "batches": {"model": "functional", "budget": "85%", "distribution": "batches"},
+    "units": {"model": "functional", "budget": "90%", "distribution": "units"},
+    "in micro-batches": {"model": "dense", "budget": None, "micro_batches": 2, "distribution": "batches"},
 }
 
 
-def run(specs):
+def run(specs, devices=1):
     worker = Path(__file__).with_name("worker.py")
-    environment = {**os.environ, "KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    environment = {**os.environ, "KERAS_BACKEND": "jax", "JAX_PLATFORMS": "cpu"}
+    environment["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
     done = subprocess.run(
         [sys.executable, str(worker), json.dumps(list(specs.values()))],
         capture_output=True,
@@ -46,6 +54,11 @@ def quick():
 @pytest.fixture(scope="module")
 def slow():
     return run(SLOW)
+
+
+@pytest.fixture(scope="module")
+def distributed():
+    return run(DISTRIBUTED, devices=4)
 
 
 def check_training(result):
@@ -102,3 +115,29 @@ def test_several_steps_per_execution(slow):
 @pytest.mark.slow
 def test_a_budget_that_nothing_fits(slow):
     check_refusal(slow["too small"], "InfeasibleBudget", "no schedule within 1000 bytes")
+
+
+@pytest.mark.slow
+def test_a_budget_in_each_micro_batch(slow):
+    """The numbers of full batches, the last and smaller one of them included, in less than pieces alone need."""
+    check_training(slow["micro-batches"])
+
+
+def test_micro_batches_without_a_budget(quick):
+    result = quick["micro-batches alone"]
+    assert "error" not in result, result
+    assert result["difference"] < 1e-5
+    assert result["plan"] is None
+    assert result["peaks"]["limited"] < 0.6 * result["peaks"]["plain"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["batches", "units"])
+def test_several_devices(distributed, kind):
+    """Sums over the devices are those of plain training; the budget is one of each device."""
+    check_training(distributed[kind])
+
+
+@pytest.mark.slow
+def test_micro_batches_over_several_devices_are_refused(distributed):
+    check_refusal(distributed["in micro-batches"], "UnsupportedStep", "where micro_batches are not supported")

@@ -19,6 +19,7 @@ import numpy as np
 from keras import layers
 
 import remat.keras
+from remat.keras.jax_micro_batch_step import JaxMicroBatchedStep
 
 WIDTH, BATCH = 32, 128
 PLANNING: dict[str, Any] = {"time_limit_s": 0.3}
@@ -26,8 +27,9 @@ PLANNING: dict[str, Any] = {"time_limit_s": 0.3}
 
 def stack() -> list[layers.Layer]:
     made: list[layers.Layer] = [layers.BatchNormalization()]
-    for _ in range(5):
-        made += [layers.Dense(2 * WIDTH, activation="tanh"), layers.Dropout(0.2)]
+    for number in range(5):
+        name = f"{('even', 'odd')[number % 2]}_{number}"
+        made += [layers.Dense(2 * WIDTH, activation="tanh", name=name), layers.Dropout(0.2)]
     return made
 
 
@@ -57,7 +59,16 @@ class Subclassed(keras.Model):
         return {**logs, "doubled": 2.0 * logs["loss"]}, state
 
 
-MODELS = {"functional": functional, "subclassed": Subclassed}
+def dense() -> keras.Model:
+    """Nothing that couples samples or draws anew."""
+    inputs = keras.Input((WIDTH,))
+    x = inputs
+    for number in range(8):
+        x = layers.Dense(2 * WIDTH, activation="tanh", name=f"hidden_{number}")(x)
+    return keras.Model(inputs, layers.Dense(10, kernel_regularizer="l2", activity_regularizer="l2")(x))
+
+
+MODELS = {"dense": dense, "functional": functional, "subclassed": Subclassed}
 
 
 def data(samples: int) -> tuple[Any, Any]:
@@ -76,25 +87,27 @@ def train(spec: dict[str, Any], limited: bool) -> dict[str, Any]:
         **spec.get("compile", {}),
     )
     if limited:
-        remat.keras.limit_memory(model, spec["budget"], **PLANNING)
-    x, y = data(spec.get("samples", 3 * BATCH))
+        remat.keras.limit_memory(model, spec["budget"], micro_batches=spec.get("micro_batches", 1), **PLANNING)
+    batch = spec.get("batch", BATCH)
+    x, y = data(spec.get("samples", 3 * batch))
     weights = np.linspace(0.1, 2, len(x)) if spec.get("weighted") else None
     history = model.fit(
         x,
         y,
         sample_weight=weights,
-        batch_size=BATCH,
+        batch_size=batch,
         epochs=2,
         shuffle=False,
         verbose=0,
         validation_data=data(50) if spec.get("validation") else None,
     )
     variables = [np.asarray(v) for v in [*model.variables, *model.optimizer.variables]]
-    result = {"history": history.history, "variables": variables}
-    if limited:
-        plan = remat.keras.plan_of(model)
-        assert plan is not None
-        graph = remat.keras.graph_of(model)
+    result: dict[str, Any] = {"history": history.history, "variables": variables, "plan": None}
+    plan, graph = (remat.keras.plan_of(model), remat.keras.graph_of(model)) if limited else (None, None)
+    if spec.get("micro_batches"):
+        remat.keras.limit_memory(model, None)
+        result["peak"] = step_bytes(model, spec["micro_batches"] if limited else 1, x[:batch], y[:batch])
+    if plan is not None:
         result["plan"] = {
             "recomputed": plan.recomputed,
             "peak_bytes": plan.peak_bytes,
@@ -107,7 +120,37 @@ def train(spec: dict[str, Any], limited: bool) -> dict[str, Any]:
     return result
 
 
+def distribute(kind: str | None) -> None:
+    """Batches, or batches and every second layer's units, over four devices of this machine."""
+    devices = keras.distribution.list_devices()
+    if kind == "batches":
+        keras.distribution.set_distribution(keras.distribution.DataParallel(devices=devices))
+    elif kind == "units":
+        mesh = keras.distribution.DeviceMesh((2, 2), ("batch", "model"), devices)
+        layout = keras.distribution.LayoutMap(mesh)
+        layout["even.*kernel"], layout["odd.*kernel"] = (None, "model"), ("model", None)
+        keras.distribution.set_distribution(keras.distribution.ModelParallel(layout_map=layout, batch_dim_name="batch"))
+
+
+def step_bytes(model: keras.Model, micro_batches: int, *batch: Any) -> int:
+    """Temporary bytes of a model's compiled training step, in micro-batches or not."""
+    parts = (
+        model.trainable_variables,
+        model.non_trainable_variables,
+        model.optimizer.variables,
+        model.metrics_variables,
+    )
+    step: Any = model.train_step
+    if micro_batches > 1:
+        in_pieces = JaxMicroBatchedStep(model, micro_batches)
+        step = lambda state, data: in_pieces(model, state, data, lambda function: function)  # noqa: E731
+    state = tuple([variable.value for variable in part] for part in parts)
+    compiled = jax.jit(step, donate_argnums=0).lower(state, batch).compile()
+    return int(compiled.memory_analysis().temp_size_in_bytes)
+
+
 def compare(spec: dict[str, Any]) -> dict[str, Any]:
+    distribute(spec.get("distribution"))
     plain, limited = train(spec, False), train(spec, True)
     difference = 0.0
     for a, b in zip(limited["variables"], plain["variables"], strict=True):
@@ -122,6 +165,7 @@ def compare(spec: dict[str, Any]) -> dict[str, Any]:
         "plain": plain["history"],
         "limited": limited["history"],
         "plan": limited["plan"],
+        "peaks": {"plain": plain.get("peak"), "limited": limited.get("peak")},
         "loaded": sorted(name for name in sys.modules if name.startswith("remat.")),
         "devices": len(jax.devices()),
     }

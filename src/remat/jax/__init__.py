@@ -2,11 +2,24 @@
 
 gradients = remat.jax.value_and_grad(loss, budget="60%")   # in place of jax.value_and_grad
 step = remat.jax.jit(step)                                 # in place of jax.jit
+block = remat.jax.recompute(block)                         # in place of jax.checkpoint
 """
 
 from remat.jax.gradient import Grad, Gradient, grad, value_and_grad
 from remat.jax.jit import Jitted, jit
 from remat.jax.measure import Measurement, measure
+from remat.jax.recomputation import recompute
 from remat.jax.trace import trace
 
-__all__ = ["Grad", "Gradient", "Jitted", "Measurement", "grad", "jit", "measure", "trace", "value_and_grad"]
+__all__ = [
+    "Grad",
+    "Gradient",
+    "Jitted",
+    "Measurement",
+    "grad",
+    "jit",
+    "measure",
+    "recompute",
+    "trace",
+    "value_and_grad",
+]

@@ -7,12 +7,24 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.extend.core.primitives as known_primitives
-from jax._src import source_info_util
+from jax._src import effects, source_info_util
+from jax._src.interpreters import batching, partial_eval
 from jax._src.named_sharding import UNSPECIFIED
+from jax.experimental.hijax import VJPHiPrimitive, Zero, instantiate_zeros
 from jax.extend import core as extended_core
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
-__all__ = ["ClosedJaxpr", "Jaxpr", "JaxprEqn", "Literal", "Var"]
+__all__ = [
+    "ClosedJaxpr",
+    "Jaxpr",
+    "JaxprEqn",
+    "Literal",
+    "VJPHiPrimitive",
+    "Var",
+    "Zero",
+    "instantiate_zeros",
+    "jaxpr_as_fun",
+]
 
 Array: TypeAlias = Any
 
@@ -69,3 +81,40 @@ def names_devices() -> bool:
 def is_traced(value: Any) -> bool:
     """Does a value stand for an array of a function that is being traced?"""
     return isinstance(value, jax.core.Tracer)
+
+
+def with_constants_as_arguments(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """The same computation with what it captured as its first arguments."""
+    return ClosedJaxpr(partial_eval.convert_constvars_jaxpr(closed.jaxpr), [])
+
+
+def batched(closed: ClosedJaxpr, axis: Any, axes_of_arguments: Sequence[int | None]) -> tuple[ClosedJaxpr, list[bool]]:
+    """A jaxpr over a batch, as ``vmap`` makes it, and which of its results have the batch as their first axis.
+
+    Args:
+        closed: of one example.
+        axis: what JAX knows of the axis that is mapped over.
+        axes_of_arguments: where each argument has it; None for an argument that all examples share.
+    """
+    batch: Any = batching.batch_jaxpr_axes
+    axes_of_results = [batching.zero_if_mapped] * len(closed.jaxpr.outvars)
+    whole, has_axis = batch(closed, axis, list(axes_of_arguments), axes_of_results)
+    return whole, list(has_axis)
+
+
+def with_equations(closed: ClosedJaxpr, eqns: Sequence[JaxprEqn]) -> ClosedJaxpr:
+    """A jaxpr that has only some of its equations left."""
+    jaxpr: Any = closed.jaxpr
+    return ClosedJaxpr(jaxpr.replace(eqns=list(eqns)), closed.consts)
+
+
+def effects_that_forbid_recomputation(closed: ClosedJaxpr) -> list[str]:
+    """Effects that ``jax.checkpoint`` refuses: all but debugging output and the names of axes."""
+    forbidden = effects.remat_allowed_effects.filter_not_in(closed.effects)
+    return sorted({type(effect).__name__ for effect in forbidden})
+
+
+def body_of_recomputed_call(eqn: JaxprEqn) -> ClosedJaxpr | None:
+    """The function of a call under ``remat.jax.recompute``; None for every other equation."""
+    body = getattr(eqn.params.get("_prim"), "jaxpr", None) if eqn.primitive.name == "call_hi_primitive" else None
+    return body if isinstance(body, ClosedJaxpr) else None

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 
 from remat.errors import UnsupportedStep
+from remat.jax.context import Tie
 from remat.jax.emit import emit
-from remat.jax.holds import Tie
 from remat.jax.program import Program
 from remat.schedule import Schedule
 
@@ -25,11 +25,6 @@ _REFUSED = 1 << 52
 def compiler_options(tie: Tie) -> dict[str, str]:
     """What ``jax.jit`` needs to keep ties of this kind on the current platform."""
     return dict(KEEP_BARRIERS) if tie == "barrier" and jax.default_backend() == "cpu" else {}
-
-
-def native_tie() -> Tie:
-    """The ties that a plain ``jax.jit`` keeps on the current platform."""
-    return "data" if jax.default_backend() == "cpu" else "barrier"
 
 
 def peak_of(memory: Any) -> int:
@@ -73,6 +68,7 @@ class Compiler:
         arguments: the flat arguments: shapes and dtypes, and shardings where known.
         donated: numbers of the flat arguments whose buffers the results may take over.
         accept: refuses schedules by their compiled programs; a refused one fits no budget.
+        returned: where the results go, None for wherever the compiler likes.
     """
 
     def __init__(
@@ -83,6 +79,7 @@ class Compiler:
         arguments: Sequence[jax.ShapeDtypeStruct],
         donated: Sequence[int] = (),
         accept: Callable[[Schedule, Any], bool] | None = None,
+        returned: Returned | None = None,
     ) -> None:
         self._accept = accept
         self._program = program
@@ -90,6 +87,7 @@ class Compiler:
         self._tie = tie
         self._arguments = tuple(arguments)
         self._donated = tuple(donated)
+        self._returned = returned
         self._known: dict[Schedule, CompiledPeak] = {}
 
     def peak(self, schedule: Schedule) -> CompiledPeak:
@@ -105,17 +103,35 @@ class Compiler:
         run = emit(self._program, schedule, self._turning_point, self._tie)
         count = len(self._arguments)
 
-        def function(*arrays: Any) -> list[Any]:
-            return run(arrays[:count], arrays[count:])
+        def function(*arrays: Any) -> Any:
+            results = run(arrays[:count], arrays[count:])
+            return results if self._returned is None else jax.tree.unflatten(self._returned.structure, results)
 
         captured = tuple(self._program.constants.values())
-        return compile_quickly(function, (*self._arguments, *captured), self._tie, self._donated)
+        shardings = None if self._returned is None else self._returned.shardings
+        return compile_quickly(function, (*self._arguments, *captured), self._tie, self._donated, shardings)
 
 
-def compile_quickly(function: Any, arguments: Sequence[Any], tie: Tie, donated: Sequence[int] = ()) -> Any:
+@dataclass(frozen=True)
+class Returned:
+    """Where the results of a function over several devices go.
+
+    Attributes:
+        structure: of the results.
+        shardings: as ``out_shardings`` of ``jax.jit``.
+    """
+
+    structure: Any
+    shardings: Any
+
+
+def compile_quickly(
+    function: Any, arguments: Sequence[Any], tie: Tie, donated: Sequence[int] = (), out_shardings: Any = None
+) -> Any:
     """The compiled function, of which only the memory is read; arrays and tracers stand for their shapes."""
     shapes = jax.tree.map(lambda a: a if isinstance(a, jax.ShapeDtypeStruct) else shape_of(a), tuple(arguments))
-    lowered = jax.jit(function, donate_argnums=tuple(donated)).lower(*shapes)
+    options = {} if out_shardings is None else {"out_shardings": out_shardings}
+    lowered = jax.jit(function, donate_argnums=tuple(donated), **options).lower(*shapes)
     return lowered.compile(compiler_options={**compiler_options(tie), **_quick_options()})
 
 

@@ -8,7 +8,8 @@ from typing import Any, TypeAlias
 import jax
 
 from remat.jax import _private, ties
-from remat.jax.holds import Tie, find_holds
+from remat.jax.context import Tie
+from remat.jax.holds import find_holds
 from remat.jax.program import Program
 from remat.schedule import Schedule
 
@@ -53,11 +54,11 @@ def emit(program: Program, schedule: Schedule, turning_point: int, tie: Tie) -> 
                 wanted = [value for value in hold.values if value in values]
                 read = [values[value] for value in wanted]
                 if tie == "barrier":
-                    tied, trigger = ties.tie_by_barrier(read, values[hold.trigger])
+                    tied, (trigger,) = ties.tie_by_barrier(read, [values[hold.trigger]])
                     # Left unread, the trigger's place in the barrier would be dropped as dead.
                     values[hold.trigger] = trigger
                 else:
-                    tied = ties.tie_by_data(read, values[hold.trigger])
+                    tied = ties.tie_by_data(read, [values[hold.trigger]])
                 values.update(zip(wanted, tied, strict=True))
             values.update(zip(program.instructions[number].outputs, _execute(program, number, values), strict=True))
             for value in dies.get(step, ()):

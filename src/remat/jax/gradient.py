@@ -12,10 +12,11 @@ from remat.errors import UnsupportedStep
 from remat.graph import Graph
 from remat.jax import _private
 from remat.jax.compiled import shape_of
-from remat.jax.jit import current_tie, jit
+from remat.jax.context import current_tie
+from remat.jax.inner_plan import Transform, plan_inner
+from remat.jax.jit import jit
 from remat.jax.micro_batches import Split, loss_in_parts, summed_value_and_grad
-from remat.jax.micro_plan import PlannedParts, plan_parts
-from remat.jax.planned import Planned, Request, plan_function
+from remat.jax.planned import Follower, Request, plan_function
 from remat.plan import Plan
 
 
@@ -111,7 +112,7 @@ def grad(fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: boo
     return Grad(value_and_grad(fun, argnums, has_aux, **options), has_aux)
 
 
-class Gradient:
+class Gradient(Follower):
     """What ``value_and_grad`` returns."""
 
     def __init__(
@@ -122,25 +123,14 @@ class Gradient:
         split: Split,
         argnums: int | Sequence[int],
     ) -> None:
+        super().__init__()
         functools.update_wrapper(self, fun)
         self._gradient = gradient
         self._fun = fun
         self._request = request
         self._split = split
         self._one_gradient = isinstance(argnums, int)
-        self._plans: dict[Any, Plan] = {}
-        self._newest: Planned | PlannedParts | None = None
         self._compiled: dict[Any, Any] = {}
-
-    @property
-    def plan(self) -> Plan | None:
-        """The plan of the newest trace; None before, or without a budget."""
-        return self._newest.plan if self._newest is not None else None
-
-    @property
-    def graph(self) -> Graph | None:
-        """The computation that ``plan`` is for."""
-        return self._newest.graph if self._newest is not None else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The value and the gradients."""
@@ -174,11 +164,13 @@ class Gradient:
         if self._split.count > 1:
             args, kwargs = jax.tree.unflatten(structure, _merged(constant, numeric))
             return self._in_parts(args, kwargs, constant, shapes, key, is_planned)
-        self._newest = plan_function(
-            function, numeric, self._request, current_tie(), shapes=shapes, known_plan=self._plans.get(key)
+        planned = self._followed(
+            key,
+            lambda known: plan_function(
+                function, numeric, self._request, current_tie(), shapes=shapes, known_plan=known
+            ),
         )
-        self._plans[key] = self._newest.plan
-        return self._newest(numeric)
+        return planned(numeric)
 
     def _in_parts(
         self,
@@ -195,23 +187,23 @@ class Gradient:
                 "flags and names through a closure (functools.partial)"
             )
         split = self._split
-        if is_planned:
-            self._newest = plan_parts(
-                self._fun,
-                self._gradient,
-                split,
-                self._request,
-                current_tie(),
-                args,
-                kwargs,
-                self._plans.get(key),
-                shapes,
-            )
-            self._plans[key] = self._newest.plan
-            value, gradients = self._newest(*args, **kwargs)
+        one_part = jax.value_and_grad(loss_in_parts(self._fun, split), split.argnums, has_aux=True)
+
+        def whole(transform: Transform) -> Callable[..., Any]:
+            own = transform(one_part)
+            return summed_value_and_grad(self._fun, split, lambda _: own)
+
+        if not is_planned:
+            value, gradients = whole(lambda function: function)(*args, **kwargs)
         else:
-            own = jax.value_and_grad(loss_in_parts(self._fun, split), split.argnums, has_aux=True)
-            value, gradients = summed_value_and_grad(self._fun, split, lambda _: own)(*args, **kwargs)
+            tie = current_tie()
+            planned = self._followed(
+                key,
+                lambda known: plan_inner(
+                    whole, args, kwargs, self._request, tie, shapes=shapes, known_plan=known, plain=self._gradient
+                ),
+            )
+            value, gradients = planned(*args, **kwargs)
         return value, gradients[0] if self._one_gradient else gradients
 
 

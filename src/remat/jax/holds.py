@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from remat.jax import op_facts, ties
+from remat.jax.context import Tie
 from remat.jax.program import Program
 from remat.schedule import Schedule
-
-Tie = Literal["barrier", "data"]
 
 # Reads of the forward part by the backward part that share one tie.
 _STRETCH = 24

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -11,28 +10,11 @@ from typing import Any
 import jax
 
 from remat.errors import UnsupportedStep
-from remat.graph import Graph
 from remat.jax import _private
-from remat.jax.compiled import compiler_options, native_tie, shape_of
-from remat.jax.holds import Tie
-from remat.jax.planned import Planned, Request, plan_function
+from remat.jax.compiled import compiler_options, shape_of
+from remat.jax.context import barriers_stay, current_tie
+from remat.jax.planned import Follower, Request, plan_function
 from remat.plan import Plan
-
-_tie: contextvars.ContextVar[Tie | None] = contextvars.ContextVar("remat_jax_tie", default=None)
-
-
-def current_tie() -> Tie:
-    """How recomputations are held back in what is being traced now."""
-    return _tie.get() or native_tie()
-
-
-@contextlib.contextmanager
-def _barriers_stay() -> Iterator[None]:
-    token = _tie.set("barrier")
-    try:
-        yield
-    finally:
-        _tie.reset(token)
 
 
 def jit(
@@ -73,7 +55,7 @@ def jit(
     return Jitted(fun, Request(budget, plan, planner, time_limit_s, dict(options or {})), jit_options)
 
 
-class Jitted:
+class Jitted(Follower):
     """What ``jit`` returns.
 
     Attributes:
@@ -83,11 +65,10 @@ class Jitted:
 
     def __init__(self, fun: Callable[..., Any], request: Request, jit_options: Mapping[str, Any]) -> None:
         request.check("remat.jax.jit")
+        super().__init__()
         functools.update_wrapper(self, fun)
         self._fun = fun
         self._request = request
-        self._plans: dict[Any, Plan] = {}
-        self._newest: Planned | None = None
         self._jit_options = dict(jit_options)
         self._static = _numbers(jit_options.get("static_argnums"))
         self._donated = _numbers(jit_options.get("donate_argnums"))
@@ -101,16 +82,6 @@ class Jitted:
         options = {**own_options, **compiler_options("barrier")}
         self._outermost = jax.jit(self._with_barriers, compiler_options=options or None, **self._jit_options)
         self._inner = jax.jit(self._traced, **self._jit_options)
-
-    @property
-    def plan(self) -> Plan | None:
-        """The plan of the newest trace."""
-        return self._newest.plan if self._newest is not None else None
-
-    @property
-    def graph(self) -> Graph | None:
-        """The step that ``plan`` is for."""
-        return self._newest.graph if self._newest is not None else None
 
     @property
     def _plans_whole(self) -> bool:
@@ -145,7 +116,7 @@ class Jitted:
             self._shapes = None
 
     def _with_barriers(self, *args: Any, **kwargs: Any) -> Any:
-        with _barriers_stay():
+        with barriers_stay():
             return self._traced(*args, **kwargs)
 
     def _traced(self, *args: Any, **kwargs: Any) -> Any:
@@ -173,17 +144,20 @@ class Jitted:
 
         shapes = self._shapes if self._shapes is not None else tuple(shape_of(leaf) for leaf in leaves)
         key = (structure, tuple(map(str, shapes)), repr(static), current_tie())
-        self._newest = plan_function(
-            function,
-            leaves,
-            self._request,
-            current_tie(),
-            shapes=shapes,
-            donated=donated,
-            known_plan=self._plans.get(key),
+        planned = self._followed(
+            key,
+            lambda known: plan_function(
+                function,
+                leaves,
+                self._request,
+                current_tie(),
+                shapes=shapes,
+                donated=donated,
+                out_shardings=self._jit_options.get("out_shardings"),
+                known_plan=known,
+            ),
         )
-        self._plans[key] = self._newest.plan
-        return self._newest(leaves)
+        return planned(leaves)
 
 
 def _numbers(given: int | Sequence[int] | None) -> frozenset[int]:

@@ -156,6 +156,11 @@ def _known() -> frozenset[str]:
     return _private.primitive_names() - _NEVER_REPEATED
 
 
+def is_known(name: str) -> bool:
+    """Is this a primitive of JAX's own that may run a second time, as far as its name tells?"""
+    return name in _known()
+
+
 def inner_jaxprs(eqn: JaxprEqn) -> Iterator[Jaxpr]:
     """The jaxprs among an equation's parameters: bodies of loops, branches, called functions."""
     for value in eqn.params.values():
@@ -168,7 +173,10 @@ def inner_jaxprs(eqn: JaxprEqn) -> Iterator[Jaxpr]:
 
 def may_repeat(eqn: JaxprEqn) -> bool:
     """May an equation run a second time with the same result and no other effect?"""
-    if eqn.effects or eqn.primitive.name not in _known():
+    body = _private.body_of_recomputed_call(eqn)
+    if body is not None:
+        return all(map(may_repeat, body.jaxpr.eqns))
+    if eqn.effects or not is_known(eqn.primitive.name):
         return False
     return all(may_repeat(inner) for jaxpr in inner_jaxprs(eqn) for inner in jaxpr.eqns)
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import jax
 
@@ -16,12 +17,12 @@ from remat.cost_model import get_profile
 from remat.errors import InfeasibleBudget
 from remat.graph import Graph
 from remat.jax import _private
-from remat.jax.compiled import CompiledPeak, Compiler
+from remat.jax.compiled import CompiledPeak, Compiler, Returned
+from remat.jax.context import Tie
 from remat.jax.emit import Emitted, emit
-from remat.jax.holds import Tie
 from remat.jax.program import Program, program_of, trace_jaxpr
-from remat.jax.scans import scan_menu
-from remat.jax.sharded import communications, graph_of_one_device, is_sharded
+from remat.jax.scans import Talking, scan_menu
+from remat.jax.sharded import communications, graph_of_one_device, is_sharded, talking_bodies
 from remat.jax.trace import graph_of_program
 from remat.plan import Plan
 from remat.plan import plan as make_plan
@@ -37,6 +38,14 @@ ROUNDS = (5, 4)  # At first, and near the smallest peak where none of the first 
 _SECONDS_PER_OP = 2e-3
 _LEAST_S = 0.5
 _MOST_S = 4.0
+
+
+class _WithPlan(Protocol):
+    @property
+    def plan(self) -> Plan: ...
+
+
+PlannedT = TypeVar("PlannedT", bound=_WithPlan)
 
 
 @dataclass(frozen=True)
@@ -99,6 +108,35 @@ class Planned:
         return jax.tree.unflatten(self.structure, results)
 
 
+class Follower:
+    """What is planned when it is traced, and follows the same plan when it is traced again.
+
+    Attributes:
+        plan: the plan of the newest trace; None before, or without a budget.
+        graph: the step that the plan is for.
+    """
+
+    def __init__(self) -> None:
+        self._newest: Any = None
+        self._plans: dict[Any, Plan] = {}
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the newest trace; None before, or without a budget."""
+        return self._newest.plan if self._newest is not None else None
+
+    @property
+    def graph(self) -> Graph | None:
+        """The step that ``plan`` is for."""
+        return self._newest.graph if self._newest is not None else None
+
+    def _followed(self, key: Any, make: Callable[[Plan | None], PlannedT]) -> PlannedT:
+        """What ``make`` plans, given the plan that was found before for the same key."""
+        self._newest = newest = make(self._plans.get(key))
+        self._plans[key] = newest.plan
+        return newest
+
+
 def plan_function(
     function: Callable[..., Any],
     arguments: Sequence[Any],
@@ -107,6 +145,7 @@ def plan_function(
     *,
     shapes: Sequence[jax.ShapeDtypeStruct],
     donated: Sequence[int] = (),
+    out_shardings: Any = None,
     known_plan: Plan | None = None,
 ) -> Planned:
     """Plan a function of flat arguments.
@@ -118,6 +157,7 @@ def plan_function(
         tie: how recomputations are held back.
         shapes: of the arguments, with shardings where known; what is compiled to see the real peak.
         donated: numbers of the arguments whose buffers the results may take over.
+        out_shardings: where the results go, as ``jax.jit`` takes it.
         known_plan: found earlier for the same request; followed if it fits the graph.
 
     Raises:
@@ -126,11 +166,15 @@ def plan_function(
         UnsupportedStep: where a shape is unknown.
     """
     given = request.plan if request.plan is not None else known_plan
-    variants, structure = variants_of(function, arguments)
+    talking = functools.partial(talking_bodies, shapes=shapes, tie=tie) if is_sharded(shapes) else None
+    variants, structure = variants_of(function, arguments, talking)
+    returned = None if out_shardings is None else Returned(structure, out_shardings)
     accept: Callable[[Schedule, Any], bool] | None = None
-    if is_sharded(shapes):
-        variants = [_on_one_device(one, shapes, tie) for one in variants[:1]]
-        plain = Compiler(variants[0].program, 0, tie, shapes, donated).compile(variants[0].graph.plain_schedule)
+    if talking is not None:
+        variants = [_on_one_device(one, shapes, tie) for one in variants]
+        plain = Compiler(variants[0].program, 0, tie, shapes, donated, None, returned).compile(
+            variants[0].graph.plain_schedule
+        )
         allowed = communications(plain.as_text())
 
         def sends_no_more(_: Schedule, compiled: Any) -> bool:
@@ -146,7 +190,7 @@ def plan_function(
         raise AssertionError("unreachable: a plan for none of the variants is refused above")
     else:
         compilers = {
-            one.graph.fingerprint: Compiler(one.program, one.turning_point, tie, shapes, donated, accept)
+            one.graph.fingerprint: Compiler(one.program, one.turning_point, tie, shapes, donated, accept, returned)
             for one in variants
         }
         graphs = {one.graph.fingerprint: one.graph for one in variants}
@@ -184,25 +228,39 @@ class Variant:
     turning_point: int
 
 
-def variants_of(function: Callable[..., Any], arguments: Sequence[Any]) -> tuple[list[Variant], Any]:
-    """A function as it is, then with loops that keep less and less; and the structure of what it returns."""
+def variants_of(
+    function: Callable[..., Any], arguments: Sequence[Any], talking: Talking | None = None
+) -> tuple[list[Variant], Any]:
+    """A function as it is, then with loops that keep less and less; and the structure of what it returns.
+
+    Args:
+        function: takes the flat arguments.
+        arguments: arrays, tracers or shapes.
+        talking: as of ``scan_menu``, where the arguments lie on several devices.
+    """
     closed, structure = trace_jaxpr(function, arguments)
     profile = get_profile("cpu" if jax.default_backend() == "cpu" else "a100")
     variants = []
-    for one in (closed, *scan_menu(closed, profile)):
+    for one in (closed, *scan_menu(closed, profile, talking)):
         program = program_of(one)
         graph = graph_of_program(program, profile)
         variants.append(Variant(program, graph, Problem.of(graph).turning_point))
     return variants, structure
 
 
-def plan_for_variants(variants: Sequence[Variant], request: Request, real_peak: Callable[[Plan], CompiledPeak]) -> Plan:
+def plan_for_variants(
+    variants: Sequence[Variant],
+    request: Request,
+    real_peak: Callable[[Plan], CompiledPeak],
+    plain_peak_bytes: int | None = None,
+) -> Plan:
     """A plan whose compiled program stays within the budget; each round compiles once.
 
     Args:
         variants: the function as it is, then others by what their loops keep, most first.
         request: the budget.
         real_peak: the peak of the program that a plan leads to.
+        plain_peak_bytes: what a share of the budget is a share of; None for the peak of the first variant, unplanned.
 
     Raises:
         InfeasibleBudget: with the smallest budget for which this function succeeds.
@@ -212,7 +270,9 @@ def plan_for_variants(variants: Sequence[Variant], request: Request, real_peak: 
     traced_bytes = simulate(first.graph, first.graph.plain_schedule).peak_bytes
     unplanned = cheapest_plan(variants[:1], max(1, traced_bytes), request)
     baseline = real_peak(unplanned)
-    budget_bytes = parse_budget(request.budget, max(1, baseline.expected_bytes))
+    if plain_peak_bytes is None:
+        plain_peak_bytes = baseline.expected_bytes
+    budget_bytes = parse_budget(request.budget, max(1, plain_peak_bytes))
     if baseline.highest_bytes <= budget_bytes:
         found = dataclasses.replace(unplanned, peak_bytes=baseline.expected_bytes)
     else:
@@ -231,7 +291,7 @@ def plan_for_variants(variants: Sequence[Variant], request: Request, real_peak: 
     return dataclasses.replace(
         found,
         traced_peak_bytes=simulate(of[found.fingerprint].graph, found.schedule).peak_bytes,
-        baseline_peak_bytes=baseline.expected_bytes,
+        baseline_peak_bytes=plain_peak_bytes,
         budget_bytes=budget_bytes,
     )
 

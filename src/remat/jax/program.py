@@ -13,6 +13,7 @@ import jax
 
 from remat.jax import _private, op_facts
 from remat.jax._private import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from remat.jax.context import for_a_plan
 from remat.jax.fusion import fused, sunk
 
 Atom: TypeAlias = int | Literal
@@ -171,7 +172,9 @@ def _inlined(eqn: JaxprEqn) -> Any:
         return eqn.params["jaxpr"] if _private.is_plain_call(eqn) else None
     if name in ("closed_call", "core_call", "call"):
         return eqn.params["call_jaxpr"]
-    return eqn.params["jaxpr"] if name in ("remat2", "checkpoint") else None
+    if name in ("remat2", "checkpoint"):
+        return eqn.params["jaxpr"]
+    return _private.body_of_recomputed_call(eqn)
 
 
 def _identity(eqn: JaxprEqn, inputs: tuple[Atom, ...]) -> Any:
@@ -204,5 +207,6 @@ def alive(steps: Sequence[Step], outputs: Sequence[Atom]) -> list[Step]:
 
 def trace_jaxpr(function: Any, arguments: Sequence[Any]) -> tuple[ClosedJaxpr, Any]:
     """The jaxpr of ``function(*arguments)``, and the structure of what it returns. Nothing runs."""
-    closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
+    with for_a_plan():
+        closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
     return closed, jax.tree.structure(shapes)

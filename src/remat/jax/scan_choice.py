@@ -17,7 +17,13 @@ _GAP = 0.005
 
 
 def cheapest_choice(
-    body: Program, graph: Graph, needed: Sequence[int], free: frozenset[int], length: int, share: float
+    body: Program,
+    graph: Graph,
+    needed: Sequence[int],
+    free: frozenset[int],
+    once: frozenset[int],
+    length: int,
+    share: float,
 ) -> frozenset[int]:
     """The values to keep so that recomputing the rest costs least.
 
@@ -30,6 +36,7 @@ def cheapest_choice(
         graph: its graph.
         needed: ids of the values that the backward body reads.
         free: ids that it can read anyhow.
+        once: ids of values that must not be made again, whatever made them.
         length: iterations.
         share: of the bytes of keeping everything that is needed, 0 for the least that is possible.
     """
@@ -61,7 +68,13 @@ def cheapest_choice(
     again = np.array([sum(graph.tensors[v].size_bytes for v in i.outputs) for i in body.instructions])
     memory = [(k, length * size[k] / scale) for k in range(count)]
     memory += [(count + n, float(again[n]) / scale) for n in range(runs)]
-    allowed = np.array([all(op_facts.may_repeat(s.eqn) for s in i.steps) for i in body.instructions], dtype=np.float64)
+    allowed = np.array(
+        [
+            all(op_facts.may_repeat(step.eqn) and once.isdisjoint(step.outputs) for step in instruction.steps)
+            for instruction in body.instructions
+        ],
+        dtype=np.float64,
+    )
     everything = sum(length * size[column[value]] for value in wanted)
 
     def best(objective: FloatArray, limit: float) -> FloatArray | None:

@@ -14,17 +14,19 @@ from typing import Any
 
 import jax
 
-from remat.graph import Graph, Tensor
+from remat.graph import Graph, Op, Tensor
 from remat.jax.compiled import compile_quickly
+from remat.jax.context import Tie
 from remat.jax.emit import named_run
-from remat.jax.holds import Tie
 from remat.jax.program import Program
+from remat.jax.scan_bodies import BODY_NAME
 
 _COLLECTIVE = re.compile(
     r" (?:all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|collective-broadcast|ragged-all-to-all)"
     r"(?:-start)?\((?P<operands>[^)]*)\)(?P<rest>.*)"
 )
 _NUMBER = re.compile(r"remat_op_(\d+)")
+_BODY_VALUE = re.compile(BODY_NAME + r"(\d+)_(\d+)")
 
 
 def is_sharded(shapes: Sequence[jax.ShapeDtypeStruct]) -> bool:
@@ -35,6 +37,21 @@ def is_sharded(shapes: Sequence[jax.ShapeDtypeStruct]) -> bool:
 def communications(text: str) -> int:
     """How many arrays a compiled program sends; collectives that the compiler has combined count by their operands."""
     return sum(1 + found["operands"].count(",") for found in _COLLECTIVE.finditer(text))
+
+
+def talking_bodies(run: Any, shapes: Sequence[jax.ShapeDtypeStruct], tie: Tie) -> dict[int, frozenset[int]]:
+    """By the number of a loop, the values of its body that the compiled function gets from other devices.
+
+    Args:
+        run: the flat function, its loops written by ``remat.jax.scan_bodies``.
+        shapes: of its arguments, with their shardings.
+        tie: of the compilation.
+    """
+    found: dict[int, set[int]] = {}
+    for collective in _COLLECTIVE.finditer(compile_quickly(run, shapes, tie).as_text()):
+        for loop, value in _BODY_VALUE.findall(collective["rest"]):
+            found.setdefault(int(loop), set()).add(int(value))
+    return {loop: frozenset(values) for loop, values in found.items()}
 
 
 def graph_of_one_device(program: Program, graph: Graph, shapes: Sequence[jax.ShapeDtypeStruct], tie: Tie) -> Graph:
@@ -62,9 +79,17 @@ def graph_of_one_device(program: Program, graph: Graph, shapes: Sequence[jax.Sha
         dataclasses.replace(tensor, size_bytes=_own_bytes(tensor, shardings.get(number)))
         for number, tensor in enumerate(graph.tensors)
     )
+
+    def workspace(op: Op) -> int:
+        """The body of a loop holds as small a part of its values as of what it reads and makes."""
+        around = (*op.inputs, *op.outputs)
+        whole = sum(graph.tensors[value].size_bytes for value in around)
+        return op.workspace_bytes * sum(tensors[value].size_bytes for value in around) // max(1, whole)
+
     ops = tuple(
         dataclasses.replace(
             op,
+            workspace_bytes=workspace(op),
             recomputable=op.recomputable and number not in talking,
             in_place=tuple(
                 (source, target)

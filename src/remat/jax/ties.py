@@ -102,14 +102,15 @@ def _as_before(tied: Any, value: Any) -> Any:
     return tied
 
 
-def tie_by_data(values: Sequence[Any], trigger: Any) -> list[Any]:
-    """The values bit for bit, available no sooner than ``trigger``."""
-    zero = late_zero(trigger)
+def tie_by_data(values: Sequence[Any], triggers: Sequence[Any]) -> list[Any]:
+    """The values bit for bit, available no sooner than all of ``triggers``."""
+    zero = sum(map(late_zero, triggers))
     return [_as_before(_tie_one(_as_numbers(value), zero), value) for value in values]
 
 
-def tie_by_barrier(values: Sequence[Any], trigger: Any) -> tuple[list[Any], Any]:
-    """The values and the trigger, none available before all of them are, where the compiler keeps barriers."""
+def tie_by_barrier(values: Sequence[Any], triggers: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """The values and the triggers, none available before all of them are, where the compiler keeps barriers."""
     barrier: Callable[[Any], Any] = lax.optimization_barrier
-    *tied, held = barrier((*map(_as_numbers, values), trigger))
-    return [_as_before(one, value) for one, value in zip(tied, values, strict=True)], held
+    results = barrier((*map(_as_numbers, values), *triggers))
+    tied, held = results[: len(values)], results[len(values) :]
+    return [_as_before(one, value) for one, value in zip(tied, values, strict=True)], list(held)

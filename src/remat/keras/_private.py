@@ -22,8 +22,10 @@ __all__ = [
     "all_layers",
     "call_in_training",
     "compile_loss_of",
+    "jit_options_of_distribution",
     "losses_replaced",
     "reductions_recorded",
+    "stateless_call_in_training",
     "unbuilt_parts",
     "update_loss_tracker",
 ]
@@ -95,15 +97,29 @@ def losses_replaced(compile_loss: CompileLoss, wrap: Callable[[Any], Any]) -> It
         compile_loss._flat_losses, compile_loss._metrics = losses, metrics
 
 
-def additional_loss(model: keras.Model) -> Any:
+def additional_loss(model: keras.Model, losses: Sequence[Any] | None = None) -> Any:
     """The sum of what ``add_loss`` and the regularisers contribute, None where they contribute nothing."""
-    losses = [model._aggregate_additional_loss(loss) for loss in model.losses]
+    losses = [model._aggregate_additional_loss(loss) for loss in (model.losses if losses is None else losses)]
     return keras.ops.sum(keras.ops.stack(losses)) if losses else None
 
 
 def call_in_training(model: keras.Model, x: Any) -> Any:
     """``model(x)`` as Keras' own training step calls it."""
     return model(x, training=True) if model._call_has_training_arg else model(x)
+
+
+def stateless_call_in_training(model: keras.Model, trainable: Any, others: Any, x: Any) -> tuple[Any, Any, list[Any]]:
+    """The same on JAX, for given values of the variables; returns the others' new values and the added losses, too."""
+    options = {"training": True} if model._call_has_training_arg else {}
+    y_pred, others, losses = model.stateless_call(trainable, others, x, return_losses=True, **options)
+    return y_pred, others, losses
+
+
+def jit_options_of_distribution(model: keras.Model) -> dict[str, Any]:
+    """What Keras on JAX gives to ``jax.jit`` for a training step under ``keras.distribution``."""
+    if keras.distribution.distribution() is None:
+        return {}
+    return {"out_shardings": (None, model._get_state_sharding_spec())}
 
 
 def update_loss_tracker(model: keras.Model, loss: Any, batch_size: Any) -> None:

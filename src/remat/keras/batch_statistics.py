@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import keras
-import tensorflow as tf
+from keras import ops
 
 from remat.errors import UnsupportedStep
 from remat.keras import _private
@@ -45,33 +46,31 @@ class BatchStatistics:
             for layer, momentum in zip(self.layers, momenta, strict=True):
                 layer.momentum = momentum
 
-    def values(self) -> list[tuple[tf.Tensor, tf.Tensor]]:
+    def values(self) -> list[tuple[Any, Any]]:
         """Mean and variance per layer, as its variables hold them now."""
-        return [
-            (tf.identity(layer.moving_mean.value), tf.identity(layer.moving_variance.value)) for layer in self.layers
-        ]
+        return [(ops.copy(layer.moving_mean.value), ops.copy(layer.moving_variance.value)) for layer in self.layers]
 
-    def empty(self) -> list[tf.Tensor]:
+    def empty(self) -> list[Any]:
         """Nothing seen: no share of the batch; per layer a mean and a variance of 0."""
-        zeros = [tf.zeros_like(value) for pair in self.values() for value in pair]
-        return [tf.zeros(()), *zeros]
+        zeros = [ops.zeros_like(value) for pair in self.values() for value in pair]
+        return [ops.zeros(()), *zeros]
 
-    def merged(self, seen: Sequence[tf.Tensor], share: tf.Tensor) -> list[tf.Tensor]:
+    def merged(self, seen: Sequence[Any], share: Any) -> list[Any]:
         """``seen`` and a micro-batch that has just been run, which is ``share`` of the batch."""
         before, *totals = seen
-        share = tf.cast(share, before.dtype)
+        share = ops.cast(share, before.dtype)
         together = before + share
         result = [together]
         for number, (mean, variance) in enumerate(self.values()):
             total_mean, total_variance = totals[2 * number : 2 * number + 2]
-            part = tf.cast(share / together, mean.dtype)
+            part = ops.cast(share / together, mean.dtype)
             difference = mean - total_mean
             result.append(total_mean + difference * part)
             within = total_variance + (variance - total_variance) * part
             result.append(within + difference**2 * part * (1 - part))
         return result
 
-    def move(self, before: Sequence[tuple[tf.Tensor, tf.Tensor]], seen: Sequence[tf.Tensor]) -> None:
+    def move(self, before: Sequence[tuple[Any, Any]], seen: Sequence[Any]) -> None:
         """One move of the moving statistics, from what they were before the micro-batches."""
         for number, (layer, old) in enumerate(zip(self.layers, before, strict=True)):
             for variable, was, now in zip(

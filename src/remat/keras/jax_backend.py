@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,31 +10,37 @@ import keras
 
 from remat.errors import InvalidBudget, UnsupportedStep
 from remat.graph import Graph
+from remat.jax.inner_plan import InnerJitted, Transform
 from remat.jax.jit import Jitted
 from remat.jax.jit import jit as planned_jit
 from remat.jax.planned import Request
+from remat.keras import _private
+from remat.keras.attachment import Attachment
+from remat.keras.jax_micro_batch_step import JaxMicroBatchedStep
 from remat.plan import Plan
 
 _GPU_MARGIN = 0.08
 
 
-class JaxLimit:
+class JaxLimit(Attachment):
     """A memory limit on one model.
 
     Keras builds its training function in ``make_train_function``; this replaces that method on the instance. The
-    model's own ``train_step``, whatever it is, is compiled by ``remat.jax.jit``.
+    model's own ``train_step``, whatever it is, is compiled by ``remat.jax.jit``; with micro-batches one that does the
+    same as Keras' own.
+
+    Args:
+        model: the model.
+        request: the budget; None plans nothing.
+        micro_batches: how many pieces a batch is cut into.
     """
 
-    def __init__(self, model: keras.Model, request: Request) -> None:
-        self._model = weakref.ref(model)
+    def __init__(self, model: keras.Model, request: Request | None, micro_batches: int = 1) -> None:
+        self._micro_step = JaxMicroBatchedStep(model, micro_batches) if micro_batches > 1 else None
         self._request = request
-        self._main: Jitted | None = None
-        self._smaller: Jitted | None = None
-        self._largest_bytes = -1
-        if "make_train_function" in vars(model):
-            raise UnsupportedStep(f"something else has replaced make_train_function of {model.name!r}; undo that first")
-        model.make_train_function = self._make_train_function
-        model.train_function = None
+        self._jit_options: dict[str, Any] = {}
+        self._forget()
+        super().__init__(model)
 
     @property
     def plan(self) -> Plan | None:
@@ -44,15 +49,13 @@ class JaxLimit:
 
     @property
     def graph(self) -> Graph | None:
-        """The step that the plan is for, None before the first training step."""
+        """The step that the plan is for, None before the first training step; with micro-batches, one piece of it."""
         return self._main.graph if self._main is not None else None
 
-    def detach(self) -> None:
-        """Give the model its own training step back."""
-        model = self._model()
-        if model is not None:
-            vars(model).pop("make_train_function", None)
-            model.train_function = None
+    def _forget(self) -> None:
+        self._main: Jitted | InnerJitted | None = None
+        self._smaller: Jitted | InnerJitted | None = None
+        self._largest_bytes = -1
 
     def _make_train_function(self, force: bool = False) -> None:
         model = self._required_model()
@@ -64,13 +67,14 @@ class JaxLimit:
                 f"{model.name!r} was compiled with {option}, where operations run at once and nothing can be planned; "
                 "compile it without that option, or do not limit its memory"
             )
-        if keras.distribution.distribution() is not None:
+        if self._micro_step is not None and keras.distribution.distribution() is not None:
             raise UnsupportedStep(
-                f"{model.name!r} trains under a keras.distribution; limit_memory supports one device. For several, "
-                "write the step in JAX and use remat.jax.jit(step, budget=...)"
+                f"{model.name!r} trains under a keras.distribution, where micro_batches are not supported; give a "
+                "budget with micro_batches=1, or train on one device"
             )
-        self._main = self._smaller = None
-        self._largest_bytes = -1
+        self._forget()
+        # Known now only: while it trains, Keras takes the values out of the variables.
+        self._jit_options = _private.jit_options_of_distribution(model)
         model.train_function = model._make_function(self._train_step)
 
     def _train_step(self, state: Any, data: Any) -> Any:
@@ -82,30 +86,36 @@ class JaxLimit:
             self._smaller = None
         elif data_bytes < self._largest_bytes:
             if self._smaller is None:
-                assert self._main is not None
-                plan = self._main.plan
-                assert plan is not None
-                self._smaller = self._compiled(plan.budget_bytes)
+                plan = self.plan
+                self._smaller = self._compiled(plan.budget_bytes if plan is not None else None)
             return self._smaller(state, data)
         assert self._main is not None
         return self._main(state, data)
 
-    def _compiled(self, budget: int | str) -> Jitted:
-        request, model = self._request, self._required_model()
+    def _compiled(self, budget: int | str | None) -> Jitted | InnerJitted:
+        model, micro_step = self._required_model(), self._micro_step
+        request = Request() if self._request is None else self._request
+        request = Request(budget, None, request.planner, request.time_limit_s, request.options)
+        if micro_step is not None:
+
+            def whole(transform: Transform) -> Callable[..., Any]:
+                return lambda state, data: micro_step(model, state, data, transform)
+
+            return InnerJitted(whole, request, donate_argnums=(0,))
         train_step: Callable[..., Any] = model.train_step
         return planned_jit(
             lambda state, data: train_step(state, data),
-            budget=budget,
+            budget=request.budget,
             planner=request.planner,
             time_limit_s=request.time_limit_s,
             options=request.options,
             donate_argnums=0,
+            **self._jit_options,
         )
 
-    def _budget(self) -> int | str:
-        assert self._request.budget is not None
-        if self._request.budget != "auto":
-            return self._request.budget
+    def _budget(self) -> int | str | None:
+        if self._request is None or self._request.budget != "auto":
+            return None if self._request is None else self._request.budget
         device = jax.devices()[0]
         if device.platform == "cpu":
             raise InvalidBudget(
@@ -113,9 +123,3 @@ class JaxLimit:
                 'bytes such as "4GiB", or a share of the plain step such as "60%"'
             )
         return int((device.memory_stats() or {}).get("bytes_limit", 0) * (1 - _GPU_MARGIN))
-
-    def _required_model(self) -> keras.Model:
-        model = self._model()
-        if model is None:
-            raise ReferenceError("the model of this memory limit is gone")
-        return model

@@ -61,7 +61,7 @@ def limit_memory(
             What they return is kept and everything else between them is recomputed where that is exact, with any
             optimizer.
         micro_batches: into how many pieces a batch is cut, for one update with the full batch's numbers; see
-            docs/micro_batches.md for what each part of a model does. TensorFlow only.
+            docs/micro_batches.md for what each part of a model does.
         planner: a planner's name.
         time_limit_s: wall seconds that an anytime planner may use.
         options: passed on to the planner.
@@ -73,9 +73,9 @@ def limit_memory(
         InvalidBudget: if the budget cannot be read.
         ValueError: for both a budget and checkpoints, a layer that the model does not have, or ``micro_batches`` that
             is no whole number of at least 1.
-        UnsupportedStep: for another backend than TensorFlow and JAX, checkpoints or micro-batches on JAX, both
-            together, or ``run_eagerly``; with micro-batches for a model with its own ``train_step``, and by ``fit`` for
-            a loss of which it cannot be known what it divides by.
+        UnsupportedStep: for another backend than TensorFlow and JAX, checkpoints on JAX, checkpoints together with
+            micro-batches, or ``run_eagerly``; with micro-batches for a model with its own ``train_step``, and by
+            ``fit`` for a loss of which it cannot be known what it divides by.
         InfeasibleBudget: by ``fit``, at the first step, if no schedule fits; it names the smallest budget.
     """
     if not isinstance(model, keras.Model):
@@ -99,10 +99,9 @@ def limit_memory(
             f"limit_memory supports Keras on TensorFlow and on JAX, and the active backend is {backend!r}; set "
             "KERAS_BACKEND=tensorflow or KERAS_BACKEND=jax before keras is imported"
         )
-    if backend != "tensorflow" and (checkpoints is not None or count > 1):
+    if backend != "tensorflow" and checkpoints is not None:
         raise UnsupportedStep(
-            "checkpoints and micro_batches are supported by Keras on TensorFlow, and the active backend is "
-            f"{backend!r}; give a budget alone"
+            f"checkpoints are supported by Keras on TensorFlow, and the active backend is {backend!r}; give a budget"
         )
     if model in _limits:
         _limits.pop(model).detach()
@@ -117,7 +116,8 @@ def limit_memory(
         from remat.jax.planned import Request as JaxRequest
         from remat.keras.jax_backend import JaxLimit
 
-        _limits[model] = JaxLimit(model, JaxRequest(budget, None, planner, time_limit_s, options))
+        jax_request = JaxRequest(budget, None, planner, time_limit_s, options) if budget is not None else None
+        _limits[model] = JaxLimit(model, jax_request, count)
     return model
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import keras
-import tensorflow as tf
+from keras import ops
 
 from remat.errors import UnsupportedStep
 from remat.keras import _private
@@ -30,15 +30,15 @@ class LossTerm:
             weights are at most 1.
     """
 
-    value: tf.Tensor
+    value: Any
     weight: Any
     is_sum: bool = False
-    denominator: tf.Tensor | None = None
-    per_sample: tf.Tensor | None = None
+    denominator: Any = None
+    per_sample: Any = None
 
-    def weighted(self, value: tf.Tensor) -> tf.Tensor:
+    def weighted(self, value: Any) -> Any:
         """``value`` times the loss weight."""
-        return value if self.weight is None else value * tf.cast(self.weight, value.dtype)
+        return value if self.weight is None else value * ops.cast(self.weight, value.dtype)
 
 
 def loss_terms(model: keras.Model, y: Any, y_pred: Any, sample_weight: Any, size: Any) -> list[LossTerm]:
@@ -75,12 +75,12 @@ def loss_terms(model: keras.Model, y: Any, y_pred: Any, sample_weight: Any, size
 
     with _private.losses_replaced(compile_loss, wrap):
         compile_loss(y, y_pred, sample_weight)
-    if not tf.nest.is_nested(y) and not tf.nest.is_nested(y_pred):
+    if not keras.tree.is_nested(y) and not keras.tree.is_nested(y_pred):
         return terms[:1]  # Keras counts one loss of a single output.
     return terms
 
 
-def _term(entry: Any, value: tf.Tensor, reductions: list[_private.Reduction], size: Any) -> LossTerm:
+def _term(entry: Any, value: Any, reductions: list[_private.Reduction], size: Any) -> LossTerm:
     name = getattr(entry.loss, "name", entry.name)
     if len(reductions) != 1:
         raise UnsupportedStep(
@@ -105,17 +105,18 @@ def _term(entry: Any, value: tf.Tensor, reductions: list[_private.Reduction], si
     return LossTerm(value, entry.loss_weights)
 
 
-def _counted(value: tf.Tensor, loss_weight: Any, counts: tf.Tensor, size: Any) -> LossTerm:
-    denominator = tf.stop_gradient(tf.reduce_sum(tf.cast(counts, value.dtype)))
-    per_sample = tf.cast(tf.size(counts) // size, value.dtype)
+def _counted(value: Any, loss_weight: Any, counts: Any, size: Any) -> LossTerm:
+    denominator = ops.stop_gradient(ops.sum(ops.cast(counts, value.dtype)))
+    per_sample = ops.cast(ops.size(counts) // size, value.dtype)
     return LossTerm(value, loss_weight, denominator=denominator, per_sample=per_sample)
 
 
-def _check_one_value_per_sample(name: str, values: tf.Tensor, size: Any) -> None:
+def _check_one_value_per_sample(name: str, values: Any, size: Any) -> None:
     """A loss that mixes the samples has another first dimension than the batch."""
-    first = values.shape[0] if values.shape.rank else None
+    rank = values.shape.rank if hasattr(values.shape, "rank") else len(values.shape)
+    first = values.shape[0] if rank else None
     known = isinstance(size, int)
-    if values.shape.rank == 0 or (first is not None and (not known or first % size)):
+    if rank == 0 or (first is not None and (not known or first % size)):
         raise UnsupportedStep(
             f"the loss {name!r} returns values of the shape {values.shape} for one micro-batch, not one per sample, so "
             "it cannot be known what it divides by; return one value per sample, or leave micro_batches at 1"

@@ -14,6 +14,14 @@ from remat.errors import UnsupportedStep
 from remat.keras import _private
 from remat.keras.batch_statistics import BatchStatistics
 from remat.keras.loss_terms import LossTerm, loss_terms
+from remat.keras.micro_batches import (
+    check_model,
+    check_variables,
+    groups_of,
+    names_of,
+    summand,
+    warn_of_batch_statistics,
+)
 from remat.tensorflow._private import FuncGraph
 from remat.tensorflow.micro_batches import (
     Carried,
@@ -26,24 +34,6 @@ from remat.tensorflow.micro_batches import (
 
 # Called while a micro-batch's computation is traced, with the batch's tensors and the pieces cut from them.
 OnBody = Callable[[Sequence[tf.Tensor], Sequence[tf.Tensor]], None]
-
-
-def check_model(model: keras.Model, count: int) -> None:
-    """Refuse what a training step of our own would silently leave out.
-
-    Raises:
-        UnsupportedStep: for a model with its own ``train_step``, ``compute_loss`` or ``compute_metrics``.
-    """
-    for name, instead in (
-        ("train_step", "use remat.tensorflow.value_and_grad inside it"),
-        ("compute_loss", "give the loss to compile() or add_loss()"),
-        ("compute_metrics", "give the metrics to compile()"),
-    ):
-        if getattr(type(model), name) is not getattr(keras.Model, name) or name in vars(model):
-            raise UnsupportedStep(
-                f"{model.name!r} has its own {name}, of which micro_batches={count} cannot know what it does to a part "
-                f"of a batch; {instead}, or leave micro_batches at 1"
-            )
 
 
 @dataclass
@@ -96,13 +86,7 @@ class MicroBatchedStep:
         statistics = BatchStatistics(model)
         if statistics.layers and not self._warned:
             self._warned = True
-            names = ", ".join(layer.name for layer in statistics.layers)
-            warnings.warn(
-                f"micro_batches={self._count} is not the same as full batches for the BatchNormalization layers "
-                f"{names}: each micro-batch is normalised by its own statistics; their moving statistics move once per "
-                "update, by those of the whole batch. Recomputation (a budget with micro_batches=1) changes nothing",
-                stacklevel=2,
-            )
+            warn_of_batch_statistics(statistics, self._count)
         return statistics
 
 
@@ -120,23 +104,14 @@ class _Step:
         self.sparse: set[str] = set()
         flat = tf.nest.flatten(self.data)
         self.leaves = [leaf for leaf in flat if leaf is not None]
-        self.batch_size = batch_size_of(self.leaves, _names(self.data))
-        for variable in self.variables:
-            if getattr(variable, "overwrite_with_gradient", False):
-                raise UnsupportedStep(
-                    f"{variable.path!r} is overwritten by its gradient (float8), which cannot be accumulated; leave "
-                    "micro_batches at 1"
-                )
+        self.batch_size = batch_size_of(self.leaves, names_of(self.data))
+        check_variables(self.variables)
 
     def run(self) -> dict[str, Any]:
         model = self.model
         terms, has_additional = self._inspected()
-        # The first group of terms is weighted by what is known beforehand; each further term is divided at the end.
-        counted = [number for number, term in enumerate(terms) if term.denominator is not None]
-        has_known = has_additional or len(counted) < len(terms)
-        groups = [[n for n in range(len(terms)) if n not in counted], *([n] for n in counted)]
-        if not has_known:
-            groups = groups[1:]
+        groups, counted = groups_of(terms, has_additional=has_additional)
+        has_known = len(groups) > len(counted)
         if not groups:
             raise UnsupportedStep(f"{model.name!r} has no loss; give compile() one")
         has_gradient = [[False] * len(self.variables) for _ in groups]
@@ -158,7 +133,7 @@ class _Step:
             x, y, sample_weight = self._packed(leaves)
             with tf.GradientTape(persistent=len(groups) > 1) as tape:
                 y_pred, found, additional = self._forward(x, y, sample_weight, size)
-                values = [_summand(term, share) for term in found]
+                values = [summand(term, share) for term in found]
                 bounds = [found[n].per_sample * tf.cast(self.batch_size, self.dtype) for n in counted]
                 scaled = dict(zip(counted, bounds, strict=True))
                 targets = []
@@ -257,19 +232,3 @@ def _sums_rows(optimizer: Any) -> bool:
     clips = (optimizer.clipnorm, optimizer.global_clipnorm, optimizer.clipvalue)
     linear = type(optimizer) in (keras.optimizers.SGD, keras.optimizers.Lion)
     return linear and all(clip is None for clip in clips)
-
-
-def _summand(term: LossTerm, share: tf.Tensor) -> tf.Tensor:
-    """What a term adds to the sum over the micro-batches."""
-    if term.is_sum:
-        return term.value
-    return term.value * (share if term.denominator is None else term.denominator)
-
-
-def _names(data: Any) -> list[str]:
-    """What each tensor of a batch is called in an error."""
-    names = []
-    for part, name in zip(data, ("x", "y", "sample_weight"), strict=True):
-        present = [leaf for leaf in tf.nest.flatten(part) if leaf is not None]
-        names += [name if len(present) == 1 else f"{name} (its tensor {n})" for n in range(len(present))]
-    return names

@@ -15,6 +15,7 @@ import tensorflow as tf
 from remat.errors import UnsupportedStep
 from remat.graph import Graph
 from remat.keras._private import unbuilt_parts
+from remat.keras.attachment import Attachment
 from remat.keras.layer_outputs import LayerOutputs
 from remat.keras.micro_batch_step import MicroBatchedStep
 from remat.plan import Plan
@@ -26,7 +27,7 @@ from remat.tensorflow.rewrite import Request, Rewritten, rewrite
 _Shapes = list[tuple[int, ...]]
 
 
-class TensorFlowLimit:
+class TensorFlowLimit(Attachment):
     """A memory limit on one model.
 
     Keras builds its training function in ``make_train_function``; this replaces that method on the instance.
@@ -49,17 +50,13 @@ class TensorFlowLimit:
     ) -> None:
         self._micro_step = MicroBatchedStep(model, micro_batches) if micro_batches > 1 else None
         self._micro_batches = micro_batches
-        self._model = weakref.ref(model)
         self._request = request
         self._checkpoints = None if checkpoints is None else LayerOutputs(model, checkpoints)
         self._shapes: _Shapes = []
         self._rewritten: Rewritten | None = None
         self._known_iterator: weakref.ref[tf.data.Iterator] | None = None
         self._run: Callable[[Any], Any] = model.train_function
-        if "make_train_function" in vars(model):
-            raise UnsupportedStep(f"something else has replaced make_train_function of {model.name!r}; undo that first")
-        model.make_train_function = self._make_train_function
-        model.train_function = None
+        super().__init__(model)
 
     @property
     def plan(self) -> Plan | None:
@@ -75,13 +72,6 @@ class TensorFlowLimit:
     def rewritten(self) -> Rewritten | None:
         """What was planned and written at the newest trace."""
         return self._rewritten
-
-    def detach(self) -> None:
-        """Give the model its own training step back."""
-        model = self._model()
-        if model is not None:
-            vars(model).pop("make_train_function", None)
-            model.train_function = None
 
     def _make_train_function(self, force: bool = False) -> Callable[..., Any]:
         model = self._required_model()
@@ -203,12 +193,6 @@ class TensorFlowLimit:
         if len(symbols) != len(shapes):
             return {}
         return {symbol.name: shape for symbol, shape in zip(symbols, shapes, strict=True)}
-
-    def _required_model(self) -> keras.Model:
-        model = self._model()
-        if model is None:
-            raise ReferenceError("the model of this memory limit is gone")
-        return model
 
 
 def _forward_ends(graph: Any) -> int | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 import sys
 from collections.abc import Callable
 from typing import Any, TypeVar, overload
@@ -12,14 +11,11 @@ from typing import Any, TypeVar, overload
 import tensorflow as tf
 
 from remat.errors import UnsupportedStep
+from remat.recompute_switch import is_switched_off
 from remat.tensorflow import _private
 from remat.tensorflow.eager_regions import run_eagerly
 from remat.tensorflow.regions import run_in_graph
 
-ENVIRONMENT_VARIABLE = "REMAT_RECOMPUTE"
-"""Set it to 0 to switch every ``recompute`` of a program off; it is read at each call."""
-
-_OFF = frozenset({"0", "false", "no", "off"})
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -71,11 +67,6 @@ def recompute(function: Any = None, *, enabled: bool | Callable[[], bool] = True
         call = recompute(getattr(function, "call"), enabled=enabled)  # noqa: B009
         return type(function.__name__, (function,), {"call": call})
     return _recomputed_function(function, enabled)
-
-
-def is_switched_off() -> bool:
-    """Does the environment switch every ``recompute`` off?"""
-    return os.environ.get(ENVIRONMENT_VARIABLE, "1").lower() in _OFF
 
 
 def _recomputed_function(function: Callable[..., Any], enabled: bool | Callable[[], bool]) -> Callable[..., Any]:

@@ -1,0 +1,91 @@
+"""What micro-batches need to know of a Keras model, on every backend."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import keras
+
+from remat.errors import UnsupportedStep
+from remat.keras.batch_statistics import BatchStatistics
+from remat.keras.loss_terms import LossTerm
+
+
+def check_model(model: keras.Model, count: int, *, instead: str = "remat.tensorflow.value_and_grad") -> None:
+    """Refuse what a training step of our own would silently leave out.
+
+    Args:
+        model: the model.
+        count: how many micro-batches.
+        instead: what a train_step of one's own can use.
+
+    Raises:
+        UnsupportedStep: for a model with its own ``train_step``, ``compute_loss`` or ``compute_metrics``.
+    """
+    for name, advice in (
+        ("train_step", f"use {instead} inside it"),
+        ("compute_loss", "give the loss to compile() or add_loss()"),
+        ("compute_metrics", "give the metrics to compile()"),
+    ):
+        if getattr(type(model), name) is not getattr(keras.Model, name) or name in vars(model):
+            raise UnsupportedStep(
+                f"{model.name!r} has its own {name}, of which micro_batches={count} cannot know what it does to a part "
+                f"of a batch; {advice}, or leave micro_batches at 1"
+            )
+
+
+def check_variables(variables: list[Any]) -> None:
+    """Refuse gradients that do not add up.
+
+    Raises:
+        UnsupportedStep: for a variable that its gradient overwrites.
+    """
+    for variable in variables:
+        if getattr(variable, "overwrite_with_gradient", False):
+            raise UnsupportedStep(
+                f"{variable.path!r} is overwritten by its gradient (float8), which cannot be accumulated; leave "
+                "micro_batches at 1"
+            )
+
+
+def warn_of_batch_statistics(statistics: BatchStatistics, count: int) -> None:
+    """Say which layers make micro-batches differ from full batches."""
+    names = ", ".join(layer.name for layer in statistics.layers)
+    warnings.warn(
+        f"micro_batches={count} is not the same as full batches for the BatchNormalization layers "
+        f"{names}: each micro-batch is normalised by its own statistics; their moving statistics move once per "
+        "update, by those of the whole batch. Recomputation (a budget with micro_batches=1) changes nothing",
+        stacklevel=3,
+    )
+
+
+def groups_of(terms: list[LossTerm], *, has_additional: bool) -> tuple[list[list[int]], list[int]]:
+    """Which terms of the loss share an accumulator, and which have a denominator that is known at the end only.
+
+    Terms whose denominator is known beforehand (samples, none) are the first group; each further term, which divides
+    by what a mask or weights count, is one of its own.
+
+    Raises:
+        UnsupportedStep: for a model with no loss.
+    """
+    counted = [number for number, term in enumerate(terms) if term.denominator is not None]
+    known = [number for number in range(len(terms)) if number not in counted]
+    groups = ([known] if known or has_additional else []) + [[number] for number in counted]
+    return groups, counted
+
+
+def summand(term: LossTerm, share: Any) -> Any:
+    """What a term adds to the sum over the micro-batches; ``share`` is that of its samples."""
+    if term.is_sum:
+        return term.value
+    return term.value * (share if term.denominator is None else term.denominator)
+
+
+def names_of(data: Any) -> list[str]:
+    """What each tensor of a batch (x, y, sample_weight) is called in an error."""
+    names = []
+    for part, name in zip(data, ("x", "y", "sample_weight"), strict=True):
+        present = [leaf for leaf in keras.tree.flatten(part) if leaf is not None]
+        names += [name if len(present) == 1 else f"{name} (its tensor {n})" for n in range(len(present))]
+    return names

@@ -1,0 +1,136 @@
+"""The same checks over every front end, and front ends that are broken on purpose, which the checks must reject."""
+
+from __future__ import annotations
+
+import functools
+import types
+from pathlib import Path
+from typing import Any
+
+import checks
+import numpy as np
+import pytest
+from front_ends import FRONT_ENDS, Jax, Step
+
+import remat
+
+VERBS = ("trace", "measure", "recompute")
+FILES = ("trace.py", "emit.py", "measure.py")
+
+
+@pytest.mark.parametrize("check", checks.CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("name", FRONT_ENDS)
+def test_front_end(name, check, tmp_path):
+    check(FRONT_ENDS[name](), tmp_path)
+
+
+@pytest.mark.parametrize("name", FRONT_ENDS)
+def test_the_same_files_and_verbs(name):
+    module = FRONT_ENDS[name]().verbs
+    folder = Path(module.__file__).parent
+    assert [verb for verb in VERBS if not callable(getattr(module, verb, None))] == []
+    assert [file for file in FILES if not (folder / file).exists()] == []
+
+
+def test_every_front_end_has_an_adapter():
+    """A folder with an ``emit.py`` is a front end; the checks must not pass it by."""
+    folders = {path.parent.name for path in Path(remat.__file__).parent.glob("*/emit.py")}
+    assert folders == set(FRONT_ENDS)
+
+
+class _Wrapped(Step):
+    def __init__(self, step: Step) -> None:
+        self.step = step
+
+    def __call__(self, params: Any, *batch: Any) -> Any:
+        return self.step(params, *batch)
+
+    @property
+    def plan(self) -> Any:
+        return self.step.plan
+
+    @property
+    def lower(self) -> Any:
+        return self.step.lower
+
+
+class InexactGradients(Jax):
+    def step(self, loss, *, budget=None, plan=None):
+        class Scaled(_Wrapped):
+            def __call__(self, params, *batch):
+                value, gradients = self.step(params, *batch)
+                return value, [g * (1.001 if budget else 1) for g in gradients]
+
+        return Scaled(super().step(loss, budget=budget, plan=plan))
+
+
+class IgnoredBudget(Jax):
+    """Reports a plan and runs the plain step."""
+
+    def step(self, loss, *, budget=None, plan=None):
+        plain = super().step(loss)
+
+        class Plain(_Wrapped):
+            def __call__(self, params, *batch):
+                self.step(params, *batch)
+                return plain(params, *batch)
+
+            @property
+            def lower(self):
+                return plain.lower
+
+        return Plain(super().step(loss, budget=budget, plan=plan))
+
+
+class FreshDraws(Jax):
+    def step(self, loss, *, budget=None, plan=None):
+        class Redrawn(_Wrapped):
+            def __call__(self, params, x, *source):
+                if budget and source:
+                    source = [self.random.fold_in(key, 1) for key in source]
+                return self.step(params, x, *source)
+
+        Redrawn.random = self.jax.random
+        return Redrawn(super().step(loss, budget=budget, plan=plan))
+
+
+class MeanOfMeans(Jax):
+    def micro_batched(self, loss, count, reduction):
+        whole = self.jax.value_and_grad(lambda *args: self.value(loss(*args)))
+
+        def run(params, *data):
+            pieces = [whole(params, *part) for part in zip(*(np.array_split(d, count) for d in data), strict=True)]
+            return self.jax.tree.map(lambda *parts: sum(parts) / count, *pieces)
+
+        return run
+
+    @staticmethod
+    def value(result):
+        return result[0] / result[1] if isinstance(result, tuple) else result
+
+
+class CheckpointThatSavesNothing(Jax):
+    @property
+    def verbs(self):
+        checkpoint = functools.partial(self.jax.checkpoint, static_argnames=("mask", "twice"))
+        return types.SimpleNamespace(**{**vars(super().verbs), "recompute": checkpoint})
+
+
+def slow(broken, check):
+    return pytest.param(broken, check, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("broken", "check"),
+    [
+        (IgnoredBudget, checks.a_budget_is_kept_with_the_same_numbers),
+        slow(InexactGradients, checks.a_budget_is_kept_with_the_same_numbers),
+        slow(FreshDraws, checks.random_draws_are_those_of_the_plain_step),
+        slow(MeanOfMeans, checks.micro_batches_give_the_numbers_of_the_whole_batch),
+        (CheckpointThatSavesNothing, checks.recompute_saves_memory_and_takes_any_arguments),
+    ],
+    ids=lambda part: part.__name__,
+)
+def test_a_broken_front_end_is_rejected(broken, check, tmp_path):
+    with pytest.raises(AssertionError):
+        check(broken(), tmp_path)
