@@ -20,7 +20,7 @@ from remat.keras.micro_batch_step import MicroBatchedStep
 from remat.plan import Plan
 from remat.tensorflow import _private
 from remat.tensorflow.micro_batches import largest_size
-from remat.tensorflow.resident import carried_bytes, resident_elsewhere_bytes
+from remat.tensorflow.resident import carried_inputs, resident_elsewhere_bytes
 from remat.tensorflow.rewrite import Request, Rewritten, rewrite
 
 _Shapes = list[tuple[int, ...]]
@@ -152,12 +152,6 @@ class TensorFlowLimit:
 
     def _plan_micro_batch(self, symbols: Sequence[tf.Tensor], pieces: Sequence[tf.Tensor]) -> None:
         """Plan the body of the loop over the micro-batches, in which this is called."""
-        if _private.in_xla_context(tf.compat.v1.get_default_graph()):
-            raise UnsupportedStep(
-                "a budget with micro_batches is not supported under XLA; compile the model with jit_compile=False, or "
-                "give budget=None"
-            )
-
         def shapes(graph: _private.FuncGraph) -> dict[str, tuple[int, ...]]:
             inner = {outer.name: inside.name for outer, inside in graph.captures if tf.is_symbolic_tensor(outer)}
             known = {inner[n]: s for n, s in self._real_shapes(symbols, self._shapes).items() if n in inner}
@@ -179,9 +173,8 @@ class TensorFlowLimit:
         def finish(succeeded: bool) -> None:
             if succeeded:
                 input_shapes = real_shapes(graph)
-                resident_bytes = resident_elsewhere_bytes(graph, input_shapes)
-                if self._micro_step is not None:
-                    resident_bytes += carried_bytes(graph)
+                carried = carried_inputs(graph) if self._micro_step is not None else frozenset()
+                resident_bytes = resident_elsewhere_bytes(graph, input_shapes, carried)
                 asked = request
                 if self._checkpoints is not None:
                     asked = dataclasses.replace(request, checkpoints=self._checkpoints.tensors_in(graph))
@@ -192,6 +185,7 @@ class TensorFlowLimit:
                     input_shapes=input_shapes,
                     resident_bytes=resident_bytes,
                     in_xla=in_xla,
+                    carried=carried,
                 )
                 if self._rewritten is None or rewritten.plan.peak_bytes > self._rewritten.plan.peak_bytes:
                     self._rewritten = rewritten  # Pieces of two sizes have a plan each.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from remat.tensorflow.micro_batches import (
     empty_accumulators,
     for_each_micro_batch,
 )
-from remat.tensorflow.resident import carried_bytes
+from remat.tensorflow.resident import carried_inputs
 
 REDUCTIONS = ("mean", "sum", "ratio")
 Gradients = list[Any]
@@ -93,10 +93,10 @@ def value_and_grad(
 
 
 class _LoopTape(GradientTape):
-    """A tape in the body of a loop, whose accumulators are not allocated yet while it is traced."""
+    """A tape in the body of a loop, whose accumulators are handed from one iteration to the next."""
 
-    def _resident_bytes(self, graph: _private.FuncGraph, input_shapes: Mapping[str, Sequence[int]]) -> int:
-        return super()._resident_bytes(graph, input_shapes) + carried_bytes(graph)
+    def _carried(self, graph: _private.FuncGraph) -> frozenset[str]:
+        return carried_inputs(graph)
 
 
 @dataclass(frozen=True)
@@ -211,10 +211,6 @@ def _accumulated(
         check = tf.debugging.assert_greater_equal(batch_size, count, message=message)
         with tf.control_dependencies([] if check is None else [check]):
             batch_size = tf.identity(batch_size)
-    if objective.planning is not None and _private.in_xla_context(tf.compat.v1.get_default_graph()):
-        raise UnsupportedStep(
-            f"a budget with micro_batches={count} is not supported under XLA; leave jit_compile=True out, or the budget"
-        )
     has_gradient = [False] * len(objective.variables)
     value_dtypes = []
 
