@@ -80,13 +80,13 @@ def limit_memory(
     """
     if not isinstance(model, keras.Model):
         raise _no_model(model)
-    if micro_batches == "auto":
-        raise UnsupportedStep("micro_batches='auto' is not part of this version; give a number")
-    count = _count(micro_batches)
+    count = None if micro_batches == "auto" else _count(micro_batches)
     if checkpoints is not None:
-        _check_checkpoints(checkpoints, budget, count)
+        _check_checkpoints(checkpoints, budget)
     if budget == _DEFAULT:
-        budget = "60%" if count == 1 and checkpoints is None else None
+        budget = "60%" if count in (1, None) and checkpoints is None else None
+    if count is None and budget is None:
+        raise ValueError("micro_batches='auto' chooses what a budget costs least with; give one, for example \"4GiB\"")
     if budget is None and count == 1 and checkpoints is None:
         if model in _limits:
             _limits.pop(model).detach()
@@ -99,7 +99,7 @@ def limit_memory(
             f"limit_memory supports Keras on TensorFlow and on JAX, and the active backend is {backend!r}; set "
             "KERAS_BACKEND=tensorflow or KERAS_BACKEND=jax before keras is imported"
         )
-    if backend != "tensorflow" and (checkpoints is not None or count > 1):
+    if backend != "tensorflow" and (checkpoints is not None or count != 1):
         raise UnsupportedStep(
             "checkpoints and micro_batches are supported by Keras on TensorFlow, and the active backend is "
             f"{backend!r}; give a budget alone"
@@ -127,15 +127,11 @@ def _count(micro_batches: object) -> int:
     return micro_batches
 
 
-def _check_checkpoints(checkpoints: Sequence[Any], budget: int | str | None, micro_batches: int) -> None:
+def _check_checkpoints(checkpoints: Sequence[Any], budget: int | str | None) -> None:
     if budget not in (None, _DEFAULT):
         raise ValueError(f"limit_memory takes a budget or checkpoints, not both (budget={budget!r}); leave one out")
     if isinstance(checkpoints, str):
         raise TypeError(f"checkpoints takes a list of names, not the string {checkpoints!r}; write [{checkpoints!r}]")
-    if micro_batches > 1:
-        raise UnsupportedStep(
-            f"checkpoints with micro_batches={micro_batches} are not supported; give a budget, or leave one of them out"
-        )
 
 
 def _no_model(model: Any) -> Exception:

@@ -14,7 +14,9 @@ import tensorflow as tf
 
 from remat.errors import UnsupportedStep
 from remat.graph import Graph
+from remat.joint_plan import JointPlan
 from remat.keras._private import unbuilt_parts
+from remat.keras.joint import choose_micro_batches
 from remat.keras.layer_outputs import LayerOutputs
 from remat.keras.micro_batch_step import MicroBatchedStep
 from remat.plan import Plan
@@ -37,7 +39,8 @@ class TensorFlowLimit:
         model: the model.
         request: the budget; None plans nothing.
         checkpoints: layers or names of what to keep, instead of a budget.
-        micro_batches: how many pieces a batch is cut into.
+        micro_batches: how many pieces a batch is cut into; None to choose when the first batch comes, for which the
+            request has a budget.
     """
 
     def __init__(
@@ -45,12 +48,14 @@ class TensorFlowLimit:
         model: keras.Model,
         request: Request | None,
         checkpoints: Sequence[Any] | None = None,
-        micro_batches: int = 1,
+        micro_batches: int | None = 1,
     ) -> None:
-        self._micro_step = MicroBatchedStep(model, micro_batches) if micro_batches > 1 else None
-        self._micro_batches = micro_batches
+        self._chooses = micro_batches is None
+        self._joint: JointPlan | None = None
+        self._micro_batches = micro_batches or 1
+        self._micro_step = MicroBatchedStep(model, self._micro_batches) if self._micro_batches > 1 else None
         self._model = weakref.ref(model)
-        self._request = request
+        self._asked = self._request = request
         self._checkpoints = None if checkpoints is None else LayerOutputs(model, checkpoints)
         self._shapes: _Shapes = []
         self._rewritten: Rewritten | None = None
@@ -70,6 +75,11 @@ class TensorFlowLimit:
     def graph(self) -> Graph | None:
         """The step that the plan is for, None before the first training step."""
         return self._rewritten.step.graph if self._rewritten is not None else None
+
+    @property
+    def joint_plan(self) -> JointPlan | None:
+        """What was chosen from which numbers of micro-batches; None before the first step, or where it was given."""
+        return self._joint
 
     @property
     def rewritten(self) -> Rewritten | None:
@@ -92,10 +102,11 @@ class TensorFlowLimit:
                 f"{model.name!r} was compiled with run_eagerly=True, where operations run at once and nothing can be "
                 "planned; compile it with run_eagerly=False, or do not limit its memory"
             )
-        if model.distribute_strategy.num_replicas_in_sync > 1:
+        replicas = model.distribute_strategy.num_replicas_in_sync
+        if replicas > 1 and self._asked is not None:
             raise UnsupportedStep(
-                f"{model.name!r} trains on {model.distribute_strategy.num_replicas_in_sync} replicas; limit_memory "
-                "supports one device"
+                f"{model.name!r} trains on {replicas} replicas, and limit_memory plans for one device; give a number "
+                "of micro_batches and neither a budget nor checkpoints, or train on one device"
             )
         own_train_step = model.train_step
         had_own = "train_step" in vars(model)
@@ -109,7 +120,8 @@ class TensorFlowLimit:
                 del model.train_step
         self._run = model.train_function
         self._shapes = []
-        model.train_function = self._train_function
+        if replicas == 1:
+            model.train_function = self._train_function
         return model.train_function  # type: ignore[no-any-return]
 
     def _train_function(self, iterator: Any) -> Any:
@@ -128,6 +140,8 @@ class TensorFlowLimit:
                 self._make_train_function(force=True)
             self._shapes = largest
             _build(model, batches[0])
+            if self._chooses:
+                self._choose(model, batches[0])
         if not is_dataset:
             return self._run(iter(batches))
         again = _same_type_of_iterator(batches, iterator.element_spec)
@@ -136,19 +150,33 @@ class TensorFlowLimit:
         self._known_iterator = weakref.ref(iterator)
         return result
 
+    def _choose(self, model: keras.Model, batch: Any) -> None:
+        """Settle the number of micro-batches for batches of the sizes that are known now, and say why."""
+        assert self._asked is not None
+        joint = choose_micro_batches(model, model.train_step, _unpacked(batch), self._shapes, self._asked)
+        print(joint, flush=True)
+        self._joint = joint
+        self._micro_batches = joint.micro_batches
+        self._micro_step = MicroBatchedStep(model, joint.micro_batches) if joint.micro_batches > 1 else None
+        self._request = dataclasses.replace(self._asked, budget=joint.budget_bytes, known=joint.chosen.plan)
+
     def _train_step(self, own_train_step: Callable[[Any], Any], data: Any) -> Any:
         self._rewritten = None
         if self._micro_step is not None:
             on_body = self._plan_micro_batch if self._request is not None else None
-            return self._micro_step(self._required_model(), data, on_body)
+            with self._checkpoints_watched():
+                return self._micro_step(self._required_model(), data, on_body)
         symbols = _leaves(data)
 
         def shapes(_: Any) -> dict[str, tuple[int, ...]]:
             return self._real_shapes(symbols, self._shapes)
 
         self._plan_when_traced(shapes)
-        with contextlib.nullcontext() if self._checkpoints is None else self._checkpoints.watched():
+        with self._checkpoints_watched():
             return own_train_step(data)
+
+    def _checkpoints_watched(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._checkpoints is None else self._checkpoints.watched()
 
     def _plan_micro_batch(self, symbols: Sequence[tf.Tensor], pieces: Sequence[tf.Tensor]) -> None:
         """Plan the body of the loop over the micro-batches, in which this is called."""
