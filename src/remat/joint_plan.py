@@ -17,6 +17,7 @@ from remat.plan import Plan
 
 # Predicted times closer than this are equal: fewer micro-batches are nearer to the full batch, dropout and all.
 _EQUAL = 0.02
+_SLOWER_SHOWN = 3  # Of the options that are slower than the best without any recomputation.
 
 
 class PieceTimes:
@@ -110,15 +111,26 @@ class JointPlan:
     def __str__(self) -> str:
         lines = [f"remat joint plan: batches of {self.batch_size} samples within {format_bytes(self.budget_bytes)}"]
         whole_s = min(option.plain_time_s for option in self.options)
+        planned = max(n for n, option in enumerate(self.options) if option.plan is not None)
+        shown = planned + 1 + _SLOWER_SHOWN
+        if len(self.options) == shown + 1:
+            shown += 1
         lines += [
             f"{'*' if option is self.chosen else ' '} {option.micro_batches:>4} x {option.size:<6}"
             f"{_described(option, whole_s)}"
-            for option in self.options
+            for option in self.options[:shown]
         ]
+        if rest := self.options[shown:]:
+            lines.append(f"  {rest[0].micro_batches} to {rest[-1].micro_batches} micro-batches: not planned, {self._rest}")
         if not self.times_are_measured:
             lines.append("  times are the cost model's: no micro-batch without recomputation fits, so none was measured")
         lines.append(f"  chosen: {self.reason}")
         return "\n".join(lines)
+
+    @property
+    def _rest(self) -> str:
+        """Why the options behind those shown were not planned."""
+        return "slower still" if self.options[-1].why_not.endswith("recomputed") else "for the same reason"
 
 
 def _described(option: Option, least_s: float) -> str:

@@ -11,6 +11,7 @@ import keras
 from remat.budget import parse_budget
 from remat.errors import UnsupportedStep
 from remat.graph import Graph
+from remat.joint_plan import JointPlan
 from remat.plan import Plan
 
 
@@ -54,14 +55,16 @@ def limit_memory(
     Args:
         model: a Functional, Sequential or subclassed model, compiled or not. Its own ``train_step`` is kept.
         budget: peak device bytes of a training step, everything counted: an int, "4GiB", "60%" of the plain step's
-            predicted peak, "auto" for a GPU's memory less a margin. With micro-batches it is the peak of one of them,
-            and None recomputes nothing; otherwise None takes a limit off again. Not given, it is "60%", or None with
-            micro-batches or checkpoints.
+            predicted peak, "auto" for a GPU's memory less a margin. With a number of micro-batches a percentage is one
+            of the plain peak of one of them, and None recomputes nothing; otherwise None takes a limit off again. Not
+            given, it is "60%", or None with a number of micro-batches or with checkpoints.
         checkpoints: your own cut points instead of a budget: names of layers at any depth, layers, or names of tensors.
             What they return is kept and everything else between them is recomputed where that is exact, with any
             optimizer.
         micro_batches: into how many pieces a batch is cut, for one update with the full batch's numbers; see
-            docs/micro_batches.md for what each part of a model does. TensorFlow only.
+            docs/micro_batches.md for what each part of a model does. "auto" chooses at the first step what keeps the
+            budget at the least predicted time, recomputation alone where BatchNormalization makes micro-batches
+            inexact, and prints a line per possibility. TensorFlow only.
         planner: a planner's name.
         time_limit_s: wall seconds that an anytime planner may use.
         options: passed on to the planner.
@@ -72,10 +75,10 @@ def limit_memory(
     Raises:
         InvalidBudget: if the budget cannot be read.
         ValueError: for both a budget and checkpoints, a layer that the model does not have, or ``micro_batches`` that
-            is no whole number of at least 1.
-        UnsupportedStep: for another backend than TensorFlow and JAX, checkpoints or micro-batches on JAX, both
-            together, or ``run_eagerly``; with micro-batches for a model with its own ``train_step``, and by ``fit`` for
-            a loss of which it cannot be known what it divides by.
+            is neither a whole number of at least 1 nor "auto" with a budget.
+        UnsupportedStep: for another backend than TensorFlow and JAX, checkpoints or micro-batches on JAX, a budget on
+            several replicas, or ``run_eagerly``; with a number of micro-batches for a model with its own
+            ``train_step``, and by ``fit`` for a loss of which it cannot be known what it divides by.
         InfeasibleBudget: by ``fit``, at the first step, if no schedule fits; it names the smallest budget.
     """
     if not isinstance(model, keras.Model):
@@ -85,7 +88,7 @@ def limit_memory(
         _check_checkpoints(checkpoints, budget)
     if budget == _DEFAULT:
         budget = "60%" if count in (1, None) and checkpoints is None else None
-    if count is None and budget is None:
+    if count is None and (budget is None or checkpoints is not None):
         raise ValueError("micro_batches='auto' chooses what a budget costs least with; give one, for example \"4GiB\"")
     if budget is None and count == 1 and checkpoints is None:
         if model in _limits:
@@ -119,6 +122,15 @@ def limit_memory(
 
         _limits[model] = JaxLimit(model, JaxRequest(budget, None, planner, time_limit_s, options))
     return model
+
+
+def joint_plan_of(model: keras.Model) -> JointPlan | None:
+    """What ``micro_batches="auto"`` has chosen, and from what; None before the first training step, or with a number.
+
+    Raises:
+        ValueError: if the model has no limit.
+    """
+    return getattr(_limit_of(model), "joint_plan", None)
 
 
 def _count(micro_batches: object) -> int:

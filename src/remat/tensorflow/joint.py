@@ -27,7 +27,7 @@ from remat.tensorflow.rewrite import Candidate, Request
 # Called in the body of a loop over micro-batches, with the batch's tensors and the pieces cut from them.
 OnBody = Callable[[Sequence[tf.Tensor], Sequence[tf.Tensor]], None]
 
-_TIMED_PIECES = 2
+TIMED_PIECES = 2
 _TIMED_SIZES = 3
 _REPEATS = 3
 
@@ -78,7 +78,7 @@ class Pieces:
             known = {}
             for leaf, piece, shape in zip(traced.leaves, traced.pieces, self._shapes, strict=True):
                 if leaf.name in inside:
-                    rows = _TIMED_PIECES * size if self._in_xla else shape[0]
+                    rows = TIMED_PIECES * size if self._in_xla else shape[0]
                     known[inside[leaf.name]] = (rows, *shape[1:])
                 known[piece.name] = (size, *shape[1:])
             self._candidates[size] = Candidate.of(traced.body, known, self._in_xla, carried_inputs(traced.body))
@@ -87,11 +87,11 @@ class Pieces:
     def time_s(self, size: int) -> float:
         """Measured seconds of one micro-batch of ``size`` samples: the least of a few runs of two of them."""
         function = self._traced(size).function
-        rows = tf.range(_TIMED_PIECES * size)
+        rows = tf.range(TIMED_PIECES * size)
         batch = [tf.gather(leaf, rows % tf.maximum(1, tf.shape(leaf)[0])) for leaf in self._leaves]
         with _unchanged(function.graph.variables):
             _finish(function(*batch))
-            return min(_seconds(function, batch) for _ in range(_REPEATS)) / _TIMED_PIECES
+            return min(_seconds(function, batch) for _ in range(_REPEATS)) / TIMED_PIECES
 
     def _traced(self, size: int) -> _Traced:
         key = size if self._in_xla else 0
@@ -101,11 +101,13 @@ class Pieces:
             def on_body(leaves: Sequence[tf.Tensor], pieces: Sequence[tf.Tensor]) -> None:
                 bodies.append((tf.compat.v1.get_default_graph(), list(leaves), list(pieces)))
 
-            rows = _TIMED_PIECES * size if self._in_xla else None
+            rows = TIMED_PIECES * size if self._in_xla else None
             specs = [tf.TensorSpec((rows, *leaf.shape[1:]), leaf.dtype) for leaf in self._leaves]
-            function = tf.function(
-                lambda *leaves: self._run(list(leaves), on_body), jit_compile=self._in_xla, autograph=False
-            ).get_concrete_function(*specs)
+
+            def run(*leaves: tf.Tensor) -> Any:
+                return self._run(list(leaves), on_body)
+
+            function = tf.function(run, jit_compile=self._in_xla).get_concrete_function(*specs)
             self._known[key] = _Traced(function, *bodies[0])
         return self._known[key]
 
