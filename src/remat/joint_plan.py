@@ -121,9 +121,13 @@ class JointPlan:
             for option in self.options[:shown]
         ]
         if rest := self.options[shown:]:
-            lines.append(f"  {rest[0].micro_batches} to {rest[-1].micro_batches} micro-batches: not planned, {self._rest}")
+            lines.append(
+                f"  {rest[0].micro_batches} to {rest[-1].micro_batches} micro-batches: not planned, {self._rest}"
+            )
         if not self.times_are_measured:
-            lines.append("  times are the cost model's: no micro-batch without recomputation fits, so none was measured")
+            lines.append(
+                "  times are the cost model's: no micro-batch without recomputation fits, so none was measured"
+            )
         lines.append(f"  chosen: {self.reason}")
         return "\n".join(lines)
 

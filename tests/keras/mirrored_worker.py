@@ -72,7 +72,9 @@ def main():
     random = np.random.default_rng(0)
     numbers = random.normal(size=(SAMPLES, 6)).astype("float32"), random.integers(0, 3, SAMPLES)
     sentences = random.integers(0, WORDS, (SAMPLES, STEPS)), {"tags": random.integers(0, 3, (SAMPLES, STEPS))}
-    cases = {"classes": (classifier, numbers), "masked": (tagger, sentences)}
+    # Of the last batch one replica gets no sample.
+    uneven = tuple(part[: BATCH + 1] for part in numbers)
+    cases = {"classes": (classifier, numbers), "masked": (tagger, sentences), "uneven": (classifier, uneven)}
     results = {
         name: {count: trained(strategy, seen, build, data, count) for count in (1, 3, 7)}
         for name, (build, data) in cases.items()

@@ -119,7 +119,7 @@ def test_under_xla():
 def test_nothing_fits():
     model = compiled(dense)
     remat.keras.limit_memory(model, "1KB", micro_batches="auto", **PLANNING)
-    with pytest.raises(remat.InfeasibleBudget, match="within 1000 bytes .* was found"):
+    with pytest.raises(remat.InfeasibleBudget, match=r"within 1000 bytes .* was found"):
         training(model)
 
 

@@ -180,6 +180,7 @@ class TensorFlowLimit:
 
     def _plan_micro_batch(self, symbols: Sequence[tf.Tensor], pieces: Sequence[tf.Tensor]) -> None:
         """Plan the body of the loop over the micro-batches, in which this is called."""
+
         def shapes(graph: _private.FuncGraph) -> dict[str, tuple[int, ...]]:
             inner = {outer.name: inside.name for outer, inside in graph.captures if tf.is_symbolic_tensor(outer)}
             known = {inner[n]: s for n, s in self._real_shapes(symbols, self._shapes).items() if n in inner}
