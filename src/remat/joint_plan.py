@@ -93,7 +93,8 @@ class JointPlan:
         batch_size: samples of the batch.
         budget_bytes: what the peak had to stay within.
         reason: why the chosen one, in a sentence.
-        times_are_measured: False where no micro-batch without recomputation fits, so that times are the cost model's.
+        times_are_measured: False where there was no choice, or no micro-batch fits with nothing recomputed: times are
+            then the cost model's.
     """
 
     chosen: Option
