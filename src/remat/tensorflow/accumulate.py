@@ -229,13 +229,13 @@ class _Objective:
 @_private.left_alone_by_autograph
 def _choose(objective: _Objective, batch: _Batch, kwargs: dict[str, Any]) -> JointPlan:
     """The joint plan of a function that is being traced, made aside and printed."""
+    batch_size = batch_size_of(batch.leaves, batch.names)
     unknown = [name for leaf, name in zip(batch.leaves, batch.names, strict=True) if not leaf.shape.is_fully_defined()]
     if unknown:
         raise UnsupportedStep(
             f"micro_batches='auto' chooses for one size, and the shape of {unknown[0]} is not known while the function "
             "is traced; leave the input_signature out, or give a number of micro_batches"
         )
-    batch_size = batch_size_of(batch.leaves, batch.names)
     in_xla = _private.in_xla_context(tf.compat.v1.get_default_graph())
     assert objective.planning is not None
     names = ("budget", "planner", "time_limit_s")
@@ -243,13 +243,18 @@ def _choose(objective: _Objective, batch: _Batch, kwargs: dict[str, Any]) -> Joi
         **{name: objective.planning[name] for name in names},
         options={name: value for name, value in objective.planning.items() if name not in names},
     )
-    plain = dataclasses.replace(objective, planning=None)
+    # Only what the user wrote is AutoGraph's business.
+    fn = _private.converted_by_autograph(objective.fn, always=True)
+    plain = dataclasses.replace(objective, fn=fn, planning=None)
     everything = (batch.args, kwargs)
     flat = tf.nest.flatten(everything)
     # Tensors of the function that is being traced exist there only: aside, others stand for them.
-    places = [n for n, value in enumerate(flat) if isinstance(value, tf.Tensor) and tf.is_symbolic_tensor(value)]
-    split = [n for n in places if any(flat[n] is leaf for leaf in batch.leaves)]
-    whole_args = [n for n in places if n not in split]
+    split = [n for n, value in enumerate(flat) if any(value is leaf for leaf in batch.leaves)]
+    whole_args = [
+        n
+        for n, value in enumerate(flat)
+        if n not in split and isinstance(value, tf.Tensor) and tf.is_symbolic_tensor(value)
+    ]
 
     def rebuilt(values: Mapping[int, tf.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return tf.nest.pack_sequence_as(everything, [values.get(n, value) for n, value in enumerate(flat)])  # type: ignore[no-any-return]
@@ -271,7 +276,7 @@ def _choose(objective: _Objective, batch: _Batch, kwargs: dict[str, Any]) -> Joi
 
     with tf.init_scope():
         specs = [tf.TensorSpec(flat[n].shape, flat[n].dtype) for n in split + whole_args]
-        function = tf.function(in_one_piece, jit_compile=in_xla).get_concrete_function(*specs)
+        function = tf.function(in_one_piece, jit_compile=in_xla, autograph=False).get_concrete_function(*specs)
         whole = Candidate.of(function.graph, {}, in_xla)
         coupled = [
             op.name

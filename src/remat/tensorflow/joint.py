@@ -45,7 +45,7 @@ class Pieces:
 
     Args:
         run: computes two micro-batches of what it is given, calls back in the body of its loop, and returns what must
-            not be optimized away.
+            not be optimized away. AutoGraph does not see it.
         leaves: the tensors of a batch.
         shapes: of the largest batch, per leaf.
         in_xla: will the step be compiled with XLA?
@@ -90,7 +90,7 @@ class Pieces:
         rows = tf.range(TIMED_PIECES * size)
         batch = [tf.gather(leaf, rows % tf.maximum(1, tf.shape(leaf)[0])) for leaf in self._leaves]
         with _unchanged(function.graph.variables):
-            _finish(function(*batch))
+            _seconds(function, batch)
             return min(_seconds(function, batch) for _ in range(_REPEATS)) / TIMED_PIECES
 
     def _traced(self, size: int) -> _Traced:
@@ -107,7 +107,7 @@ class Pieces:
             def run(*leaves: tf.Tensor) -> Any:
                 return self._run(list(leaves), on_body)
 
-            function = tf.function(run, jit_compile=self._in_xla).get_concrete_function(*specs)
+            function = tf.function(run, jit_compile=self._in_xla, autograph=False).get_concrete_function(*specs)
             self._known[key] = _Traced(function, *bodies[0])
         return self._known[key]
 
@@ -194,11 +194,6 @@ def _unchanged(variables: Sequence[tf.Variable]) -> Iterator[None]:
 
 def _seconds(function: Any, batch: Sequence[tf.Tensor]) -> float:
     started = time.perf_counter()
-    _finish(function(*batch))
+    function(*batch)
+    tf.test.experimental.sync_devices()
     return time.perf_counter() - started
-
-
-def _finish(results: Any) -> None:
-    """Wait until the device has computed everything."""
-    for tensor in tf.nest.flatten(results):
-        tensor.numpy()
