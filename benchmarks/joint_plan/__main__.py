@@ -15,7 +15,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +89,7 @@ class Variants:
         return max(peaks)
 
 
-def measured(model_name: str, batch_size: int, rounds: int) -> list[dict[str, Any]]:
+def measured(model_name: str, batch_size: int, rounds: int, shares: Sequence[int]) -> list[dict[str, Any]]:
     """The lines of one model's table."""
     import remat.keras
     from remat.joint_plan import counts_to_try
@@ -112,7 +112,7 @@ def measured(model_name: str, batch_size: int, rounds: int) -> list[dict[str, An
     full = made.step(2 * batch_size, accumulating(2))
     add("2 micro-batches of the plain batch's size", None, full, micro_batches=2, samples=2 * batch_size)
     alone = {}
-    for share in SHARES:
+    for share in shares:
         budget = plain_bytes * share // 100
         for variant, asked in (("recomputation only", 1), ("joint plan", "auto")):
             try:
@@ -206,16 +206,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--batch-size", type=int, default=192)
+    parser.add_argument("--shares", nargs="+", type=int, default=list(SHARES), help="budgets in %% of the plain peak")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--worker", choices=MODELS, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.worker:
-        print(json.dumps(measured(asked.worker, asked.batch_size, asked.rounds)))
+        print(json.dumps(measured(asked.worker, asked.batch_size, asked.rounds, asked.shares)))
         return
     lines = []
     for name in asked.models:
         command = [sys.executable, "-m", "benchmarks.joint_plan", "--worker", name]
         command += ["--batch-size", str(asked.batch_size), "--rounds", str(asked.rounds)]
+        command += ["--shares", *map(str, asked.shares)]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
         lines += json.loads(done.stdout.splitlines()[-1])
     import os

@@ -13,7 +13,7 @@ from remat.errors import UnsupportedStep
 from remat.joint_plan import JointPlan
 from remat.tensorflow import _private
 from remat.tensorflow.gradient_tape import GradientTape
-from remat.tensorflow.joint import TIMED_PIECES, OnBody, Pieces, joint_plan
+from remat.tensorflow.joint import TIMED_PIECES, OnBody, Pieces, joint_plan, outside
 from remat.tensorflow.micro_batches import (
     Carried,
     Size,
@@ -274,16 +274,17 @@ def _choose(objective: _Objective, batch: _Batch, kwargs: dict[str, Any]) -> Joi
         leaves = [tf.zeros(flat[n].shape, flat[n].dtype) for n in split]
         return Pieces(run, leaves, [tuple(leaf.shape) for leaf in leaves], in_xla)
 
-    with tf.init_scope():
+    def chosen() -> JointPlan:
         specs = [tf.TensorSpec(flat[n].shape, flat[n].dtype) for n in split + whole_args]
         function = tf.function(in_one_piece, jit_compile=in_xla, autograph=False).get_concrete_function(*specs)
-        whole = Candidate.of(function.graph, {}, in_xla)
         coupled = [
             op.name
             for op in function.graph.get_operations()
             if op.type in _BATCH_NORMALIZATIONS and op.get_attr("is_training")
         ]
-        joint = joint_plan(whole, pieces, batch_size, request, coupled)
+        return joint_plan(Candidate.of(function.graph, {}, in_xla), pieces, batch_size, request, coupled)
+
+    joint = outside(chosen)
     print(joint, flush=True)
     return joint
 

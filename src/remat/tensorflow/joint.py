@@ -10,8 +10,9 @@ import bisect
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import tensorflow as tf
 
@@ -26,6 +27,8 @@ from remat.tensorflow.rewrite import Candidate, Request
 
 # Called in the body of a loop over micro-batches, with the batch's tensors and the pieces cut from them.
 OnBody = Callable[[Sequence[tf.Tensor], Sequence[tf.Tensor]], None]
+
+Result = TypeVar("Result")
 
 TIMED_PIECES = 2
 _TIMED_SIZES = 3
@@ -179,6 +182,15 @@ def _piece_times(cut: Pieces, batch_size: int, counts: Sequence[int], budget_byt
         return None
     sizes = {max(1, size_of_largest(batch_size, several[first]) >> halved) for halved in range(_TIMED_SIZES)}
     return PieceTimes({size: cut.time_s(size) for size in sizes})
+
+
+def outside(function: Callable[[], Result]) -> Result:
+    """What ``function`` returns where no function is being traced, eagerly, while one is.
+
+    In a thread of its own: ``tf.init_scope`` would keep tapes from recording.
+    """
+    with ThreadPoolExecutor(1) as threads:
+        return threads.submit(function).result()
 
 
 @contextlib.contextmanager
