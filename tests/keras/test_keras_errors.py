@@ -136,7 +136,8 @@ except remat.UnsupportedStep as error:
 
 
 def test_several_replicas():
-    assert "trains on 2 replicas; limit_memory supports one device" in run_in_a_process(REPLICAS)
+    printed = run_in_a_process(REPLICAS)
+    assert "trains on 2 replicas, and limit_memory plans for one device; give a number of micro_batches" in printed
 
 
 OTHER_BACKEND = """

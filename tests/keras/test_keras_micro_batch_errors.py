@@ -6,7 +6,7 @@ import keras
 import pytest
 import tensorflow as tf
 from accumulation import classes, compiled, dense, fit, inputs
-from small_models import PLANNING, OwnTrainStep
+from small_models import OwnTrainStep
 
 import remat
 
@@ -19,11 +19,6 @@ def limited(model, count=3, **options):
 def test_no_number_of_micro_batches(count):
     with pytest.raises(ValueError, match=f"at least 1, not {count!r}"):
         limited(dense(), count)
-
-
-def test_auto_is_not_there_yet():
-    with pytest.raises(remat.UnsupportedStep, match="micro_batches='auto' is not part of this version; give a number"):
-        limited(dense(), "auto")
 
 
 class OwnLoss(keras.Model):
@@ -102,14 +97,6 @@ def test_a_loss_that_pairs_samples():
 def test_no_loss():
     model = limited(compiled(dense(), loss=None, metrics=None))
     with pytest.raises(remat.UnsupportedStep, match="has no loss; give compile"):
-        fit(model, inputs(), classes())
-
-
-def test_a_budget_under_xla():
-    model = limited(compiled(dense(), jit_compile=True), budget="80%", **PLANNING)
-    with pytest.raises(
-        remat.UnsupportedStep, match="not supported under XLA; compile the model with jit_compile=False"
-    ):
         fit(model, inputs(), classes())
 
 

@@ -317,7 +317,83 @@ def test_one_micro_batch_at_a_time():
 
 
 def test_a_budget_under_xla():
+    chain, data = small_steps.Chain(), small_steps.inputs(2 * small_steps.BATCH)
+
+    def loss(x):
+        return tf.reduce_mean(chain(x) ** 2)
+
+    plain = value_and_grad(loss, chain.weights)(data)
+    limited = value_and_grad(loss, chain.weights, micro_batches=2, budget="75%", **small_steps.PLANNING)
+    step = tf.function(limited, jit_compile=True)
+    assert_same(step(data), plain)
+    (body,) = bodies(step, data)
+    assert [op for op in body.get_operations() if "_remat_copy" in op.node_def.attr]
+
+
+def chain_of(batch, budget, **options):
+    """The chain's loss and its function in the cheapest number of micro-batches; the rest of the loss is not split."""
+    chain, data = small_steps.Chain(), small_steps.inputs(batch)
+
+    def loss(x, *, scale):
+        return tf.reduce_mean(chain(x) ** 2) * scale
+
+    options = {"micro_batches": "auto", "budget": budget, **small_steps.PLANNING, **options}
+    return chain, data, loss, value_and_grad(loss, chain.weights, **options)
+
+
+def test_the_cheapest_number_of_micro_batches(capsys):
+    chain, data, loss, limited = chain_of(2 * small_steps.BATCH, "50%")
+    plain = value_and_grad(lambda x: loss(x, scale=2.0), chain.weights)(data)
+    step = tf.function(lambda x, scale: limited(x, scale=scale))
+    assert_same(step(data, tf.constant(2.0)), plain)
+    joint = limited.joint_plan
+    assert joint.chosen.plan.peak_bytes <= joint.budget_bytes
+    assert joint.micro_batches > 1 or joint.chosen.plan.recomputed > 0
+    assert joint.times_are_measured
+    printed = capsys.readouterr().out
+    assert printed == f"{joint}\n"
+    assert sum(line.startswith("*") for line in printed.splitlines()) == 1
+
+
+def test_a_batch_that_fits_is_not_split(capsys):
+    chain, data, loss, limited = chain_of(small_steps.BATCH, "1GiB")
+    plain = value_and_grad(lambda x: loss(x, scale=1.0), chain.weights)(data)
+    assert_same(tf.function(limited)(data, scale=tf.constant(1.0)), plain)
+    assert limited.joint_plan.micro_batches == 1
+    assert "the whole batch fits as it is" in capsys.readouterr().out
+
+
+def test_fused_batch_normalization_is_recomputed(capsys):
+    weight = tf.Variable(np.random.default_rng(0).normal(size=(1, 1, 8, 8)).astype("float32"))
+    data = tf.constant(np.random.default_rng(1).normal(size=(64, 32, 32, 8)).astype("float32"))
+
+    def loss(x):
+        for _ in range(4):
+            x, _, _ = tf.compat.v1.nn.fused_batch_norm(
+                tf.tanh(tf.nn.conv2d(x, weight, 1, "SAME")), [1.0] * 8, [0.0] * 8
+            )
+        return tf.reduce_mean(x**4)
+
+    plain = value_and_grad(loss, [weight])(data)
+    limited = value_and_grad(loss, [weight], micro_batches="auto", budget="80%", **small_steps.PLANNING)
+    assert_same(tf.function(limited)(data), plain, tolerance=1e-5)
+    assert limited.joint_plan.micro_batches == 1
+    assert "1 micro-batch: exact, where micro-batches would change what FusedBatchNorm" in capsys.readouterr().out
+
+
+def test_auto_says_what_it_needs():
     weight = tf.Variable(1.0)
-    step = value_and_grad(lambda x: tf.reduce_mean(x * weight), [weight], micro_batches=2, budget="80%")
-    with pytest.raises(remat.UnsupportedStep, match="a budget with micro_batches=2 is not supported under XLA"):
-        tf.function(step, jit_compile=True)(tf.ones((4, 2)))
+
+    def loss(x):
+        return tf.reduce_mean(x * weight)
+
+    with pytest.raises(ValueError, match=r"micro_batches='auto' chooses what a budget costs least with; give one"):
+        value_and_grad(loss, [weight], micro_batches="auto")
+    limited = value_and_grad(loss, [weight], micro_batches="auto", budget="1MB")
+    with pytest.raises(remat.UnsupportedStep, match=r"called outside tf.function; put @tf.function on the step"):
+        limited(tf.ones((4, 2)))
+    step = tf.function(limited, input_signature=[tf.TensorSpec((None, 2))])
+    with pytest.raises(
+        remat.UnsupportedStep, match=r"the shape of argument 0 is not known .* leave the input_signature"
+    ):
+        step(tf.ones((4, 2)))

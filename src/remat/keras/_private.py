@@ -24,6 +24,7 @@ __all__ = [
     "compile_loss_of",
     "jit_options_of_distribution",
     "losses_replaced",
+    "of_one_replica",
     "reductions_recorded",
     "stateless_call_in_training",
     "unbuilt_parts",
@@ -124,7 +125,12 @@ def jit_options_of_distribution(model: keras.Model) -> dict[str, Any]:
 
 def update_loss_tracker(model: keras.Model, loss: Any, batch_size: Any) -> None:
     """Count one batch's loss in what ``fit`` reports as "loss"."""
-    model._loss_tracker.update_state(loss, sample_weight=batch_size)
+    model._loss_tracker.update_state(of_one_replica(loss), sample_weight=batch_size)
+
+
+def of_one_replica(loss: Any) -> Any:
+    """A loss before Keras divided it by the number of replicas, whose gradients are summed."""
+    return _loss.unscale_loss_for_distribution(loss)
 
 
 def all_layers(model: keras.Model) -> Sequence[Any]:

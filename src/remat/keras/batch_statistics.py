@@ -20,15 +20,19 @@ from remat.keras import _private
 class BatchStatistics:
     """The BatchNormalization layers of a model that learn statistics.
 
+    Args:
+        model: the model.
+        refuse: raise for what micro-batches cannot do.
+
     Raises:
         UnsupportedStep: for batch renormalisation, which corrects by statistics that each micro-batch would move.
     """
 
-    def __init__(self, model: keras.Model) -> None:
+    def __init__(self, model: keras.Model, *, refuse: bool = True) -> None:
         found = [layer for layer in _private.all_layers(model) if isinstance(layer, keras.layers.BatchNormalization)]
         self.layers = [layer for layer in dict.fromkeys(found) if layer.trainable]
         renormalised = [layer.name for layer in self.layers if getattr(layer, "renorm", False)]
-        if renormalised:
+        if renormalised and refuse:
             raise UnsupportedStep(
                 f"BatchNormalization with renorm=True ({renormalised[0]!r}) is not supported with micro-batches; leave "
                 "micro_batches at 1 and give a budget"

@@ -11,6 +11,7 @@ import keras
 from remat.budget import parse_budget
 from remat.errors import UnsupportedStep
 from remat.graph import Graph
+from remat.joint_plan import JointPlan
 from remat.plan import Plan
 
 
@@ -54,14 +55,16 @@ def limit_memory(
     Args:
         model: a Functional, Sequential or subclassed model, compiled or not. Its own ``train_step`` is kept.
         budget: peak device bytes of a training step, everything counted: an int, "4GiB", "60%" of the plain step's
-            predicted peak, "auto" for a GPU's memory less a margin. With micro-batches it is the peak of one of them,
-            and None recomputes nothing; otherwise None takes a limit off again. Not given, it is "60%", or None with
-            micro-batches or checkpoints.
+            predicted peak, "auto" for a GPU's memory less a margin. With a number of micro-batches a percentage is one
+            of the plain peak of one of them, and None recomputes nothing; otherwise None takes a limit off again. Not
+            given, it is "60%", or None with a number of micro-batches or with checkpoints.
         checkpoints: your own cut points instead of a budget: names of layers at any depth, layers, or names of tensors.
             What they return is kept and everything else between them is recomputed where that is exact, with any
             optimizer.
         micro_batches: into how many pieces a batch is cut, for one update with the full batch's numbers; see
-            docs/micro_batches.md for what each part of a model does.
+            docs/micro_batches.md for what each part of a model does. "auto" chooses at the first step what keeps the
+            budget at the least predicted time, recomputation alone where BatchNormalization makes micro-batches
+            inexact, and prints a line per possibility. TensorFlow only.
         planner: a planner's name.
         time_limit_s: wall seconds that an anytime planner may use.
         options: passed on to the planner.
@@ -72,21 +75,21 @@ def limit_memory(
     Raises:
         InvalidBudget: if the budget cannot be read.
         ValueError: for both a budget and checkpoints, a layer that the model does not have, or ``micro_batches`` that
-            is no whole number of at least 1.
-        UnsupportedStep: for another backend than TensorFlow and JAX, checkpoints on JAX, checkpoints together with
-            micro-batches, or ``run_eagerly``; with micro-batches for a model with its own ``train_step``, and by
+            is neither a whole number of at least 1 nor "auto" with a budget.
+        UnsupportedStep: for another backend than TensorFlow and JAX, checkpoints or "auto" on JAX, a budget on several
+            replicas, or ``run_eagerly``; with a number of micro-batches for a model with its own ``train_step``, and by
             ``fit`` for a loss of which it cannot be known what it divides by.
         InfeasibleBudget: by ``fit``, at the first step, if no schedule fits; it names the smallest budget.
     """
     if not isinstance(model, keras.Model):
         raise _no_model(model)
-    if micro_batches == "auto":
-        raise UnsupportedStep("micro_batches='auto' is not part of this version; give a number")
-    count = _count(micro_batches)
+    count = None if micro_batches == "auto" else _count(micro_batches)
     if checkpoints is not None:
-        _check_checkpoints(checkpoints, budget, count)
+        _check_checkpoints(checkpoints, budget)
     if budget == _DEFAULT:
-        budget = "60%" if count == 1 and checkpoints is None else None
+        budget = "60%" if count in (1, None) and checkpoints is None else None
+    if count is None and (budget is None or checkpoints is not None):
+        raise ValueError("micro_batches='auto' chooses what a budget costs least with; give one, for example \"4GiB\"")
     if budget is None and count == 1 and checkpoints is None:
         if model in _limits:
             _limits.pop(model).detach()
@@ -99,9 +102,10 @@ def limit_memory(
             f"limit_memory supports Keras on TensorFlow and on JAX, and the active backend is {backend!r}; set "
             "KERAS_BACKEND=tensorflow or KERAS_BACKEND=jax before keras is imported"
         )
-    if backend != "tensorflow" and checkpoints is not None:
+    if backend != "tensorflow" and (checkpoints is not None or count is None):
         raise UnsupportedStep(
-            f"checkpoints are supported by Keras on TensorFlow, and the active backend is {backend!r}; give a budget"
+            'checkpoints and micro_batches="auto" are supported by Keras on TensorFlow, and the active backend is '
+            f"{backend!r}; give a budget, and a number of micro-batches"
         )
     if model in _limits:
         _limits.pop(model).detach()
@@ -116,9 +120,19 @@ def limit_memory(
         from remat.jax.planned import Request as JaxRequest
         from remat.keras.jax_backend import JaxLimit
 
+        assert count is not None
         jax_request = JaxRequest(budget, None, planner, time_limit_s, options) if budget is not None else None
         _limits[model] = JaxLimit(model, jax_request, count)
     return model
+
+
+def joint_plan_of(model: keras.Model) -> JointPlan | None:
+    """What ``micro_batches="auto"`` has chosen, and from what; None before the first training step, or with a number.
+
+    Raises:
+        ValueError: if the model has no limit.
+    """
+    return getattr(_limit_of(model), "joint_plan", None)
 
 
 def _count(micro_batches: object) -> int:
@@ -127,15 +141,11 @@ def _count(micro_batches: object) -> int:
     return micro_batches
 
 
-def _check_checkpoints(checkpoints: Sequence[Any], budget: int | str | None, micro_batches: int) -> None:
+def _check_checkpoints(checkpoints: Sequence[Any], budget: int | str | None) -> None:
     if budget not in (None, _DEFAULT):
         raise ValueError(f"limit_memory takes a budget or checkpoints, not both (budget={budget!r}); leave one out")
     if isinstance(checkpoints, str):
         raise TypeError(f"checkpoints takes a list of names, not the string {checkpoints!r}; write [{checkpoints!r}]")
-    if micro_batches > 1:
-        raise UnsupportedStep(
-            f"checkpoints with micro_batches={micro_batches} are not supported; give a budget, or leave one of them out"
-        )
 
 
 def _no_model(model: Any) -> Exception:

@@ -54,6 +54,25 @@ class _Totals:
         return _Totals(*tf.nest.pack_sequence_as(list(vars(self).values()), list(flat)))
 
 
+@dataclass(frozen=True)
+class _Sums:
+    """The totals, and what they are made of.
+
+    Attributes:
+        totals: over all micro-batches.
+        terms: of the loss.
+        counted: numbers of the terms whose denominator is counted on the way.
+        has_known: is the first group of gradients that of the terms whose denominator is known beforehand?
+        has_gradient: per group, which variables have a gradient.
+    """
+
+    totals: _Totals
+    terms: list[LossTerm]
+    counted: list[int]
+    has_known: bool
+    has_gradient: list[list[bool]]
+
+
 class MicroBatchedStep:
     """In place of ``train_step``: ``count`` micro-batches, then one update.
 
@@ -82,6 +101,11 @@ class MicroBatchedStep:
             )
         return logs
 
+    def without_update(self, model: keras.Model, data: Any, on_body: OnBody) -> list[tf.Tensor]:
+        """Everything but the update: what the micro-batches sum up to."""
+        check_model(model, self._count)
+        return _Step(model, data, self._count, BatchStatistics(model), on_body).accumulated().totals.flat()
+
     def _statistics(self, model: keras.Model) -> BatchStatistics:
         statistics = BatchStatistics(model)
         if statistics.layers and not self._warned:
@@ -108,6 +132,19 @@ class _Step:
         check_variables(self.variables)
 
     def run(self) -> dict[str, Any]:
+        """Compute, update, and return the logs."""
+        before = self.statistics.values()
+        sums = self.accumulated()
+        totals = sums.totals
+        self.statistics.move(before, totals.statistics)
+        factors = [tf.math.divide_no_nan(b, d) for b, d in zip(totals.bounds, totals.denominators, strict=True)]
+        self._update(totals.gradients, ([None] if sums.has_known else []) + factors, sums.has_gradient)
+        for n, denominator in zip(sums.counted, totals.denominators, strict=True):
+            totals.values[n] = tf.math.divide_no_nan(totals.values[n], denominator)
+        return self._logs(sums.terms, totals.values, totals.additional)
+
+    def accumulated(self) -> _Sums:
+        """Run the micro-batches; what they sum up to."""
         model = self.model
         terms, has_additional = self._inspected()
         groups, counted = groups_of(terms, has_additional=has_additional)
@@ -129,7 +166,8 @@ class _Step:
             if self.on_body is not None:
                 self.on_body(self.leaves, leaves)
             totals = empty.like(carried)
-            share = tf.cast(size, self.dtype) / tf.cast(self.batch_size, self.dtype)
+            # A replica may get no sample of an epoch's last batch.
+            share = tf.math.divide_no_nan(tf.cast(size, self.dtype), tf.cast(self.batch_size, self.dtype))
             x, y, sample_weight = self._packed(leaves)
             with tf.GradientTape(persistent=len(groups) > 1) as tape:
                 y_pred, found, additional = self._forward(x, y, sample_weight, size)
@@ -164,15 +202,8 @@ class _Step:
             model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
             return totals.flat()
 
-        before = self.statistics.values()
         last = for_each_micro_batch(self.leaves, self.batch_size, self.count, body, empty.flat())
-        totals = empty.like(last)
-        self.statistics.move(before, totals.statistics)
-        factors = [tf.math.divide_no_nan(b, d) for b, d in zip(totals.bounds, totals.denominators, strict=True)]
-        self._update(totals.gradients, ([None] if has_known else []) + factors, has_gradient)
-        for n, denominator in zip(counted, totals.denominators, strict=True):
-            totals.values[n] = tf.math.divide_no_nan(totals.values[n], denominator)
-        return self._logs(terms, totals.values, totals.additional)
+        return _Sums(empty.like(last), terms, counted, has_known, has_gradient)
 
     def _inspected(self) -> tuple[list[LossTerm], bool]:
         """What the loss is made of: found by tracing it once, aside."""
@@ -220,7 +251,8 @@ class _Step:
         static_size = self.batch_size if isinstance(self.batch_size, int) else None
         if compile_loss is not None:
             for metric, value in zip(compile_loss.metrics, values, strict=False):
-                metric.update_state(value, sample_weight=static_size)  # Keras counts a batch of unknown size once.
+                # Keras counts a batch of unknown size once.
+                metric.update_state(_private.of_one_replica(value), sample_weight=static_size)
         total = tf.add_n([additional, *(term.weighted(value) for term, value in zip(terms, values, strict=True))])
         _private.update_loss_tracker(model, total, self.batch_size)
         return dict(model.get_metrics_result())

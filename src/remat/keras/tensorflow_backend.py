@@ -14,14 +14,16 @@ import tensorflow as tf
 
 from remat.errors import UnsupportedStep
 from remat.graph import Graph
+from remat.joint_plan import JointPlan
 from remat.keras._private import unbuilt_parts
 from remat.keras.attachment import Attachment
+from remat.keras.joint import choose_micro_batches
 from remat.keras.layer_outputs import LayerOutputs
 from remat.keras.micro_batch_step import MicroBatchedStep
 from remat.plan import Plan
 from remat.tensorflow import _private
 from remat.tensorflow.micro_batches import largest_size
-from remat.tensorflow.resident import carried_bytes, resident_elsewhere_bytes
+from remat.tensorflow.resident import carried_inputs, resident_elsewhere_bytes
 from remat.tensorflow.rewrite import Request, Rewritten, rewrite
 
 _Shapes = list[tuple[int, ...]]
@@ -38,7 +40,8 @@ class TensorFlowLimit(Attachment):
         model: the model.
         request: the budget; None plans nothing.
         checkpoints: layers or names of what to keep, instead of a budget.
-        micro_batches: how many pieces a batch is cut into.
+        micro_batches: how many pieces a batch is cut into; None to choose when the first batch comes, for which the
+            request has a budget.
     """
 
     def __init__(
@@ -46,11 +49,13 @@ class TensorFlowLimit(Attachment):
         model: keras.Model,
         request: Request | None,
         checkpoints: Sequence[Any] | None = None,
-        micro_batches: int = 1,
+        micro_batches: int | None = 1,
     ) -> None:
-        self._micro_step = MicroBatchedStep(model, micro_batches) if micro_batches > 1 else None
-        self._micro_batches = micro_batches
-        self._request = request
+        self._chooses = micro_batches is None
+        self._joint: JointPlan | None = None
+        self._micro_batches = micro_batches or 1
+        self._micro_step = MicroBatchedStep(model, self._micro_batches) if self._micro_batches > 1 else None
+        self._asked = self._request = request
         self._checkpoints = None if checkpoints is None else LayerOutputs(model, checkpoints)
         self._shapes: _Shapes = []
         self._rewritten: Rewritten | None = None
@@ -69,6 +74,11 @@ class TensorFlowLimit(Attachment):
         return self._rewritten.step.graph if self._rewritten is not None else None
 
     @property
+    def joint_plan(self) -> JointPlan | None:
+        """What was chosen from which numbers of micro-batches; None before the first step, or where it was given."""
+        return self._joint
+
+    @property
     def rewritten(self) -> Rewritten | None:
         """What was planned and written at the newest trace."""
         return self._rewritten
@@ -82,10 +92,11 @@ class TensorFlowLimit(Attachment):
                 f"{model.name!r} was compiled with run_eagerly=True, where operations run at once and nothing can be "
                 "planned; compile it with run_eagerly=False, or do not limit its memory"
             )
-        if model.distribute_strategy.num_replicas_in_sync > 1:
+        replicas = model.distribute_strategy.num_replicas_in_sync
+        if replicas > 1 and self._asked is not None:
             raise UnsupportedStep(
-                f"{model.name!r} trains on {model.distribute_strategy.num_replicas_in_sync} replicas; limit_memory "
-                "supports one device"
+                f"{model.name!r} trains on {replicas} replicas, and limit_memory plans for one device; give a number "
+                "of micro_batches and neither a budget nor checkpoints, or train on one device"
             )
         own_train_step = model.train_step
         had_own = "train_step" in vars(model)
@@ -99,7 +110,8 @@ class TensorFlowLimit(Attachment):
                 del model.train_step
         self._run = model.train_function
         self._shapes = []
-        model.train_function = self._train_function
+        if replicas == 1:
+            model.train_function = self._train_function
         return model.train_function  # type: ignore[no-any-return]
 
     def _train_function(self, iterator: Any) -> Any:
@@ -118,6 +130,8 @@ class TensorFlowLimit(Attachment):
                 self._make_train_function(force=True)
             self._shapes = largest
             _build(model, batches[0])
+            if self._chooses:
+                self._choose(model, batches[0])
         if not is_dataset:
             return self._run(iter(batches))
         again = _same_type_of_iterator(batches, iterator.element_spec)
@@ -126,27 +140,36 @@ class TensorFlowLimit(Attachment):
         self._known_iterator = weakref.ref(iterator)
         return result
 
+    def _choose(self, model: keras.Model, batch: Any) -> None:
+        """Settle the number of micro-batches for batches of the sizes that are known now, and say why."""
+        assert self._asked is not None
+        joint = choose_micro_batches(model, model.train_step, _unpacked(batch), self._shapes, self._asked)
+        print(joint, flush=True)
+        self._joint = joint
+        self._micro_batches = joint.micro_batches
+        self._micro_step = MicroBatchedStep(model, joint.micro_batches) if joint.micro_batches > 1 else None
+        self._request = dataclasses.replace(self._asked, budget=joint.budget_bytes, known=joint.chosen.plan)
+
     def _train_step(self, own_train_step: Callable[[Any], Any], data: Any) -> Any:
         self._rewritten = None
         if self._micro_step is not None:
             on_body = self._plan_micro_batch if self._request is not None else None
-            return self._micro_step(self._required_model(), data, on_body)
+            with self._checkpoints_watched():
+                return self._micro_step(self._required_model(), data, on_body)
         symbols = _leaves(data)
 
         def shapes(_: Any) -> dict[str, tuple[int, ...]]:
             return self._real_shapes(symbols, self._shapes)
 
         self._plan_when_traced(shapes)
-        with contextlib.nullcontext() if self._checkpoints is None else self._checkpoints.watched():
+        with self._checkpoints_watched():
             return own_train_step(data)
+
+    def _checkpoints_watched(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._checkpoints is None else self._checkpoints.watched()
 
     def _plan_micro_batch(self, symbols: Sequence[tf.Tensor], pieces: Sequence[tf.Tensor]) -> None:
         """Plan the body of the loop over the micro-batches, in which this is called."""
-        if _private.in_xla_context(tf.compat.v1.get_default_graph()):
-            raise UnsupportedStep(
-                "a budget with micro_batches is not supported under XLA; compile the model with jit_compile=False, or "
-                "give budget=None"
-            )
 
         def shapes(graph: _private.FuncGraph) -> dict[str, tuple[int, ...]]:
             inner = {outer.name: inside.name for outer, inside in graph.captures if tf.is_symbolic_tensor(outer)}
@@ -169,9 +192,8 @@ class TensorFlowLimit(Attachment):
         def finish(succeeded: bool) -> None:
             if succeeded:
                 input_shapes = real_shapes(graph)
-                resident_bytes = resident_elsewhere_bytes(graph, input_shapes)
-                if self._micro_step is not None:
-                    resident_bytes += carried_bytes(graph)
+                carried = carried_inputs(graph) if self._micro_step is not None else frozenset()
+                resident_bytes = resident_elsewhere_bytes(graph, input_shapes, carried)
                 asked = request
                 if self._checkpoints is not None:
                     asked = dataclasses.replace(request, checkpoints=self._checkpoints.tensors_in(graph))
@@ -182,6 +204,7 @@ class TensorFlowLimit(Attachment):
                     input_shapes=input_shapes,
                     resident_bytes=resident_bytes,
                     in_xla=in_xla,
+                    carried=carried,
                 )
                 if self._rewritten is None or rewritten.plan.peak_bytes > self._rewritten.plan.peak_bytes:
                     self._rewritten = rewritten  # Pieces of two sizes have a plan each.

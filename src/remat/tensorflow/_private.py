@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import tensorflow as tf
@@ -319,6 +319,7 @@ def compiled_program(
     func_graph: FuncGraph,
     input_shapes: Mapping[str, Sequence[int]],
     change: Callable[[Callable[[str], tf.Tensor]], None],
+    carried: Collection[str] = (),
 ) -> CompiledProgram:
     """What XLA compiles ``func_graph`` to.
 
@@ -327,6 +328,8 @@ def compiled_program(
         input_shapes: real shapes of inputs traced with unknown dimensions, by tensor name.
         change: called on a copy of the function before it is compiled, with a look-up of its tensors by the names that
             they have in ``func_graph``.
+        carried: where the function is the body of a loop, the names of the inputs that it does not capture. They stand
+            before all others and in the order of its outputs. The program is then a loop of two iterations.
     """
     definition = func_graph.as_graph_def()
     inputs = {t.op.name for t in func_graph.inputs}
@@ -334,25 +337,52 @@ def compiled_program(
     del definition.node[:]
     definition.node.extend(nodes)
     read = {name.partition(":")[0] for node in nodes for name in node.input}
-    captured = {inner.name: outer for outer, inner in func_graph.captures}
-    given = [t for t in func_graph.inputs if t.name not in captured]
-    names = [t.name for t in given]
+    shapes = {t.name: tuple(input_shapes.get(t.name, t.shape)) for t in func_graph.inputs if t.dtype != tf.resource}
+    resolved = {inner.name: _outermost(outer) for outer, inner in func_graph.captures}
+    captured = {name: outer for name, outer in resolved.items() if outer is not None}
+    given = [t for t in func_graph.inputs if t.name not in captured and t.name not in carried]
+    handed_on = [t for t in func_graph.inputs if t.name in carried]
 
-    def body(*values: tf.Tensor) -> list[tf.Tensor]:
+    def copied(replaced: Mapping[str, tf.Tensor]) -> list[tf.Tensor]:
         graph = tf.compat.v1.get_default_graph()
-        replaced = {name: graph.capture(outer) for name, outer in captured.items()}
-        replaced.update(zip(names, values, strict=True))
-        outputs = [t.name for t in func_graph.outputs]
-        used = {name: value for name, value in replaced.items() if name.partition(":")[0] in read}
-        results = tf.graph_util.import_graph_def(definition, input_map=used, return_elements=outputs, name="")
-        change(lambda name: replaced[name] if name in replaced else graph.get_tensor_by_name(name))
-        return list(results)
 
-    specs = [tf.TensorSpec(input_shapes.get(t.name, t.shape), t.dtype) for t in given]
+        def tensor_named(name: str) -> tf.Tensor:
+            return replaced[name] if name in replaced else graph.get_tensor_by_name(name)
+
+        used = {name: value for name, value in replaced.items() if name.partition(":")[0] in read}
+        tf.graph_util.import_graph_def(definition, input_map=used, name="")
+        change(tensor_named)
+        return [tensor_named(t.name) for t in func_graph.outputs]
+
+    def program(*values: tf.Tensor) -> list[tf.Tensor]:
+        outside = dict(zip((t.name for t in given), values, strict=True)) | captured
+
+        def body(*carried_values: tf.Tensor) -> list[tf.Tensor]:
+            graph = tf.compat.v1.get_default_graph()
+            inside = {name: graph.capture(value) for name, value in outside.items()}
+            return copied(inside | dict(zip((t.name for t in handed_on), carried_values, strict=True)))
+
+        if not handed_on:
+            return body()
+        initial = [tf.zeros(shapes[t.name], t.dtype) for t in handed_on]
+        _, *last = tf.while_loop(
+            lambda number, *_: number < 2, lambda number, *rest: (number + 1, *body(*rest)), [tf.constant(0), *initial]
+        )
+        return list(last)
+
+    specs = [tf.TensorSpec(shapes[t.name], t.dtype) for t in given]
     with tf.init_scope():
-        compiled = tf.function(body, jit_compile=True, autograph=False)
+        compiled = tf.function(program, jit_compile=True, autograph=False)
         serialized: bytes = compiled.experimental_get_compiler_ir(*specs)(stage="optimized_hlo_proto_serialized")
     return CompiledProgram.FromString(serialized)
+
+
+def _outermost(tensor: Any) -> Any:
+    """What a captured tensor is outside all functions; None where some function made it."""
+    while tensor is not None and tf.is_symbolic_tensor(tensor):
+        outside = {inner.name: outer for outer, inner in getattr(tensor.graph, "captures", ())}
+        tensor = outside.get(tensor.name)
+    return tensor
 
 
 def function_of(op: tf.Operation, attribute: str) -> FuncGraph:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 import tensorflow as tf
 
 from remat.errors import UnsupportedStep
+from remat.joint_plan import JointPlan
 from remat.tensorflow import _private
 from remat.tensorflow.gradient_tape import GradientTape
+from remat.tensorflow.joint import TIMED_PIECES, OnBody, Pieces, joint_plan, outside
 from remat.tensorflow.micro_batches import (
     Carried,
     Size,
@@ -21,8 +24,10 @@ from remat.tensorflow.micro_batches import (
     empty_accumulators,
     for_each_micro_batch,
 )
-from remat.tensorflow.resident import carried_bytes
+from remat.tensorflow.resident import carried_inputs
+from remat.tensorflow.rewrite import Candidate, Request
 
+_BATCH_NORMALIZATIONS = ("FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3", "_FusedBatchNormEx")
 REDUCTIONS = ("mean", "sum", "ratio")
 Gradients = list[Any]
 
@@ -31,7 +36,7 @@ def value_and_grad(
     fn: Callable[..., Any],
     variables: Sequence[tf.Variable] | None = None,
     *,
-    micro_batches: int = 1,
+    micro_batches: int | str = 1,
     batch_argnums: int | Sequence[int] | None = None,
     reduction: str = "mean",
     budget: int | str | None = None,
@@ -51,14 +56,18 @@ def value_and_grad(
             (dropout, state) happens once per micro-batch.
         variables: what to differentiate by; None takes the trainable variables that ``fn`` reads, found by one more
             trace.
-        micro_batches: how many pieces; 1 computes in one piece.
+        micro_batches: how many pieces; 1 computes in one piece. "auto" chooses, when the function is traced, what keeps
+            the budget at the least predicted time, of which it prints a line per possibility: ``fn`` is traced aside
+            and timed on zeros, and the variables that it writes get their values back. The shapes have to be known.
+            Where the function has batch-normalizing operations, as few pieces as fit.
         batch_argnums: positions of the arguments that are split along their first dimension, nested structures in all
             their tensors; None splits every positional argument. Keyword arguments are passed on whole.
         reduction: what ``fn`` returns. "mean": one number, a mean over the samples. "sum": one number, a sum over them.
             "ratio": a pair (sum, denominator), for example of a loss per token; the result is the sums' total over the
             denominators' total, 0 where that is 0, and the denominator is not differentiated.
         budget: peak device bytes of one iteration, everything counted, that recomputation has to keep, inside
-            ``tf.function``: as ``GradientTape`` takes it. None plans nothing.
+            ``tf.function``: as ``GradientTape`` takes it. None plans nothing. A percentage is one of the plain peak of
+            one iteration; with ``micro_batches="auto"``, of the batch in one piece.
         planner: a planner's name.
         time_limit_s: wall seconds that an anytime planner may use.
         options: passed on to the planner.
@@ -66,7 +75,7 @@ def value_and_grad(
     Returns:
         A function of ``fn``'s arguments. It returns the value, a scalar, and a list with one gradient per variable, of
         the variable's shape and type: None where ``fn`` does not depend on it. With one micro-batch a sparse gradient
-        stays ``tf.IndexedSlices``; otherwise it is dense.
+        stays ``tf.IndexedSlices``; otherwise it is dense. Its attribute ``joint_plan`` is what "auto" chose last.
 
     Raises:
         ValueError: for a reduction or a number of micro-batches that does not exist.
@@ -74,29 +83,45 @@ def value_and_grad(
             micro-batches, or ``fn`` returns something else than the reduction says.
         InfeasibleBudget: by the function returned, where no schedule keeps the budget.
     """
-    count = check_count(micro_batches)
+    fixed_count = None if micro_batches == "auto" else check_count(micro_batches)
+    if fixed_count is None and budget is None:
+        raise ValueError("micro_batches='auto' chooses what a budget costs least with; give one, for example \"4GiB\"")
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction must be one of {', '.join(map(repr, REDUCTIONS))}, not {reduction!r}")
     planning = dict(options, budget=budget, planner=planner, time_limit_s=time_limit_s)
     if budget is None and options:
         raise ValueError(f"{', '.join(options)}: an option of the planner, which needs a budget=")
 
+    chosen: dict[Any, JointPlan] = {}
+
     def wrapped(*args: Any, **kwargs: Any) -> tuple[tf.Tensor, Gradients]:
         batch = _Batch.of(args, batch_argnums)
         sources = list(variables) if variables is not None else _variables_read(fn, args, kwargs)
         objective = _Objective(fn, reduction, sources, planning if budget is not None else None)
+        count = fixed_count
+        if count is None:
+            if tf.executing_eagerly():
+                raise UnsupportedStep(
+                    "micro_batches='auto' plans a function, and this one was called outside tf.function; put "
+                    "@tf.function on the step that uses it"
+                )
+            joint = chosen.get(batch.signature) or _choose(objective, batch, kwargs)
+            chosen[batch.signature] = wrapped.joint_plan = joint  # type: ignore[attr-defined]
+            count = joint.micro_batches
+            objective = dataclasses.replace(objective, planning=planning | {"budget": joint.budget_bytes})
         if count == 1:
             return objective.whole(args, kwargs)
         return _accumulated(objective, batch, count, kwargs)
 
+    wrapped.joint_plan = None  # type: ignore[attr-defined]
     return wrapped
 
 
 class _LoopTape(GradientTape):
-    """A tape in the body of a loop, whose accumulators are not allocated yet while it is traced."""
+    """A tape in the body of a loop, whose accumulators are handed from one iteration to the next."""
 
-    def _resident_bytes(self, graph: _private.FuncGraph, input_shapes: Mapping[str, Sequence[int]]) -> int:
-        return super()._resident_bytes(graph, input_shapes) + carried_bytes(graph)
+    def _carried(self, graph: _private.FuncGraph) -> frozenset[str]:
+        return carried_inputs(graph)
 
 
 @dataclass(frozen=True)
@@ -131,6 +156,11 @@ class _Batch:
                 for number in range(len(flat))
             ]
         return _Batch(args, positions, leaves, names)
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """Shapes and types of what is split."""
+        return tuple((tuple(leaf.shape), leaf.dtype) for leaf in self.leaves)
 
     def with_leaves(self, leaves: Sequence[tf.Tensor]) -> tuple[Any, ...]:
         rest = list(leaves)
@@ -196,8 +226,71 @@ class _Objective:
         return value, tape.gradient(value, self.variables)
 
 
+@_private.left_alone_by_autograph
+def _choose(objective: _Objective, batch: _Batch, kwargs: dict[str, Any]) -> JointPlan:
+    """The joint plan of a function that is being traced, made aside and printed."""
+    batch_size = batch_size_of(batch.leaves, batch.names)
+    unknown = [name for leaf, name in zip(batch.leaves, batch.names, strict=True) if not leaf.shape.is_fully_defined()]
+    if unknown:
+        raise UnsupportedStep(
+            f"micro_batches='auto' chooses for one size, and the shape of {unknown[0]} is not known while the function "
+            "is traced; leave the input_signature out, or give a number of micro_batches"
+        )
+    in_xla = _private.in_xla_context(tf.compat.v1.get_default_graph())
+    assert objective.planning is not None
+    names = ("budget", "planner", "time_limit_s")
+    request = Request(
+        **{name: objective.planning[name] for name in names},
+        options={name: value for name, value in objective.planning.items() if name not in names},
+    )
+    # Only what the user wrote is AutoGraph's business.
+    fn = _private.converted_by_autograph(objective.fn, always=True)
+    plain = dataclasses.replace(objective, fn=fn, planning=None)
+    everything = (batch.args, kwargs)
+    flat = tf.nest.flatten(everything)
+    # Tensors of the function that is being traced exist there only: aside, others stand for them.
+    split = [n for n, value in enumerate(flat) if any(value is leaf for leaf in batch.leaves)]
+    whole_args = [
+        n
+        for n, value in enumerate(flat)
+        if n not in split and isinstance(value, tf.Tensor) and tf.is_symbolic_tensor(value)
+    ]
+
+    def rebuilt(values: Mapping[int, tf.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return tf.nest.pack_sequence_as(everything, [values.get(n, value) for n, value in enumerate(flat)])  # type: ignore[no-any-return]
+
+    def in_one_piece(*values: tf.Tensor) -> Any:
+        args, options = rebuilt(dict(zip(split + whole_args, values, strict=True)))
+        return plain.whole(args, options)
+
+    def pieces() -> Pieces:
+        def run(leaves: list[tf.Tensor], on_body: OnBody) -> Any:
+            others = {n: tf.zeros(flat[n].shape, flat[n].dtype) for n in whole_args}
+            args, options = rebuilt(dict(zip(split, leaves, strict=True)) | others)
+            cut = dataclasses.replace(batch, args=args, leaves=leaves)
+            value, gradients = _accumulated(plain, cut, TIMED_PIECES, options, on_body)
+            return [value, *(gradient for gradient in gradients if gradient is not None)]
+
+        leaves = [tf.zeros(flat[n].shape, flat[n].dtype) for n in split]
+        return Pieces(run, leaves, [tuple(leaf.shape) for leaf in leaves], in_xla)
+
+    def chosen() -> JointPlan:
+        specs = [tf.TensorSpec(flat[n].shape, flat[n].dtype) for n in split + whole_args]
+        function = tf.function(in_one_piece, jit_compile=in_xla, autograph=False).get_concrete_function(*specs)
+        coupled = [
+            op.name
+            for op in function.graph.get_operations()
+            if op.type in _BATCH_NORMALIZATIONS and op.get_attr("is_training")
+        ]
+        return joint_plan(Candidate.of(function.graph, {}, in_xla), pieces, batch_size, request, coupled)
+
+    joint = outside(chosen)
+    print(joint, flush=True)
+    return joint
+
+
 def _accumulated(
-    objective: _Objective, batch: _Batch, count: int, kwargs: dict[str, Any]
+    objective: _Objective, batch: _Batch, count: int, kwargs: dict[str, Any], on_body: OnBody | None = None
 ) -> tuple[tf.Tensor, Gradients]:
     batch_size = batch_size_of(batch.leaves, batch.names)
     if isinstance(batch_size, int):
@@ -211,14 +304,12 @@ def _accumulated(
         check = tf.debugging.assert_greater_equal(batch_size, count, message=message)
         with tf.control_dependencies([] if check is None else [check]):
             batch_size = tf.identity(batch_size)
-    if objective.planning is not None and _private.in_xla_context(tf.compat.v1.get_default_graph()):
-        raise UnsupportedStep(
-            f"a budget with micro_batches={count} is not supported under XLA; leave jit_compile=True out, or the budget"
-        )
     has_gradient = [False] * len(objective.variables)
     value_dtypes = []
 
     def body(leaves: list[tf.Tensor], size: Size, carried: Carried) -> Carried:
+        if on_body is not None:
+            on_body(batch.leaves, leaves)
         value_total, denominator_total, *totals = carried
         with objective.tape(_LoopTape) as tape:
             value, denominator = objective.call(batch.with_leaves(leaves), kwargs)

@@ -82,6 +82,8 @@ class _Emitter:
     def _heavy(self, index: int) -> bool:
         """Does the op read or make a large tensor? A view's bytes are its source's; it is never held."""
         op = self.graph.ops[index]
+        if op.kind in op_facts.RESIDENT:
+            return False  # What a loop hands on is there before anything runs.
         if op.outputs and all(self.graph.tensors[t].alias_of is not None for t in op.outputs):
             return False
         return any(self.large[t] for t in op.inputs) or any(self.large[t] for t in op.outputs)

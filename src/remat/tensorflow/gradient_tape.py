@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -129,18 +129,21 @@ class GradientTape(tf.GradientTape):  # type: ignore[misc]
         graph = self._func_graph
         assert graph is not None
         input_shapes = self._input_shapes(graph)
+        carried = self._carried(graph)
         self._rewritten = rewrite(
             graph,
             self._request,
             input_shapes=input_shapes,
-            resident_bytes=self._resident_bytes(graph, input_shapes),
+            resident_bytes=resident_elsewhere_bytes(graph, input_shapes, carried),
             in_xla=self._in_xla,
             outputs=outputs,
             forward_ends=self._forward_ends,
+            carried=carried,
         )
 
-    def _resident_bytes(self, graph: _private.FuncGraph, input_shapes: Mapping[str, Sequence[int]]) -> int:
-        return resident_elsewhere_bytes(graph, input_shapes)
+    def _carried(self, graph: _private.FuncGraph) -> frozenset[str]:
+        """Names of the function's inputs that no caller keeps."""
+        return frozenset()
 
     def _input_shapes(self, graph: _private.FuncGraph) -> dict[str, tuple[int, ...]]:
         if self._batch_size is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from remat.tensorflow.allocator import AllocatorModel, PeakRange
 from remat.tensorflow.compiled import Program
 from remat.tensorflow.device import current_device
 from remat.tensorflow.emit import Emitted, emit
+from remat.tensorflow.resident import resident_elsewhere_bytes
 from remat.tensorflow.selection import with_device_figures
 from remat.tensorflow.trace import TracedStep, trace_func_graph
 
@@ -53,6 +54,7 @@ class Request:
         time_limit_s: wall seconds that an anytime planner may use.
         options: passed on to the planner.
         checkpoints: tensors to keep instead of a budget.
+        known: a plan made for the budget already, used where the function turns out to be the one that it is for.
     """
 
     budget: int | str | None = None
@@ -61,6 +63,7 @@ class Request:
     time_limit_s: float | None = None
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     checkpoints: Sequence[tf.Tensor] | None = None
+    known: Plan | None = None
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,7 @@ def rewrite(
     in_xla: bool = False,
     outputs: Sequence[tf.Tensor] | None = None,
     forward_ends: int | None = None,
+    carried: Collection[str] = (),
 ) -> Rewritten:
     """Plan the whole function within the budget and rewrite it in place.
 
@@ -92,6 +96,7 @@ def rewrite(
         in_xla: is the function compiled with XLA?
         outputs: the function's outputs where its trace has not ended yet; every operation then counts as needed.
         forward_ends: how many operations the function had when its gradients were asked for; for checkpoints.
+        carried: for a loop's body, names of the inputs that one iteration hands to the next.
 
     Raises:
         InfeasibleBudget: where no schedule fits; nothing was rewritten.
@@ -99,30 +104,109 @@ def rewrite(
         UnsupportedStep: where a shape is unknown.
     """
     device = current_device()
-    allocator = device.allocator
-    step = trace_func_graph(
-        func_graph,
-        profile=get_profile("a100" if device.is_gpu else "cpu"),
-        input_shapes=input_shapes,
-        allocator=allocator,
-        outputs=outputs,
-    )
+    step = _traced(func_graph, input_shapes, outputs, carried)
     if request.plan is not None:
         plan = request.plan
         plan.check_graph(step.graph)
     elif request.checkpoints is not None:
-        plan = _plan_for_checkpoints(step, request.checkpoints, forward_ends, allocator, resident_bytes)
+        plan = _plan_for_checkpoints(step, request.checkpoints, forward_ends, device.allocator, resident_bytes)
+    elif request.known is not None and request.known.fingerprint == step.graph.fingerprint:
+        plan = request.known
     else:
+        candidate = Candidate(func_graph, step, input_shapes or {}, resident_bytes, in_xla, carried)
         budget = device.auto_budget_bytes() if request.budget == "auto" else request.budget
         assert budget is not None
-        if in_xla:
-            program = Program(func_graph, step, input_shapes or {}, allocator)
-            plan = plan_for_program(step, budget, program, request, resident_bytes)
-        else:
-            plan = plan_for_allocator(step.graph, budget, allocator, request, resident_bytes)
+        plan = candidate.plan(budget, request)
     emitted = emit(plan, step, in_xla=in_xla)
     _log.info("%s\n  copies         %d, control edges %d", plan, len(emitted.copies), emitted.control_edges)
     return Rewritten(plan, step, emitted)
+
+
+class Candidate:
+    """A function as it would run on this device: its plain peak and its plans, before anything is rewritten.
+
+    Args:
+        func_graph: the function; it stays as it is.
+        step: its trace.
+        input_shapes: real shapes of inputs traced with unknown dimensions, by tensor name.
+        resident_bytes: device memory in use that the function does not know of.
+        in_xla: is the function compiled with XLA?
+        carried: for a loop's body, names of the inputs that one iteration hands to the next.
+    """
+
+    def __init__(
+        self,
+        func_graph: _private.FuncGraph,
+        step: TracedStep,
+        input_shapes: Mapping[str, Sequence[int]],
+        resident_bytes: int,
+        in_xla: bool,
+        carried: Collection[str] = (),
+    ) -> None:
+        self.step = step
+        self._resident_bytes = resident_bytes
+        self._allocator = current_device().allocator
+        self._program = Program(func_graph, step, input_shapes, self._allocator, carried) if in_xla else None
+
+    @classmethod
+    def of(
+        cls,
+        func_graph: _private.FuncGraph,
+        input_shapes: Mapping[str, Sequence[int]],
+        in_xla: bool,
+        carried: Collection[str] = (),
+    ) -> Candidate:
+        """The function with what lies on the device now besides."""
+        step = _traced(func_graph, input_shapes, None, carried)
+        resident_bytes = resident_elsewhere_bytes(func_graph, input_shapes, carried)
+        return cls(func_graph, step, input_shapes, resident_bytes, in_xla, carried)
+
+    @property
+    def plain_peak(self) -> PeakRange:
+        """The peak of the function as it is, what is resident besides counted."""
+        graph = self.step.graph
+        peak = (
+            self._program.peak_range(None)
+            if self._program is not None
+            else self._allocator.peak_range(graph, graph.plain_schedule)
+        )
+        return PeakRange(peak.expected_bytes + self._resident_bytes, peak.highest_bytes + self._resident_bytes)
+
+    def fits_plainly(self, budget_bytes: int) -> bool:
+        """Does the function keep the budget as it is, as a plan would have to?"""
+        return self.plain_peak.highest_bytes - self._resident_bytes <= _target_bytes(budget_bytes, self._resident_bytes)
+
+    def plan(self, budget: int | str, request: Request) -> Plan:
+        """The plan within a budget.
+
+        Raises:
+            InfeasibleBudget: with the smallest budget for which this succeeds.
+        """
+        if self._program is not None:
+            return plan_for_program(self.step, budget, self._program, request, self._resident_bytes)
+        return plan_for_allocator(self.step.graph, budget, self._allocator, request, self._resident_bytes)
+
+
+def _traced(
+    func_graph: _private.FuncGraph,
+    input_shapes: Mapping[str, Sequence[int]] | None,
+    outputs: Sequence[tf.Tensor] | None,
+    carried: Collection[str],
+) -> TracedStep:
+    device = current_device()
+    return trace_func_graph(
+        func_graph,
+        profile=get_profile("a100" if device.is_gpu else "cpu"),
+        input_shapes=input_shapes,
+        allocator=device.allocator,
+        outputs=outputs,
+        carried=carried,
+    )
+
+
+def _target_bytes(budget_bytes: int, resident_bytes: int) -> int:
+    """What a function's own highest peak may be."""
+    return int(budget_bytes / (1 + _UNSEEN_FRACTION)) - resident_bytes
 
 
 def _plan_for_checkpoints(
@@ -208,7 +292,7 @@ def _plan_for_device(
 ) -> Plan:
     # A step of small blocks alone shows nothing on a CPU's counter; it keeps any budget.
     budget_bytes = parse_budget(budget, max(1, baseline.expected_bytes + resident_bytes))
-    target_bytes = int(budget_bytes / (1 + _UNSEEN_FRACTION)) - resident_bytes
+    target_bytes = _target_bytes(budget_bytes, resident_bytes)
 
     time_limit_s = request.time_limit_s or max(_LEAST_S, min(_MOST_S, _SECONDS_PER_OP * len(graph.ops)))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +40,10 @@ class TracedStep:
         """The same step in a copy of its function, whose tensors are found by name."""
         tensors = tuple(tensor_named(t.name) for t in self.tensors)
         graph = tensors[0].graph
-        operations = tuple(graph.get_operation_by_name(op.name) for op in self.operations)
+        operations = tuple(
+            tensor_named(op.outputs[0].name).op if op.outputs else graph.get_operation_by_name(op.name)
+            for op in self.operations
+        )
         return TracedStep(self.graph, operations, tensors)
 
 
@@ -71,6 +74,7 @@ def trace_func_graph(
     input_shapes: Mapping[str, Sequence[int]] | None = None,
     allocator: AllocatorModel = _EVERYTHING_COUNTS,
     outputs: Sequence[tf.Tensor] | None = None,
+    carried: Collection[str] = (),
 ) -> TracedStep:
     """The joint graph of a function that has been traced, or whose trace is about to end.
 
@@ -80,12 +84,13 @@ def trace_func_graph(
         input_shapes: real shapes of inputs traced with unknown dimensions, by tensor name.
         allocator: how the device counts; blocks missing from its statistics get size 0.
         outputs: what the function returns, where its trace has not ended yet; every operation then counts as needed.
+        carried: names of inputs of a loop's body that no caller keeps: their blocks may be freed, or written into.
 
     Raises:
         UnsupportedStep: where an input's shape is unknown.
     """
     sizes = sizes_with_loops(func_graph, input_shapes or {})
-    return _Tracer(func_graph, sizes, profile, allocator, outputs).run()
+    return _Tracer(func_graph, sizes, profile, allocator, outputs, carried).run()
 
 
 class _Tracer:
@@ -96,8 +101,10 @@ class _Tracer:
         profile: DeviceProfile,
         allocator: AllocatorModel,
         outputs: Sequence[tf.Tensor] | None,
+        carried: Collection[str] = (),
     ) -> None:
         self.func_graph = func_graph
+        self.carried = carried
         self.sizes = sizes
         self.profile = profile
         self.allocator = allocator
@@ -120,7 +127,7 @@ class _Tracer:
         all_operations = self.func_graph.get_operations()
         needed = operations_that_run(self.func_graph) if self.trace_has_ended else in_topological_order(all_operations)
         for op in needed:
-            if op.type in op_facts.RESIDENT:
+            if op.type in op_facts.RESIDENT and not any(t.name in self.carried for t in op.outputs):
                 self._add_resident(op)
             elif self._is_bypassed(op):
                 for source, output in zip(op.inputs, op.outputs, strict=True):
@@ -168,7 +175,7 @@ class _Tracer:
                 inputs=reads,
                 outputs=outputs,
                 time_s=self._time_s(op, outputs),
-                recomputable=not makes_output and op_facts.may_repeat(op),
+                recomputable=not makes_output and op.type not in op_facts.RESIDENT and op_facts.may_repeat(op),
                 workspace_bytes=self._workspace_bytes(op),
                 after=tuple(sorted(after)),
                 in_place=self._in_place(op, outputs),
@@ -269,6 +276,7 @@ class _Tracer:
             op.type in op_facts.VIEWS
             or op.type in op_facts.VIEW_LISTS
             or op.type in op_facts.METADATA
+            or op.type in op_facts.RESIDENT
             or not op.outputs
         ):
             return 0.0

@@ -23,6 +23,11 @@ class CompiledMemory:
     output_bytes: tuple[int, ...]
     temporary_bytes: tuple[int, ...]
 
+    def in_one_block(self, more: float) -> CompiledMemory:
+        """The memory where outputs, too, are temporary, as in the middle of a larger program that adds ``more``."""
+        together = sum(self.output_bytes) + sum(self.temporary_bytes)
+        return CompiledMemory((), (int(together * (1 + more)),))
+
 
 def program_memory(compiled: _private.CompiledProgram) -> CompiledMemory:
     """The buffers of a compiled program."""

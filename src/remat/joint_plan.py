@@ -1,0 +1,258 @@
+"""The joint plan: how many micro-batches, and what each of them recomputes, so that an update is cheapest.
+
+Recomputation repeats work; micro-batches repeat what every piece costs however small it is, and keep a smaller machine
+busy. Which is cheaper depends on the model, the machine and the budget. The seconds of a piece without recomputation
+are measured once, for a few sizes that fit; what recomputation adds is the plan's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from remat.budget import format_bytes
+from remat.errors import InfeasibleBudget
+from remat.plan import Plan
+
+# Predicted times closer than this are equal: fewer micro-batches are nearer to the full batch, dropout and all.
+_EQUAL = 0.02
+_SLOWER_SHOWN = 3  # Of the options that are slower than the best without any recomputation.
+
+
+class PieceTimes:
+    """Seconds of a micro-batch without recomputation, by its size.
+
+    Between measured sizes time grows linearly, below the smallest it stays in proportion to the fit, and beyond the
+    largest it grows by the slope of a least-squares line through all of them, which is never steeper than proportional.
+
+    Args:
+        measured: seconds by number of samples; not empty.
+    """
+
+    def __init__(self, measured: Mapping[int, float]) -> None:
+        self._sizes = sorted(measured)
+        self._seconds = [measured[size] for size in self._sizes]
+        largest, longest = self._sizes[-1], self._seconds[-1]
+        slope = longest / largest
+        if len(self._sizes) > 1:
+            mean_size = math.fsum(self._sizes) / len(self._sizes)
+            mean_s = math.fsum(self._seconds) / len(self._sizes)
+            spread = math.fsum((size - mean_size) ** 2 for size in self._sizes)
+            together = math.fsum(
+                (size - mean_size) * (s - mean_s) for size, s in zip(self._sizes, self._seconds, strict=True)
+            )
+            slope = min(slope, max(0.0, together / spread))
+        self._slope = slope
+
+    def __call__(self, size: int) -> float:
+        """Predicted seconds of a micro-batch of ``size`` samples."""
+        sizes, seconds = self._sizes, self._seconds
+        if size >= sizes[-1]:
+            return seconds[-1] + self._slope * (size - sizes[-1])
+        if size <= sizes[0]:
+            return max(seconds[0] * size / sizes[0], seconds[0] - self._slope * (sizes[0] - size))
+        above = next(n for n, known in enumerate(sizes) if known >= size)
+        share = (size - sizes[above - 1]) / (sizes[above] - sizes[above - 1])
+        return seconds[above - 1] + share * (seconds[above] - seconds[above - 1])
+
+
+@dataclass(frozen=True)
+class Option:
+    """One number of micro-batches.
+
+    Attributes:
+        micro_batches: how many.
+        size: samples of the largest.
+        plain_time_s: predicted seconds of an update's forward and backward passes, nothing recomputed.
+        plan: of one micro-batch within the budget; None where there is none, or none was made.
+        minimum_bytes: where no plan fits, the smallest budget that would do.
+        why_not: why none was made.
+    """
+
+    micro_batches: int
+    size: int
+    plain_time_s: float
+    plan: Plan | None = None
+    minimum_bytes: int | None = None
+    why_not: str = ""
+
+    @property
+    def time_s(self) -> float:
+        """Predicted seconds of an update's forward and backward passes, recomputation included."""
+        return self.plain_time_s * (1 + (self.plan.overhead if self.plan is not None else 0.0))
+
+
+@dataclass(frozen=True)
+class JointPlan:
+    """What was chosen, and from what.
+
+    Attributes:
+        chosen: the option in force.
+        options: all that were looked at, by rising number of micro-batches.
+        batch_size: samples of the batch.
+        budget_bytes: what the peak had to stay within.
+        reason: why the chosen one, in a sentence.
+        times_are_measured: False where there was no choice, or no micro-batch fits with nothing recomputed: times are
+            then the cost model's.
+    """
+
+    chosen: Option
+    options: tuple[Option, ...]
+    batch_size: int
+    budget_bytes: int
+    reason: str
+    times_are_measured: bool = True
+
+    @property
+    def micro_batches(self) -> int:
+        """The number of micro-batches that was chosen."""
+        return self.chosen.micro_batches
+
+    def __str__(self) -> str:
+        lines = [f"remat joint plan: batches of {self.batch_size} samples within {format_bytes(self.budget_bytes)}"]
+        whole_s = min(option.plain_time_s for option in self.options)
+        planned = max(n for n, option in enumerate(self.options) if option.plan is not None)
+        shown = planned + 1 + _SLOWER_SHOWN
+        if len(self.options) == shown + 1:
+            shown += 1
+        lines += [
+            f"{'*' if option is self.chosen else ' '} {option.micro_batches:>4} x {option.size:<6}"
+            f"{_described(option, whole_s)}"
+            for option in self.options[:shown]
+        ]
+        if rest := self.options[shown:]:
+            lines.append(
+                f"  {rest[0].micro_batches} to {rest[-1].micro_batches} micro-batches: not planned, {self._rest}"
+            )
+        if not self.times_are_measured:
+            lines.append(
+                "  times are the cost model's: no micro-batch without recomputation fits, so none was measured"
+            )
+        lines.append(f"  chosen: {self.reason}")
+        return "\n".join(lines)
+
+    @property
+    def _rest(self) -> str:
+        """Why the options behind those shown were not planned."""
+        return "slower still" if self.options[-1].why_not.endswith("recomputed") else "for the same reason"
+
+
+def _described(option: Option, least_s: float) -> str:
+    if option.minimum_bytes is not None:
+        return f"does not fit: the smallest budget is {format_bytes(option.minimum_bytes)}"
+    if option.plan is None:
+        return option.why_not
+    pieces = option.plain_time_s / least_s - 1 if least_s else 0.0
+    return (
+        f"{option.time_s:.3g} s an update, peak {format_bytes(option.plan.peak_bytes)}: recomputation "
+        f"{option.plan.overhead:+.1%}, size of the pieces {pieces:+.1%}"
+    )
+
+
+def counts_to_try(batch_size: int) -> Iterator[int]:
+    """1, 2, 3, 4, 6, 8, 12, ...: half an octave apart, as far as there are samples."""
+    yield 1
+    power = 2
+    while power <= batch_size:
+        yield power
+        if power + power // 2 <= batch_size:
+            yield power + power // 2
+        power *= 2
+
+
+def size_of_largest(batch_size: int, count: int) -> int:
+    """Samples of the largest of ``count`` micro-batches."""
+    return -(-batch_size // count)
+
+
+def choose(
+    batch_size: int,
+    budget_bytes: int,
+    plan_for: Callable[[int], Plan],
+    piece_time_s: Callable[[int], float],
+    *,
+    counts: Sequence[int],
+    coupled: Sequence[str] = (),
+    only_whole: str = "",
+    times_are_measured: bool = True,
+) -> JointPlan:
+    """The cheapest number of micro-batches with a plan that fits, by predicted time.
+
+    Where layers couple the samples of a batch, so that micro-batches are not exact, as few as fit. Options are planned
+    in the order of what they take without recomputation, until that alone takes longer than the best one.
+
+    Args:
+        batch_size: samples of a batch.
+        budget_bytes: what the peak has to stay within.
+        plan_for: the plan of one micro-batch, by their number; raises InfeasibleBudget.
+        piece_time_s: seconds of one micro-batch without recomputation, by its size.
+        counts: numbers of micro-batches to try.
+        coupled: names of what couples the samples of a batch.
+        only_whole: why micro-batches are out of the question; empty where they are not.
+        times_are_measured: is ``piece_time_s`` measured?
+
+    Raises:
+        InfeasibleBudget: where no option fits; ``minimum_bytes`` is the smallest budget among them.
+    """
+    waiting = [
+        Option(count, size_of_largest(batch_size, count), count * piece_time_s(size_of_largest(batch_size, count)))
+        for count in counts
+    ]
+    done: list[Option] = []
+    best: Option | None = None
+    failed: InfeasibleBudget | None = None
+    for option in sorted(waiting, key=lambda one: one.micro_batches if coupled else one.plain_time_s):
+        why_not = ""
+        if only_whole and option.micro_batches > 1:
+            why_not = f"not possible: {only_whole}"
+        elif option.micro_batches > 1 and any(o.minimum_bytes and o.micro_batches > option.micro_batches for o in done):
+            why_not = "not planned: more micro-batches do not fit"
+        elif best is not None and coupled:
+            why_not = "not planned: fewer micro-batches fit"
+        elif best is not None and option.plain_time_s >= best.time_s * (1 - _EQUAL):
+            why_not = f"not planned: {option.plain_time_s:.3g} s an update with nothing recomputed"
+        if why_not:
+            done.append(Option(option.micro_batches, option.size, option.plain_time_s, why_not=why_not))
+            continue
+        try:
+            planned = Option(option.micro_batches, option.size, option.plain_time_s, plan_for(option.micro_batches))
+        except InfeasibleBudget as error:
+            if failed is None or error.minimum_bytes < failed.minimum_bytes:
+                failed = error
+            minimum = error.minimum_bytes
+            done.append(Option(option.micro_batches, option.size, option.plain_time_s, minimum_bytes=minimum))
+            continue
+        done.append(planned)
+        if best is None or planned.time_s < best.time_s:
+            best = planned
+    if best is None:
+        assert failed is not None
+        raise failed
+    fits = [option for option in done if option.plan is not None]
+    chosen = min(
+        (option for option in fits if option.time_s <= best.time_s * (1 + _EQUAL)),
+        key=lambda option: option.micro_batches,
+    )
+    return JointPlan(
+        chosen,
+        tuple(sorted(done, key=lambda option: option.micro_batches)),
+        batch_size,
+        budget_bytes,
+        _reason(chosen, coupled, only_whole),
+        times_are_measured,
+    )
+
+
+def _reason(chosen: Option, coupled: Sequence[str], only_whole: str) -> str:
+    count = chosen.micro_batches
+    noun = "1 micro-batch" if count == 1 else f"{count} micro-batches"
+    if only_whole:
+        return f"{noun}, the only possibility"
+    if coupled and count == 1:
+        return f"{noun}: exact, where micro-batches would change what {', '.join(coupled)} do"
+    if coupled:
+        return f"{noun}, the fewest that fit: exact recomputation does not, and {', '.join(coupled)} see micro-batches"
+    if count == 1 and chosen.plan is not None and chosen.plan.overhead == 0:
+        return f"{noun}: the whole batch fits as it is"
+    return f"{noun}, the least predicted time"

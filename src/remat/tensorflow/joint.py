@@ -1,0 +1,211 @@
+"""Chooses the number of micro-batches: they are traced aside, planned for the budget, and timed once.
+
+Nothing of it trains: the functions traced here compute gradients and throw them away, and the variables that a layer
+writes while they are timed get their values back.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import tensorflow as tf
+
+from remat.budget import parse_budget
+from remat.errors import UnsupportedStep
+from remat.joint_plan import JointPlan, PieceTimes, choose, counts_to_try, size_of_largest
+from remat.plan import Plan
+from remat.tensorflow import _private
+from remat.tensorflow.device import current_device
+from remat.tensorflow.resident import carried_inputs
+from remat.tensorflow.rewrite import Candidate, Request
+
+# Called in the body of a loop over micro-batches, with the batch's tensors and the pieces cut from them.
+OnBody = Callable[[Sequence[tf.Tensor], Sequence[tf.Tensor]], None]
+
+Result = TypeVar("Result")
+
+TIMED_PIECES = 2
+_TIMED_SIZES = 3
+_REPEATS = 3
+
+
+@dataclass(frozen=True)
+class _Traced:
+    function: Any
+    body: _private.FuncGraph
+    leaves: list[tf.Tensor]
+    pieces: list[tf.Tensor]
+
+
+class Pieces:
+    """The gradients of micro-batches, to be planned and timed for any size of them.
+
+    Args:
+        run: computes two micro-batches of what it is given, calls back in the body of its loop, and returns what must
+            not be optimized away. AutoGraph does not see it.
+        leaves: the tensors of a batch.
+        shapes: of the largest batch, per leaf.
+        in_xla: will the step be compiled with XLA?
+
+    Raises:
+        UnsupportedStep: where the batch cannot be split, or the loss not be put together again.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[list[tf.Tensor], OnBody], Any],
+        leaves: Sequence[tf.Tensor],
+        shapes: Sequence[Sequence[int]],
+        in_xla: bool,
+    ) -> None:
+        self._run = run
+        self._leaves = list(leaves)
+        self._shapes = [tuple(shape) for shape in shapes]
+        self._in_xla = in_xla
+        self._known: dict[int, _Traced] = {}
+        self._candidates: dict[int, Candidate] = {}
+        # The compiler has to know sizes; elsewhere one trace serves them all.
+        self._traced(1)
+
+    def candidate(self, size: int) -> Candidate:
+        """The body of the loop over micro-batches of ``size`` samples."""
+        if size not in self._candidates:
+            traced = self._traced(size)
+            inside = {outer.name: inner.name for outer, inner in traced.body.captures if tf.is_symbolic_tensor(outer)}
+            known = {}
+            for leaf, piece, shape in zip(traced.leaves, traced.pieces, self._shapes, strict=True):
+                if leaf.name in inside:
+                    rows = TIMED_PIECES * size if self._in_xla else shape[0]
+                    known[inside[leaf.name]] = (rows, *shape[1:])
+                known[piece.name] = (size, *shape[1:])
+            self._candidates[size] = Candidate.of(traced.body, known, self._in_xla, carried_inputs(traced.body))
+        return self._candidates[size]
+
+    def time_s(self, size: int) -> float:
+        """Measured seconds of one micro-batch of ``size`` samples: the least of a few runs of two of them."""
+        function = self._traced(size).function
+        rows = tf.range(TIMED_PIECES * size)
+        batch = [tf.gather(leaf, rows % tf.maximum(1, tf.shape(leaf)[0])) for leaf in self._leaves]
+        with _unchanged(function.graph.variables):
+            _seconds(function, batch)
+            return min(_seconds(function, batch) for _ in range(_REPEATS)) / TIMED_PIECES
+
+    def _traced(self, size: int) -> _Traced:
+        key = size if self._in_xla else 0
+        if key not in self._known:
+            bodies: list[tuple[_private.FuncGraph, list[tf.Tensor], list[tf.Tensor]]] = []
+
+            def on_body(leaves: Sequence[tf.Tensor], pieces: Sequence[tf.Tensor]) -> None:
+                bodies.append((tf.compat.v1.get_default_graph(), list(leaves), list(pieces)))
+
+            rows = TIMED_PIECES * size if self._in_xla else None
+            specs = [tf.TensorSpec((rows, *leaf.shape[1:]), leaf.dtype) for leaf in self._leaves]
+
+            def run(*leaves: tf.Tensor) -> Any:
+                return self._run(list(leaves), on_body)
+
+            function = tf.function(run, jit_compile=self._in_xla, autograph=False).get_concrete_function(*specs)
+            self._known[key] = _Traced(function, *bodies[0])
+        return self._known[key]
+
+
+def joint_plan(
+    whole: Candidate,
+    pieces: Callable[[], Pieces],
+    batch_size: int,
+    request: Request,
+    coupled: Sequence[str] = (),
+) -> JointPlan:
+    """The cheapest number of micro-batches, and the plan of each.
+
+    Args:
+        whole: the step that takes the batch in one piece.
+        pieces: makes the micro-batches' computation; called where the batch does not fit as it is.
+        batch_size: samples of the largest batch.
+        request: the budget, a percentage being one of the whole step's plain peak, and how to plan.
+        coupled: names of what couples the samples of a batch, so that micro-batches change it.
+
+    Raises:
+        InfeasibleBudget: where no number of micro-batches fits.
+    """
+    assert request.budget is not None
+    budget = current_device().auto_budget_bytes() if request.budget == "auto" else request.budget
+    budget_bytes = parse_budget(budget, max(1, whole.plain_peak.expected_bytes))
+    only_whole = ""
+    cut: Pieces | None = None
+    counts = list(counts_to_try(batch_size))
+    if whole.fits_plainly(budget_bytes):
+        counts = [1]
+    else:
+        try:
+            cut = pieces()
+        except UnsupportedStep as error:
+            only_whole, counts = str(error), [1, 2]
+    times = None if cut is None else _piece_times(cut, batch_size, counts, budget_bytes)
+
+    def plan_for(count: int) -> Plan:
+        if count == 1 or cut is None:
+            return whole.plan(budget_bytes, request)
+        return cut.candidate(size_of_largest(batch_size, count)).plan(budget_bytes, request)
+
+    def predicted_s(size: int) -> float:
+        graph = whole.step.graph if cut is None or size == batch_size else cut.candidate(size).step.graph
+        return graph.time_s
+
+    return choose(
+        batch_size,
+        budget_bytes,
+        plan_for,
+        predicted_s if times is None else times,
+        counts=counts,
+        coupled=coupled,
+        only_whole=only_whole,
+        times_are_measured=times is not None,
+    )
+
+
+def _piece_times(cut: Pieces, batch_size: int, counts: Sequence[int], budget_bytes: int) -> PieceTimes | None:
+    """Measured for the largest micro-batches that fit with nothing recomputed; None where none does."""
+    several = counts[1:]
+    first = bisect.bisect_left(
+        several,
+        True,
+        key=lambda count: cut.candidate(size_of_largest(batch_size, count)).fits_plainly(budget_bytes),
+    )
+    if first == len(several):
+        return None
+    sizes = {max(1, size_of_largest(batch_size, several[first]) >> halved) for halved in range(_TIMED_SIZES)}
+    return PieceTimes({size: cut.time_s(size) for size in sizes})
+
+
+def outside(function: Callable[[], Result]) -> Result:
+    """What ``function`` returns where no function is being traced, eagerly, while one is.
+
+    In a thread of its own: ``tf.init_scope`` would keep tapes from recording.
+    """
+    with ThreadPoolExecutor(1) as threads:
+        return threads.submit(function).result()
+
+
+@contextlib.contextmanager
+def _unchanged(variables: Sequence[tf.Variable]) -> Iterator[None]:
+    """What the block writes to variables that are not trained is taken back."""
+    before = [(variable, variable.read_value()) for variable in variables if not variable.trainable]
+    try:
+        yield
+    finally:
+        for variable, value in before:
+            variable.assign(value)
+
+
+def _seconds(function: Any, batch: Sequence[tf.Tensor]) -> float:
+    started = time.perf_counter()
+    function(*batch)
+    tf.test.experimental.sync_devices()
+    return time.perf_counter() - started
