@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from remat.planners.improve import undrop
+from remat.planners.improve import undrop, without_idle_runs
 from remat.planners.problem import BoolArray, Problem
 from remat.planners.rematerialize import TooManyRuns, rematerialize
 from remat.planners.squeeze import squeeze
@@ -72,6 +72,13 @@ class Search:
         except TooManyRuns:
             return
         self.offer(undrop(self.problem, schedule, self.budget_bytes, deadline_s=self.deadline_s))
+
+    def offer_improved(self, schedule: Sequence[int]) -> int:
+        """Judge a schedule without the runs that the budget can spare. Returns its own peak in bytes."""
+        peak_bytes = self.offer(without_idle_runs(self.problem, schedule))
+        if peak_bytes <= self.budget_bytes:
+            self.offer(undrop(self.problem, schedule, self.budget_bytes, deadline_s=self.deadline_s))
+        return peak_bytes
 
     def result(self, fallbacks: Iterable[Sequence[int]]) -> tuple[int, ...]:
         """The best schedule, or the fallback with the smallest peak where none fits.
