@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 
 from remat.graph import Graph
-from remat.planners.block_menus import Option, block_menu
+from remat.planners.block_menus import Option, block_menu, squeezed, undominated
 from remat.planners.blocks import Block, find_blocks
 from remat.planners.problem import FloatArray, IntArray, Problem
 from remat.planners.registry import register
@@ -75,12 +75,12 @@ class BlockChain:
         self.problem = problem
         self.board = Board(problem, whole=False)
         self.blocks = find_blocks(self.board)
-        menus: dict[tuple[object, ...], list[Option]] = {}
-        self.menus: list[list[Option]] = []
-        for block in self.blocks:
-            if block.structure not in menus:
-                menus[block.structure] = block_menu(block.graph, block.turn)
-            self.menus.append(menus[block.structure])
+        self._squeezed: set[tuple[object, ...]] = set()
+        self._menus: dict[tuple[object, ...], list[Option]] = {}
+        self._structures = [block.structure for block in self.blocks]
+        for block, structure in zip(self.blocks, self._structures, strict=True):
+            if structure not in self._menus:
+                self._menus[structure] = block_menu(block.graph, block.turn)
         self._prepare()
 
     @classmethod
@@ -93,6 +93,7 @@ class BlockChain:
 
     def _prepare(self) -> None:
         size, count = self.problem.size, len(self.blocks)
+        self.menus = [self._menus[structure] for structure in self._structures]
         checkpoints: list[frozenset[int]] = [frozenset(), *(block.checkpoint for block in self.blocks)]
         # crossing[i][j]: bytes of checkpoint i beside checkpoint j, where checkpoint i stands behind block i - 1.
         self.crossing = [[sum(size[s] for s in a - b) for b in checkpoints] for a in checkpoints]
@@ -136,7 +137,22 @@ class BlockChain:
         return self.program(budget_bytes).schedule(_LEVELS)
 
     def smallest(self) -> tuple[int, ...] | None:
-        """The schedule with the smallest peak in the model."""
+        """The schedule with the smallest peak in the model, after the blocks that bind it were squeezed."""
+        if not self.blocks:
+            return None
+        while True:
+            needs = [
+                min(max(option.peak_bytes, 0) for option in menu) + block.fixed_backward_bytes
+                for block, menu in zip(self.blocks, self.menus, strict=True)
+            ]
+            tightest = max(range(len(needs)), key=needs.__getitem__)
+            structure, block = self._structures[tightest], self.blocks[tightest]
+            if structure in self._squeezed:
+                break
+            self._squeezed.add(structure)
+            menu = self._menus[structure]
+            self._menus[structure] = undominated([*menu, *squeezed(block.graph, block.turn, menu)])
+            self._prepare()
         budget_bytes = self.problem.plain.peak_bytes
         schedule = None
         for _ in range(3):

@@ -13,10 +13,16 @@ from remat.planners.improve import undrop
 from remat.planners.peak_greedy import cheapest_gap
 from remat.planners.problem import BoolArray, Problem
 from remat.planners.rematerialize import TooManyRuns, rematerialize
+from remat.planners.slots import Board, expand
+from remat.planners.walk import Walk
 from remat.simulator import simulate
 
-_LEVELS: Final = 10
-_PEAKS: Final = (1.0, 0.85, 0.7, 0.55, 0.45, 0.37, 0.3)
+_LEVELS: Final = 8
+_PEAKS: Final = (0.85, 0.7, 0.55, 0.45, 0.37, 0.3)
+_SHRINKS: Final = (0.93, 0.97)
+_WALK_STEPS: Final = 3000
+_HOT: Final = 1e-2
+_COLD: Final = 1e-4
 _MOST_RUNS_PER_OP: Final = 6
 
 
@@ -40,6 +46,11 @@ class Option:
     backward_bytes: int
     extra_s: float
 
+    @property
+    def peak_bytes(self) -> int:
+        """The peak of the whole block."""
+        return max(self.forward_bytes, self.backward_bytes)
+
 
 def block_menu(graph: Graph, turn: int) -> list[Option]:
     """The options of a block that no other beats in all of bytes stored, peaks and seconds.
@@ -57,13 +68,46 @@ def block_menu(graph: Graph, turn: int) -> list[Option]:
         schedule = _follow(problem, drop, None)
         if schedule is None:
             continue
-        first = option_of(graph, turn, schedule)
+        last = first = option_of(graph, turn, schedule)
         found.append(first)
-        for share in _PEAKS[1:]:
-            tight = _follow(problem, drop, int(share * first.backward_bytes))
-            if tight is not None:
-                found.append(option_of(graph, turn, tight))
-    return _undominated(found)
+        for share in _PEAKS:
+            target_bytes = int(share * first.backward_bytes)
+            if last.backward_bytes <= target_bytes:
+                continue
+            tight = _follow(problem, drop, target_bytes)
+            if tight is None:
+                break
+            last = option_of(graph, turn, tight)
+            found.append(last)
+            if last.backward_bytes > target_bytes:
+                break
+    return undominated(found)
+
+
+def squeezed(graph: Graph, turn: int, menu: Sequence[Option]) -> list[Option]:
+    """Options with smaller peaks than any of a menu, by walking on from the one with the smallest."""
+    problem = Problem.of(graph)
+    board = Board(problem, whole=False)
+    least = min(menu, key=lambda option: (option.peak_bytes, option.extra_s))
+    found: list[Option] = []
+    seed = 0
+    while least.peak_bytes > problem.largest_step_bytes:
+        for shrink in _SHRINKS:
+            budget_bytes = max(problem.largest_step_bytes, int(shrink * least.peak_bytes))
+            walk = Walk(board, least.schedule, budget_bytes, seed, first_fit=True)
+            walk.run(_WALK_STEPS, _HOT, _COLD, None)
+            seed += 1
+            if walk.best is not None:
+                break
+        if walk.best is None:
+            break
+        schedule = expand(board, walk.best)
+        better = option_of(graph, turn, undrop(problem, schedule, simulate(graph, schedule).peak_bytes))
+        if better.peak_bytes >= least.peak_bytes:
+            break
+        least = better
+        found.append(least)
+    return found
 
 
 def _follow(problem: Problem, drop: BoolArray, budget_bytes: int | None) -> tuple[int, ...] | None:
@@ -128,7 +172,8 @@ def option_of(graph: Graph, turn: int, schedule: Sequence[int]) -> Option:
     )
 
 
-def _undominated(options: Sequence[Option]) -> list[Option]:
+def undominated(options: Sequence[Option]) -> list[Option]:
+    """The options that no other beats in everything."""
     kept: list[Option] = []
     order = sorted(options, key=lambda o: (o.extra_s, o.stored_bytes, o.backward_bytes, o.forward_bytes))
     for option in order:

@@ -22,6 +22,7 @@ MOST_BLOCKS: Final = 56
 """Cuts beyond this number are merged away, the widest first."""
 
 _WORTH: Final = 0.6
+_LONG: Final = 0.1
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,6 +106,7 @@ class _Chain:
             if crossing[p] < crossing[before] and crossing[p] <= crossing[after]
             or crossing[p] == crossing[before] == crossing[after]
         ]
+        arriving = self._arriving(cuts)
         ends = [-1, *cuts, self.turn]
         while len(ends) > 2:
             # A cut pays where what crosses is little beside what the blocks around it store.
@@ -112,6 +114,7 @@ class _Chain:
             nearest = np.searchsorted(ends, self.made[forward])
             own = until[forward] > np.array(ends)[nearest]
             width = np.bincount(nearest[own], self.size[forward][own], len(ends))[1:-1]
+            width = np.maximum(width, [arriving[cut] for cut in ends[1:-1]])
             inside = np.diff(np.array([stored[max(e, 0)] if e >= 0 else 0 for e in ends], dtype=np.float64))
             worth = width / np.maximum(np.minimum(inside[:-1], inside[1:]), 1.0)
             worst = int(np.argmax(worth))
@@ -120,14 +123,25 @@ class _Chain:
             del ends[worst + 1]
         return ends[1:-1]
 
+    def _arriving(self, cuts: Sequence[int]) -> dict[int, float]:
+        """For each cut, bytes of gradients that wait where the backward part of the block before it begins."""
+        # What waits long passes by: gradients of skip connections, and of weights.
+        long = _LONG * (self.problem.count - self.turn)
+        wait = (self.made > self.turn) & (self.last - self.made < long)
+        change = np.zeros(self.problem.count + 2, dtype=np.int64)
+        np.add.at(change, self.made[wait] + 1, self.size[wait])
+        np.subtract.at(change, self.last[wait] + 1, self.size[wait])
+        waiting = np.cumsum(change)
+        return {cut: float(waiting[self._begin(cut)]) for cut in cuts}
+
+    def _begin(self, end: int) -> int:
+        """Where the backward part of a block begins: something inside it, or further up, is first read."""
+        inside = (self.made <= end) & (self.last_forward <= end) & self.may_drop & (self.first_backward >= 0)
+        return int(self.first_backward[inside].min()) if inside.any() else self.problem.count
+
     def blocks(self, cuts: Sequence[int]) -> list[Block]:
         ends = [*cuts, self.turn]
-        # The backward part of a block begins where something inside it, or further up, is first read.
-        begins: list[int] = []
-        for end in ends:
-            inside = (self.made <= end) & self.may_drop & (self.first_backward >= 0)
-            crosses = inside & (self.last_forward > end)
-            begins.append(int(min(self.first_backward[inside & ~crosses], default=self.problem.count)))
+        begins = [self._begin(end) for end in ends]
         begins[-1] = self.turn + 1
         for i in reversed(range(len(begins) - 1)):
             begins[i] = max(begins[i], begins[i + 1])
