@@ -99,11 +99,18 @@ class BlockChain:
         self.crossing = [[sum(size[s] for s in a - b) for b in checkpoints] for a in checkpoints]
         self.passing: list[_Run] = []
         self.storing: list[list[_Run]] = []
+        self.ending: list[list[_Run]] = []
         self.beside: list[list[int]] = []
+        self.held: list[list[int]] = []
+        self.stubborn: list[int] = []
         for block, menu in zip(self.blocks, self.menus, strict=True):
             self.passing.append(self._run(block, block.checkpoint))
             kept = [frozenset(block.storages[t] for t in option.stored) for option in menu]
             self.storing.append([self._run(block, block.checkpoint | k) for k in kept])
+            self.ending.append([self._run(block, k) for k in kept])
+            stubborn = [sum(size[s] for s in k & block.stubborn) for k in kept]
+            self.held.append([option.stored_bytes - bytes_ for option, bytes_ in zip(menu, stubborn, strict=True)])
+            self.stubborn.append(sum(size[s] for s in block.stubborn))
             made = {s for op in block.forward for s in self.board.makes[op]}
             self.beside.append([sum(size[s] for s in (block.checkpoint & made) - k) for k in kept])
         self.coming = [sum(b.graph.tensors[t].size_bytes for t in b.graph.ops[b.turn].outputs) for b in self.blocks]
@@ -112,7 +119,7 @@ class BlockChain:
     def _run(self, block: Block, wanted: frozenset[int]) -> _Run:
         """What makes storages of a block from what stands before it."""
         board, size = self.board, self.problem.size
-        made_by = {s: op for op in block.forward for s in board.makes[op]}
+        made_by = {s: op for op in block.forward if board.repeatable[op] for s in board.makes[op]}
         needed: set[int] = set()
         pending = [made_by[s] for s in wanted if s in made_by]
         while pending:
@@ -220,17 +227,20 @@ class _Program:
             held = option.stored_bytes + chain.beside[start][number]
             cost = option.extra_s + self._shifted(self.first_cost[start + 1], held, need)
             self._take(best, choice, cost, number)
-        need = 0
+        need = stubborn = 0
         for middle in range(start + 1, chain.count):
             passed = chain.blocks[middle - 1]
+            stubborn += chain.stubborn[middle - 1]
             need = max(
                 need,
                 chain.passing[middle - 1].peak_bytes
                 + passed.fixed_forward_bytes
+                + stubborn
                 + chain.crossing[middle - 1][start],
             )
-            later = self._shifted(self.first_cost[middle], chain.crossing[middle][start], need)
-            self._take(best, choice, later + self.again_cost[start, middle - 1], _SPLIT + middle)
+            later = self._shifted(self.first_cost[middle], chain.crossing[middle][start] + stubborn, need)
+            earlier = self._shifted(self.again_cost[start, middle - 1], stubborn, 0)
+            self._take(best, choice, later + earlier, _SPLIT + middle)
         self.first_cost[start], self.first_choice[start] = best, choice
 
     def _again(self, start: int, end: int) -> None:
@@ -239,16 +249,17 @@ class _Program:
         beside = chain.blocks[end].fixed_backward_bytes + chain.coming[end]
         best, choice = np.full(_LEVELS + 1, np.inf), np.full(_LEVELS + 1, _NONE, dtype=np.int64)
         for number, option in enumerate(chain.menus[start]):
-            need = option.backward_bytes + block.fixed_backward_bytes
-            run = chain.storing[start][number]
+            # What is made once only is held by whoever runs the block again.
+            once_bytes = option.stored_bytes - chain.held[start][number]
+            need = option.backward_bytes - once_bytes + block.fixed_backward_bytes
             if start == end:
+                run = chain.ending[start][number]
+                level = self._level(max(need, run.peak_bytes + beside if run.ops else 0))
                 cost = np.full(_LEVELS + 1, np.inf)
-                if option.stored:
-                    need = max(need, run.peak_bytes + beside)
-                level = self._level(need)
-                cost[level:] = option.extra_s + (run.time_s if option.stored else 0.0)
+                cost[level:] = option.extra_s + run.time_s
             else:
-                held = option.stored_bytes + chain.beside[start][number]
+                run = chain.storing[start][number]
+                held = chain.held[start][number] + chain.beside[start][number]
                 cost = self._shifted(self.again_cost[start + 1, end], held, max(need, run.peak_bytes + beside))
                 cost += option.extra_s + run.time_s
             self._take(best, choice, cost, number)
@@ -282,9 +293,11 @@ class _Program:
                 level -= self._level(option.stored_bytes + chain.beside[start][code])
                 start += 1
             else:
-                pending.append((1, start, code - _SPLIT - 1, level))
-                level -= self._level(chain.crossing[code - _SPLIT][start])
-                start = code - _SPLIT
+                middle = code - _SPLIT
+                stubborn = sum(chain.stubborn[start:middle])
+                pending.append((1, start, middle - 1, level - self._level(stubborn)))
+                level -= self._level(chain.crossing[middle][start] + stubborn)
+                start = middle
         for is_nested, start, number, level in reversed(pending):
             if is_nested:
                 self._follow_again(start, number, level, runs)
@@ -301,11 +314,9 @@ class _Program:
             self._follow_again(middle, end, level - self._level(chain.crossing[middle][start]), runs)
             self._follow_again(start, middle - 1, level, runs)
             return
-        option = chain.menus[start][code]
-        if start < end or option.stored:
-            runs.extend(chain.storing[start][code].ops)
+        runs.extend((chain.storing if start < end else chain.ending)[start][code].ops)
         if start < end:
-            held = option.stored_bytes + chain.beside[start][code]
+            held = chain.held[start][code] + chain.beside[start][code]
             self._follow_again(start + 1, end, level - self._level(held), runs)
         self._append_backward(start, code, runs)
 

@@ -23,6 +23,7 @@ MOST_BLOCKS: Final = 56
 
 _WORTH: Final = 0.6
 _LONG: Final = 0.1
+_GRAINS: Final = 2000
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,14 +31,16 @@ class Block:
     """One block of the chain.
 
     Attributes:
-        forward: its ops that may run again, in program order.
+        forward: its forward ops, in program order.
         backward: its backward ops, in program order.
         graph: both, with an op between them that stands for all later blocks; it makes what comes in from them.
         turn: the index of that op.
         ops: for each op of ``graph``, the op of the step; -1 for the one between.
         storages: for each tensor of ``graph``, the storage of the step.
-        checkpoint: storages that cross the cut behind the block and can be made again.
-        fixed_forward_bytes: the most that lies in memory beside the block while it runs forward, never to be dropped.
+        checkpoint: storages that cross the cut behind the block.
+        stubborn: storages of its forward part that are made once only and are needed to make others again, or backward.
+        fixed_forward_bytes: what lies in memory beside the block, never to be dropped, all the while it runs forward;
+            what comes and goes is part of the workspace of the graph's ops.
         fixed_backward_bytes: the same while it runs backward.
     """
 
@@ -48,6 +51,7 @@ class Block:
     ops: tuple[int, ...]
     storages: tuple[int, ...]
     checkpoint: frozenset[int]
+    stubborn: frozenset[int]
     fixed_forward_bytes: int
     fixed_backward_bytes: int
 
@@ -57,7 +61,10 @@ class Block:
         graph = self.graph
         local = {s: t for t, s in enumerate(self.storages)}
         return (
-            tuple((op.inputs, op.outputs, round(op.time_s, 12), op.recomputable, op.in_place) for op in graph.ops),
+            tuple(
+                (op.inputs, op.outputs, round(op.time_s, 12), op.recomputable, op.in_place, op.workspace_bytes)
+                for op in graph.ops
+            ),
             tuple(tensor.size_bytes for tensor in graph.tensors),
             graph.inputs,
             graph.outputs,
@@ -158,14 +165,16 @@ class _Chain:
     def _block(self, start: int, end: int, begin: int, stop: int) -> Block:
         """The block of forward ops from start to end and backward ops from begin up to stop."""
         board, problem = self.board, self.problem
-        forward = [
-            op for op in range(start, end + 1) if board.counts[op] and board.repeatable[op] and board.makes[op]
-        ]
+        forward = [op for op in range(start, end + 1) if board.counts[op]]
         backward = [op for op in range(begin, stop) if board.counts[op]]
         own = {s for op in (*forward, *backward) for s in board.makes[op]}
         touched = dict.fromkeys(s for op in (*forward, *backward) for s in (*board.reads[op], *board.makes[op]))
         coming = [s for s in touched if s not in own and problem.made_by[s] > end]
         pinned = [s for s in touched if s not in own and problem.made_by[s] <= end]
+        counted = own | set(coming)
+        forward_bytes, beside_forward = self._fixed(start, end + 1, counted)
+        backward_bytes, beside_backward = self._fixed(begin, stop, counted)
+        beside = beside_forward | beside_backward
         number = {s: t for t, s in enumerate(touched)}
         zero = set(pinned)
         tensors = tuple(Tensor(0 if s in zero else problem.size[s]) for s in touched)
@@ -181,7 +190,7 @@ class _Chain:
                 outputs=tuple(number[s] for s in board.makes[op]),
                 time_s=board.repeat_time_s[op],
                 recomputable=board.repeatable[op],
-                workspace_bytes=problem.graph.ops[op].workspace_bytes,
+                workspace_bytes=problem.graph.ops[op].workspace_bytes + beside[op],
                 in_place=tuple(pairs),
             )
 
@@ -189,8 +198,10 @@ class _Chain:
         ops = (*(local(op) for op in forward), between, *(local(op) for op in backward))
         outputs = tuple(sorted(number[s] for s in own if problem.uses[s][-1] >= stop))
         graph = Graph(ops, tensors, tuple(number[s] for s in pinned), outputs, free_order=False)
-        crosses = self.may_drop & (self.made <= end) & (self.last_forward > end)
-        counted = own | set(coming)
+        crosses = (self.made <= end) & (self.last_forward > end)
+        stubborn = [s for op in forward if not board.repeatable[op] for s in board.makes[op]]
+        again = {s for op in forward if board.repeatable[op] for s in board.reads[op]}
+        again |= {s for op in backward for s in board.reads[op]}
         return Block(
             tuple(forward),
             tuple(backward),
@@ -199,19 +210,26 @@ class _Chain:
             (*forward, -1, *backward),
             tuple(touched),
             frozenset(self.followed[k] for k in np.flatnonzero(crosses)),
-            self._fixed(start, end + 1, counted),
-            self._fixed(begin, stop, counted),
+            frozenset(stubborn) & again,
+            forward_bytes,
+            backward_bytes,
         )
 
-    def _fixed(self, start: int, stop: int, counted: set[int]) -> int:
-        """The most bytes beside a block: what must stay, and gradients that only pass by."""
+    def _fixed(self, start: int, stop: int, counted: set[int]) -> tuple[int, dict[int, int]]:
+        """The bytes that lie beside a block all the time, and for each of its ops how many more.
+
+        These are gradients that only pass by, and what is left out of the board.
+        """
         if start >= stop:
-            return 0
-        stays = ~self.may_drop | (self.made > self.turn)
+            return 0, {}
         beside = np.array([s not in counted for s in self.followed], dtype=np.bool_)
-        alive = stays & beside & (self.made < stop) & (self.last >= start)
+        alive = (self.made > self.turn) & beside & (self.made < stop) & (self.last >= start)
         change = np.zeros(stop - start + 1, dtype=np.int64)
         np.add.at(change, np.maximum(self.made[alive], start) - start, self.size[alive])
         np.subtract.at(change, np.minimum(self.last[alive], stop - 1) + 1 - start, self.size[alive])
-        base: IntArray = self.board.base_bytes[start:stop]
-        return int((np.cumsum(change)[:-1] + base).max())
+        ops = np.array([op for op in range(start, stop) if self.board.counts[op]], dtype=np.int64)
+        level = np.cumsum(change)[ops - start] + self.board.base_bytes[ops]
+        grain = max(1, self.problem.plain.peak_bytes // _GRAINS)
+        least = int(level.min())
+        more = -(-(level - least) // grain) * grain
+        return least, dict(zip(ops.tolist(), more.tolist(), strict=True))
