@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Final
 
 from remat.graph import Graph
+from remat.planners.block_chain import nest_blocks
 from remat.planners.dtr import evict
 from remat.planners.gap_lp import round_gap_lp
 from remat.planners.keep_milp import round_keep_milp
@@ -19,7 +20,7 @@ from remat.planners.simulated_annealing import anneal
 Strategy = Callable[[Search], None]
 """A method that offers schedules to a search, each after its own improvement pass, until the search has expired."""
 
-STRATEGIES: Final[tuple[Strategy, ...]] = (drop_greedily, evict, round_keep_milp, round_gap_lp, anneal)
+STRATEGIES: Final[tuple[Strategy, ...]] = (nest_blocks, drop_greedily, evict, round_keep_milp, round_gap_lp, anneal)
 """In the order of what they bring per second, since the time may end."""
 
 _SECONDS_PER_OP: Final = 4e-3

@@ -18,7 +18,8 @@ from remat.planners.search import Search, smallest_peak_schedules
 from remat.planners.slots import Board, expand
 
 _LEVELS: Final = 400
-_TIGHTENINGS: Final = 5
+_TRIES: Final = 5
+_CAUTION: Final = 0.997
 _SPLIT: Final = 1000
 _NONE: Final = -1
 
@@ -40,19 +41,24 @@ def block_chain(graph: Graph, budget_bytes: int, *, time_limit_s: float | None =
 
 
 def nest_blocks(search: Search) -> None:
-    """Offer the chain's schedules for a budget, and for slightly smaller ones where bytes were missed."""
+    """Offer the chain's schedules for a budget, and for those that make up for what the model counts wrongly."""
     chain = BlockChain.of(search.problem)
-    budget_bytes = search.budget_bytes
-    for _ in range(_TIGHTENINGS if chain.blocks else 0):
+    budget_bytes, largest_bytes = search.budget_bytes, search.problem.plain.peak_bytes
+    peaks: dict[tuple[int, ...], int] = {}
+    for _ in range(_TRIES if chain.blocks else 0):
         if search.expired:
             return
         schedule = chain.schedule(budget_bytes)
         if schedule is None:
+            chain.squeeze()
+            schedule = chain.schedule(budget_bytes)
+        if schedule is None:
             return
-        excess_bytes = search.offer_improved(schedule) - search.budget_bytes
-        if excess_bytes <= 0:
+        peak_bytes = peaks.get(schedule) or search.offer_improved(schedule)
+        if schedule in peaks and peak_bytes <= search.budget_bytes:
             return
-        budget_bytes -= int(1.05 * excess_bytes)
+        peaks[schedule] = peak_bytes
+        budget_bytes = min(largest_bytes, int(budget_bytes * search.budget_bytes / peak_bytes * _CAUTION))
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,13 +149,11 @@ class BlockChain:
         """The cheapest schedule of the model for a budget, None where there is none."""
         return self.program(budget_bytes).schedule(_LEVELS)
 
-    def smallest(self) -> tuple[int, ...] | None:
-        """The schedule with the smallest peak in the model, after the blocks that bind it were squeezed."""
-        if not self.blocks:
-            return None
-        while True:
+    def squeeze(self) -> None:
+        """Look for smaller peaks of the block that needs most memory, until it is another or none is found."""
+        while self.blocks:
             needs = [
-                min(max(option.peak_bytes, 0) for option in menu) + block.fixed_backward_bytes
+                min(option.peak_bytes for option in menu) + block.fixed_backward_bytes
                 for block, menu in zip(self.blocks, self.menus, strict=True)
             ]
             tightest = max(range(len(needs)), key=needs.__getitem__)
@@ -160,6 +164,10 @@ class BlockChain:
             menu = self._menus[structure]
             self._menus[structure] = undominated([*menu, *squeezed(block.graph, block.turn, menu)])
             self._prepare()
+
+    def smallest(self) -> tuple[int, ...] | None:
+        """The schedule with the smallest peak in the model, after the blocks that bind it were squeezed."""
+        self.squeeze()
         budget_bytes = self.problem.plain.peak_bytes
         schedule = None
         for _ in range(3):

@@ -75,7 +75,10 @@ class Block:
 def find_blocks(board: Board) -> list[Block]:
     """The chain of blocks of a step; empty where it does not fall into three or more."""
     chain = _Chain(board)
-    cuts = chain.cuts()
+    # Where gradients wait at every cut, as beside the skip connections of a U-Net, cuts are chosen without regard to them.
+    cuts = chain.cuts(with_gradients=True)
+    if len(cuts) < 2:
+        cuts = chain.cuts(with_gradients=False)
     return chain.blocks(cuts) if len(cuts) >= 2 else []
 
 
@@ -94,7 +97,7 @@ class _Chain:
         self.last_forward = np.array([max(u for u in row if u <= max(self.turn, row[0])) for row in uses], np.int64)
         self.first_backward = np.array([next((u for u in row[1:] if u > self.turn), -1) for row in uses], np.int64)
 
-    def cuts(self) -> list[int]:
+    def cuts(self, *, with_gradients: bool) -> list[int]:
         """The ops behind which to cut, rising; the last block ends at the turning point."""
         forward = self.made <= self.turn
         change = np.zeros(self.problem.count + 2, dtype=np.int64)
@@ -113,7 +116,7 @@ class _Chain:
             if crossing[p] < crossing[before] and crossing[p] <= crossing[after]
             or crossing[p] == crossing[before] == crossing[after]
         ]
-        arriving = self._arriving(cuts)
+        arriving = self._arriving(cuts) if with_gradients else dict.fromkeys(cuts, 0.0)
         ends = [-1, *cuts, self.turn]
         while len(ends) > 2:
             # A cut pays where what crosses is little beside what the blocks around it store.
