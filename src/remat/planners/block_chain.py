@@ -12,10 +12,10 @@ import numpy as np
 from remat.graph import Graph
 from remat.planners.block_menus import Option, block_menu, squeezed, undominated
 from remat.planners.blocks import Block, find_blocks
+from remat.planners.board import Board, expand
 from remat.planners.problem import FloatArray, IntArray, Problem
 from remat.planners.registry import register
 from remat.planners.search import Search, smallest_peak_schedules
-from remat.planners.slots import Board, expand
 
 _LEVELS: Final = 400
 _TRIES: Final = 5

@@ -9,11 +9,11 @@ from typing import Final
 import numpy as np
 
 from remat.graph import Graph
+from remat.planners.board import Board, expand
 from remat.planners.improve import undrop
 from remat.planners.peak_greedy import cheapest_gap
 from remat.planners.problem import BoolArray, Problem
 from remat.planners.rematerialize import TooManyRuns, rematerialize
-from remat.planners.slots import Board, expand
 from remat.planners.walk import Walk
 from remat.simulator import simulate
 

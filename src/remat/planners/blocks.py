@@ -15,12 +15,13 @@ from typing import Final
 import numpy as np
 
 from remat.graph import Graph, Op, Tensor
+from remat.planners.board import Board
 from remat.planners.problem import IntArray
-from remat.planners.slots import Board
 
 MOST_BLOCKS: Final = 56
 """Cuts beyond this number are merged away, the widest first."""
 
+_MOST_CUTS: Final = 600
 _WORTH: Final = 0.6
 _LONG: Final = 0.1
 _GRAINS: Final = 2000
@@ -75,11 +76,18 @@ class Block:
 def find_blocks(board: Board) -> list[Block]:
     """The chain of blocks of a step; empty where it does not fall into three or more."""
     chain = _Chain(board)
-    # Where gradients wait at every cut, as beside the skip connections of a U-Net, cuts are chosen without regard to them.
+    # Where gradients wait at every cut, as beside the skip connections of a U-Net, they do not count.
     cuts = chain.cuts(with_gradients=True)
     if len(cuts) < 2:
         cuts = chain.cuts(with_gradients=False)
     return chain.blocks(cuts) if len(cuts) >= 2 else []
+
+
+def _thinned(cuts: list[int], crossing: IntArray, most: int) -> list[int]:
+    """At most so many cuts, of each stretch the narrowest."""
+    if len(cuts) <= most:
+        return cuts
+    return [int(part[np.argmin(crossing[part])]) for part in np.array_split(np.array(cuts), most)]
 
 
 class _Chain:
@@ -113,9 +121,10 @@ class _Chain:
         cuts = [
             p
             for before, p, after in zip(places, places[1:], places[2:], strict=False)
-            if crossing[p] < crossing[before] and crossing[p] <= crossing[after]
+            if (crossing[p] < crossing[before] and crossing[p] <= crossing[after])
             or crossing[p] == crossing[before] == crossing[after]
         ]
+        cuts = _thinned(cuts, crossing, _MOST_CUTS)
         arriving = self._arriving(cuts) if with_gradients else dict.fromkeys(cuts, 0.0)
         ends = [-1, *cuts, self.turn]
         while len(ends) > 2:
@@ -185,9 +194,7 @@ class _Chain:
         def local(op: int) -> Op:
             lent = board.problem.graph.ops[op].in_place
             roots = problem.graph.roots
-            pairs = [
-                (number[roots[a]], number[b]) for a, b in lent if roots[a] in number and b in number and b in own
-            ]
+            pairs = [(number[roots[a]], number[b]) for a, b in lent if roots[a] in number and b in number and b in own]
             return Op(
                 inputs=tuple(number[s] for s in board.reads[op]),
                 outputs=tuple(number[s] for s in board.makes[op]),
