@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from remat import Graph, simulate, validate
+from remat.planners.board import Board, expand
 from remat.planners.problem import Problem
 from remat.planners.simulated_annealing import simulated_annealing
-from remat.planners.slots import Board, expand
 from remat.planners.walk import Walk
 from remat.schedule import keeps_program_order
 from remat.testing import chain, layered, random_graph

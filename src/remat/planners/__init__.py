@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from remat.planners import (
     auto,
+    block_chain,
     dtr,
     gap_lp,
     keep_milp,
@@ -21,6 +22,7 @@ __all__ = [
     "LowerBound",
     "Planner",
     "auto",
+    "block_chain",
     "dtr",
     "gap_lp",
     "get_planner",

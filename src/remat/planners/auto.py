@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Final
 
 from remat.graph import Graph
+from remat.planners.block_chain import BlockChain, nest_blocks
 from remat.planners.dtr import evict
 from remat.planners.gap_lp import round_gap_lp
 from remat.planners.keep_milp import round_keep_milp
@@ -19,16 +20,19 @@ from remat.planners.simulated_annealing import anneal
 Strategy = Callable[[Search], None]
 """A method that offers schedules to a search, each after its own improvement pass, until the search has expired."""
 
-STRATEGIES: Final[tuple[Strategy, ...]] = (drop_greedily, evict, round_keep_milp, round_gap_lp, anneal)
-"""In the order of what they bring per second, since the time may end."""
+CHAIN_STRATEGIES: Final[tuple[Strategy, ...]] = (nest_blocks, drop_greedily, evict, round_keep_milp, anneal)
+"""For a training step that falls into blocks, in the order of what they bring per second, since the time may end."""
 
-_SECONDS_PER_OP: Final = 4e-3
+STRATEGIES: Final[tuple[Strategy, ...]] = (drop_greedily, evict, round_keep_milp, round_gap_lp, anneal)
+"""For any other graph."""
+
+_SECONDS_PER_OP: Final = 1e-3
 _SECONDS_PER_FREE_OP: Final = 0.06
 _MOST_FREE_S: Final = 50.0
 # The rest is for the lower bound and the replays.
-_SHARE_FOR_SEARCH: Final = 0.92
+_SHARE_FOR_SEARCH: Final = 0.8
 _LEAST_S: Final = 2.0
-_MOST_S: Final = 10.0
+_MOST_S: Final = 20.0
 
 
 @register("auto")
@@ -42,7 +46,7 @@ def auto(graph: Graph, budget_bytes: int, *, time_limit_s: float | None = None) 
     Args:
         graph: the training step.
         budget_bytes: peak bytes of the step.
-        time_limit_s: seconds; None allows 4 ms per op, at least 2 s and at most 10 s; where the order is free, 60 ms
+        time_limit_s: seconds; None allows 1 ms per op, at least 2 s and at most 20 s; where the order is free, 60 ms
             per op and at most 50 s.
     """
     if time_limit_s is None:
@@ -53,7 +57,9 @@ def auto(graph: Graph, budget_bytes: int, *, time_limit_s: float | None = None) 
     search = Search(Problem.of(graph), budget_bytes, time.monotonic() + _SHARE_FOR_SEARCH * time_limit_s)
     search.offer(graph.plain_schedule)
     if search.best is None and budget_bytes >= search.problem.largest_step_bytes:
-        for strategy in STRATEGIES:
+        inner = search if graph.free_order else search.reduced()
+        strategies = CHAIN_STRATEGIES if BlockChain.of(inner.problem).blocks and inner is not search else STRATEGIES
+        for strategy in strategies:
             if not search.expired:
-                strategy(search)
+                strategy(inner)
     return search.result(smallest_peak_schedules(search.problem) if search.best is None else ())

@@ -17,6 +17,7 @@ _DEFLATIONS: Final = (0.99, 0.95, 0.9)
 _GAP: Final = 0.005
 _ROWS: Final = 250
 _MOST_S: Final = 2.5
+_SHARE: Final = 0.4
 
 
 @register("keep_milp")
@@ -41,7 +42,7 @@ def round_keep_milp(search: Search) -> None:
     pinned = search.problem.graph.pinned_bytes
     model = _KeepModel(search.problem)
     for deflation in _DEFLATIONS if model.forward else ():
-        left = _MOST_S if search.deadline_s is None else min(_MOST_S, search.deadline_s - time.monotonic())
+        left = _MOST_S if search.deadline_s is None else min(_MOST_S, _SHARE * (search.deadline_s - time.monotonic()))
         if left <= 0:
             return
         drop = model.drops(pinned + int(deflation * (search.budget_bytes - pinned)), left)

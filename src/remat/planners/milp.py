@@ -9,13 +9,13 @@ from typing import Final
 import numpy as np
 
 from remat.graph import Graph
+from remat.planners.board import Board, expand
 from remat.planners.highs import LinearModel, solve
 from remat.planners.peak_greedy import drop_greedily
 from remat.planners.problem import Problem
 from remat.planners.registry import register
 from remat.planners.rematerialize import last_demand
 from remat.planners.search import Search, smallest_peak_schedules
-from remat.planners.slots import Board, expand
 
 _MOST_OPS: Final = 400
 _MOST_OPS_UNLIMITED: Final = 50

@@ -61,13 +61,13 @@ def greedy_drops(problem: Problem, budget_bytes: int, deadline_s: float | None =
         if not len(candidates):
             settled[peak] = True
             continue
-        gap = _cheapest(problem, drop, candidates, cost)
+        gap = cheapest_gap(problem, drop, candidates, cost)
         open_[gap] = False
         drop[gap] = True
         load[start[gap] + 1 : end[gap]] -= size[gap]
 
 
-def _cheapest(problem: Problem, drop: BoolArray, candidates: IntArray, cost: FloatArray) -> int:
+def cheapest_gap(problem: Problem, drop: BoolArray, candidates: IntArray, cost: FloatArray) -> int:
     """The candidate with the least time per byte; ``cost`` is brought up to date for those that come first."""
     score = cost[candidates] / problem.gap_size[candidates]
     for _ in range(len(candidates)):

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from remat.planners.improve import undrop
+from remat.planners.condense import Condensed
+from remat.planners.improve import undrop, without_idle_runs
 from remat.planners.problem import BoolArray, Problem
 from remat.planners.rematerialize import TooManyRuns, rematerialize
 from remat.planners.squeeze import squeeze
@@ -19,6 +20,8 @@ _MOST_RUNS_PER_OP: Final = 4
 _BISECTIONS: Final = 8
 _MARGIN: Final = 1.05
 _MOST_TRIES: Final = 1000
+_OFFERS: Final = 3
+_MOST_MISSED: Final = 5e-3
 
 
 @dataclass
@@ -29,11 +32,14 @@ class Search:
         problem: the graph.
         budget_bytes: what a schedule must fit.
         deadline_s: ``time.monotonic()`` after which nothing new is started; None for none.
+        whole: the search over the whole step, where this one is over its reduced form: what is offered here must fit
+            there, and where it does not, this budget sinks by what it missed.
     """
 
     problem: Problem
     budget_bytes: int
     deadline_s: float | None = None
+    whole: Search | None = None
     best: tuple[int, ...] | None = None
     best_time_s: float = field(default=float("inf"))
 
@@ -42,12 +48,36 @@ class Search:
         """Is the time used up?"""
         return self.deadline_s is not None and time.monotonic() > self.deadline_s
 
+    def reduced(self) -> Search:
+        """A search over the reduced step, which offers what it finds to this one."""
+        return Search(Condensed.of(self.problem).problem, self.budget_bytes, self.deadline_s, self)
+
     def offer(self, schedule: Sequence[int]) -> int:
         """Judge a schedule; it becomes the best if it fits and costs less. Returns its peak in bytes."""
         timeline = simulate(self.problem.graph, schedule)
-        if timeline.peak_bytes <= self.budget_bytes and timeline.time_s < self.best_time_s:
-            self.best, self.best_time_s = tuple(schedule), timeline.time_s
-        return timeline.peak_bytes
+        peak_bytes = timeline.peak_bytes
+        if peak_bytes > self.budget_bytes or timeline.time_s >= self.best_time_s:
+            return peak_bytes
+        if self.whole is not None:
+            condensed = Condensed.of(self.whole.problem)
+            excess_bytes = self.whole.offer(condensed.expand(schedule)) - self.whole.budget_bytes
+            if excess_bytes > 0:
+                peak_bytes = self.budget_bytes + excess_bytes
+                if excess_bytes <= _MOST_MISSED * self.budget_bytes:
+                    self.budget_bytes -= excess_bytes
+                return peak_bytes
+        self.best, self.best_time_s = tuple(schedule), timeline.time_s
+        return peak_bytes
+
+    def offer_improved(self, schedule: Sequence[int]) -> int:
+        """Judge a schedule without the runs that the budget can spare. Returns its own peak in bytes."""
+        bare = without_idle_runs(self.problem, schedule)
+        peak_bytes = simulate(self.problem.graph, bare).peak_bytes
+        for _ in range(_OFFERS):
+            better = undrop(self.problem, bare, self.budget_bytes, deadline_s=self.deadline_s)
+            if self.offer(better) <= self.budget_bytes:
+                break
+        return peak_bytes
 
     def offer_decision(
         self,
@@ -71,7 +101,7 @@ class Search:
             )
         except TooManyRuns:
             return
-        self.offer(undrop(self.problem, schedule, self.budget_bytes, deadline_s=self.deadline_s))
+        self.offer_improved(schedule)
 
     def result(self, fallbacks: Iterable[Sequence[int]]) -> tuple[int, ...]:
         """The best schedule, or the fallback with the smallest peak where none fits.
@@ -95,7 +125,8 @@ def smallest_peak_schedules(problem: Problem) -> list[tuple[int, ...]]:
     """Schedules that aim at the smallest peak, whatever the budget; deterministic, and not bound by time.
 
     Eviction, with the budget bisected on a logarithmic scale between the largest op and the plain peak; then
-    once more just under the smallest peak reached. Complexity: at most a dozen replays, once for a problem.
+    once more just under the smallest peak reached; and nested recomputation where the step is a chain of blocks. All
+    in program order on the reduced step. Complexity: some twenty replays, once for a problem.
     """
     if problem not in _smallest_known:
         _smallest_known[problem] = _find_smallest_peak(problem)
@@ -106,8 +137,32 @@ _smallest_known: weakref.WeakKeyDictionary[Problem, list[tuple[int, ...]]] = wea
 
 
 def _find_smallest_peak(problem: Problem) -> list[tuple[int, ...]]:
-    pinned = problem.graph.pinned_bytes
+    from remat.planners.block_chain import BlockChain
+
+    condensed = Condensed.of(problem)
     found: dict[tuple[int, ...], int] = {}
+
+    def note(schedule: tuple[int, ...]) -> int:
+        whole = condensed.expand(without_idle_runs(condensed.problem, schedule))
+        found[whole] = simulate(problem.graph, whole).peak_bytes
+        return found[whole]
+
+    _evict_to_the_smallest(condensed.problem, problem.largest_step_bytes, note)
+    nested = BlockChain.of(condensed.problem).smallest()
+    if nested is not None:
+        note(nested)
+    smallest = min(found.values(), default=problem.plain.peak_bytes)
+    reached = next((s for s, peak in found.items() if peak == smallest), problem.graph.plain_schedule)
+    squeezed = squeeze(problem, reached)
+    smallest = simulate(problem.graph, squeezed).peak_bytes
+    candidates = [squeezed, *(schedule for schedule, peak in found.items() if peak == smallest)]
+    return [undrop(problem, schedule, smallest, most_tries=_MOST_TRIES) for schedule in dict.fromkeys(candidates)]
+
+
+def _evict_to_the_smallest(problem: Problem, least_bytes: int, note: Callable[[tuple[int, ...]], int]) -> None:
+    """Evict under budgets that close in on the smallest one that is kept; ``note`` judges what was found."""
+    pinned = problem.graph.pinned_bytes
+    peaks: list[int] = [problem.plain.peak_bytes]
 
     def attempt(budget_bytes: int, distance_power: float) -> int | None:
         try:
@@ -122,10 +177,10 @@ def _find_smallest_peak(problem: Problem) -> list[tuple[int, ...]]:
             )
         except TooManyRuns:
             return None
-        found[schedule] = simulate(problem.graph, schedule).peak_bytes
-        return found[schedule]
+        peaks.append(note(schedule))
+        return peaks[-1]
 
-    low = max(problem.largest_step_bytes - pinned, 1)
+    low = max(least_bytes - pinned, 1)
     high = max(problem.plain.peak_bytes - pinned, low)
     for _ in range(_BISECTIONS):
         middle = math.isqrt(low * high)
@@ -134,12 +189,5 @@ def _find_smallest_peak(problem: Problem) -> list[tuple[int, ...]]:
             high = middle
         else:
             low = middle
-    smallest = min(found.values(), default=problem.plain.peak_bytes)
     for factor in (1.0, 0.98):
-        attempt(pinned + int(factor * (smallest - pinned)), 1.0)
-    smallest = min(found.values(), default=problem.plain.peak_bytes)
-    reached = next((s for s, peak in found.items() if peak == smallest), problem.graph.plain_schedule)
-    squeezed = squeeze(problem, reached)
-    smallest = simulate(problem.graph, squeezed).peak_bytes
-    candidates = [squeezed, *(schedule for schedule, peak in found.items() if peak == smallest)]
-    return [undrop(problem, schedule, smallest, most_tries=_MOST_TRIES) for schedule in dict.fromkeys(candidates)]
+        attempt(pinned + int(factor * (min(peaks) - pinned)), 1.0)

@@ -7,11 +7,11 @@ import time
 from typing import Final
 
 from remat.graph import Graph
+from remat.planners.board import Board, expand
 from remat.planners.gap_model import build_gap_model, solve_gap_model
 from remat.planners.problem import Problem
 from remat.planners.registry import register
 from remat.planners.search import Search, smallest_peak_schedules
-from remat.planners.slots import Board, expand
 from remat.planners.walk import Walk
 
 _ROUNDS: Final = ((5.0, 0.5), (0.0, 0.4), (1.5, 0.5), (5.0, 0.5), (0.0, 0.5), (0.0, 1.0))

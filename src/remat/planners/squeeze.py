@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+from remat.planners.board import Board, expand
 from remat.planners.problem import Problem
-from remat.planners.slots import Board, expand
 from remat.planners.walk import Walk
 from remat.simulator import simulate
 

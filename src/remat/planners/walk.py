@@ -10,7 +10,8 @@ from typing import Final
 
 import numpy as np
 
-from remat.planners.slots import Board, Slots
+from remat.planners.board import Board
+from remat.planners.slots import Slots
 
 _TRIES: Final = 24
 _ADAPT_EVERY: Final = 100

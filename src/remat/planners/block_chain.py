@@ -1,0 +1,336 @@
+"""Nested recomputation over a chain of blocks, by dynamic programming over options for each block."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from remat.graph import Graph
+from remat.planners.block_menus import Option, block_menu, squeezed, undominated
+from remat.planners.blocks import Block, find_blocks
+from remat.planners.board import Board, expand
+from remat.planners.problem import FloatArray, IntArray, Problem
+from remat.planners.registry import register
+from remat.planners.search import Search, smallest_peak_schedules
+
+_LEVELS: Final = 400
+_TRIES: Final = 5
+_CAUTION: Final = 0.997
+_SPLIT: Final = 1000
+_NONE: Final = -1
+
+
+@register("block_chain")
+def block_chain(graph: Graph, budget_bytes: int, *, time_limit_s: float | None = None) -> tuple[int, ...]:
+    """For each block of the chain choose what it stores; recompute stretches of blocks from a checkpoint, nested.
+
+    The optimal persistent schedule of a chain (Beaumont et al. 2019, arXiv:1911.13214) with several options for each
+    block, as in Rockmate (Zhao et al. 2023, arXiv:2307.01236). Optimal within its model up to the rounding of bytes
+    to 400 levels, for the options known. Complexity: O(blocks^2 (blocks + options) levels) numpy work, and one menu
+    for each structure of block.
+    """
+    search = Search(Problem.of(graph), budget_bytes, time.monotonic() + (time_limit_s or 10.0))
+    search.offer(graph.plain_schedule)
+    if search.best is None and budget_bytes >= search.problem.largest_step_bytes:
+        nest_blocks(search)
+    return search.result(smallest_peak_schedules(search.problem) if search.best is None else ())
+
+
+def nest_blocks(search: Search) -> None:
+    """Offer the chain's schedules for a budget, and for those that make up for what the model counts wrongly."""
+    chain = BlockChain.of(search.problem)
+    budget_bytes, largest_bytes = search.budget_bytes, search.problem.plain.peak_bytes
+    peaks: dict[tuple[int, ...], int] = {}
+    for _ in range(_TRIES if chain.blocks else 0):
+        if search.expired:
+            return
+        schedule = chain.schedule(budget_bytes)
+        if schedule is None:
+            chain.squeeze()
+            schedule = chain.schedule(budget_bytes)
+        if schedule is None:
+            return
+        peak_bytes = peaks.get(schedule) or search.offer_improved(schedule)
+        if schedule in peaks and peak_bytes <= search.budget_bytes:
+            return
+        peaks[schedule] = peak_bytes
+        budget_bytes = min(largest_bytes, int(budget_bytes * search.budget_bytes / peak_bytes * _CAUTION))
+
+
+@dataclass(frozen=True, eq=False)
+class _Run:
+    """A forward run of a block: its ops, seconds and peak."""
+
+    ops: tuple[int, ...]
+    time_s: float
+    peak_bytes: int
+
+
+class BlockChain:
+    """The blocks of a step with their menus, and the dynamic programme over them.
+
+    Attributes:
+        blocks: in forward order; empty where the step is no chain of blocks.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.board = Board(problem, whole=False)
+        self.blocks = find_blocks(self.board)
+        self._squeezed: set[tuple[object, ...]] = set()
+        self._menus: dict[tuple[object, ...], list[Option]] = {}
+        self._structures = [block.structure for block in self.blocks]
+        for block, structure in zip(self.blocks, self._structures, strict=True):
+            if structure not in self._menus:
+                self._menus[structure] = block_menu(block.graph, block.turn)
+        self._prepare()
+
+    @classmethod
+    def of(cls, problem: Problem) -> BlockChain:
+        """The chain of a problem, kept with it."""
+        known: BlockChain | None = vars(problem).get("_block_chain")
+        if known is None:
+            known = vars(problem)["_block_chain"] = cls(problem)
+        return known
+
+    def _prepare(self) -> None:
+        size, count = self.problem.size, len(self.blocks)
+        self.menus = [self._menus[structure] for structure in self._structures]
+        checkpoints: list[frozenset[int]] = [frozenset(), *(block.checkpoint for block in self.blocks)]
+        # crossing[i][j]: bytes of checkpoint i beside checkpoint j, where checkpoint i stands behind block i - 1.
+        self.crossing = [[sum(size[s] for s in a - b) for b in checkpoints] for a in checkpoints]
+        self.passing: list[_Run] = []
+        self.storing: list[list[_Run]] = []
+        self.ending: list[list[_Run]] = []
+        self.beside: list[list[int]] = []
+        self.held: list[list[int]] = []
+        self.stubborn: list[int] = []
+        for block, menu in zip(self.blocks, self.menus, strict=True):
+            self.passing.append(self._run(block, block.checkpoint))
+            kept = [frozenset(block.storages[t] for t in option.stored) for option in menu]
+            self.storing.append([self._run(block, block.checkpoint | k) for k in kept])
+            self.ending.append([self._run(block, k) for k in kept])
+            stubborn = [sum(size[s] for s in k & block.stubborn) for k in kept]
+            self.held.append([option.stored_bytes - bytes_ for option, bytes_ in zip(menu, stubborn, strict=True)])
+            self.stubborn.append(sum(size[s] for s in block.stubborn))
+            made = {s for op in block.forward for s in self.board.makes[op]}
+            self.beside.append([sum(size[s] for s in (block.checkpoint & made) - k) for k in kept])
+        self.coming = [sum(b.graph.tensors[t].size_bytes for t in b.graph.ops[b.turn].outputs) for b in self.blocks]
+        self.count = count
+
+    def _run(self, block: Block, wanted: frozenset[int]) -> _Run:
+        """What makes storages of a block from what stands before it."""
+        board, size = self.board, self.problem.size
+        made_by = {s: op for op in block.forward if board.repeatable[op] for s in board.makes[op]}
+        needed: set[int] = set()
+        pending = [made_by[s] for s in wanted if s in made_by]
+        while pending:
+            op = pending.pop()
+            if op not in needed:
+                needed.add(op)
+                pending += [made_by[s] for s in board.reads[op] if s in made_by]
+        ops = tuple(op for op in block.forward if op in needed)
+        last = {s: i for i, op in enumerate(ops) for s in (*board.makes[op], *board.reads[op]) if s in made_by}
+        last |= {s: len(ops) for s in wanted if s in last}
+        change = np.zeros(len(ops) + 2, dtype=np.int64)
+        for i, op in enumerate(ops):
+            for s in board.makes[op]:
+                change[i] += size[s]
+                change[last[s] + 1] -= size[s]
+        workspace = [self.problem.graph.ops[op].workspace_bytes for op in ops]
+        peak = int((np.cumsum(change)[: len(ops)] + np.array(workspace, dtype=np.int64)).max()) if ops else 0
+        return _Run(ops, sum(board.repeat_time_s[op] for op in ops), peak)
+
+    def schedule(self, budget_bytes: int) -> tuple[int, ...] | None:
+        """The cheapest schedule of the model for a budget, None where there is none."""
+        return self.program(budget_bytes).schedule(_LEVELS)
+
+    def squeeze(self) -> None:
+        """Look for smaller peaks of the block that needs most memory, until it is another or none is found."""
+        while self.blocks:
+            needs = [
+                min(option.peak_bytes for option in menu) + block.fixed_backward_bytes
+                for block, menu in zip(self.blocks, self.menus, strict=True)
+            ]
+            tightest = max(range(len(needs)), key=needs.__getitem__)
+            structure, block = self._structures[tightest], self.blocks[tightest]
+            if structure in self._squeezed:
+                break
+            self._squeezed.add(structure)
+            menu = self._menus[structure]
+            self._menus[structure] = undominated([*menu, *squeezed(block.graph, block.turn, menu)])
+            self._prepare()
+
+    def smallest(self) -> tuple[int, ...] | None:
+        """The schedule with the smallest peak in the model, after the blocks that bind it were squeezed."""
+        self.squeeze()
+        budget_bytes = self.problem.plain.peak_bytes
+        schedule = None
+        for _ in range(3):
+            program = self.program(budget_bytes)
+            feasible = np.flatnonzero(np.isfinite(program.first_cost[0]))
+            if not len(feasible):
+                break
+            schedule = program.schedule(int(feasible[0]))
+            budget_bytes = int(1.3 * feasible[0] * program.unit)
+        return schedule
+
+    def program(self, budget_bytes: int) -> _Program:
+        """The dynamic programme for budgets up to this one."""
+        return _Program(self, budget_bytes)
+
+
+class _Program:
+    """Tables over memory levels.
+
+    ``first_cost[s]``: least extra seconds of the blocks from s on, forward for the first time and backward.
+    ``again_cost[s, t]``: the same for blocks s to t, run forward again from checkpoint s.
+    """
+
+    def __init__(self, chain: BlockChain, budget_bytes: int) -> None:
+        self.chain = chain
+        self.unit = max(budget_bytes, 1) / _LEVELS
+        count = chain.count
+        self.first_cost: list[FloatArray] = [np.zeros(0)] * (count + 1)
+        self.first_choice: list[IntArray] = [np.zeros(0, np.int64)] * (count + 1)
+        self.again_cost: dict[tuple[int, int], FloatArray] = {}
+        self.again_choice: dict[tuple[int, int], IntArray] = {}
+        for length in range(count - 1):
+            for start in range(count - length):
+                self._again(start, start + length)
+        self.first_cost[count] = np.zeros(_LEVELS + 1)
+        for start in reversed(range(count)):
+            self._first(start)
+
+    def _level(self, bytes_: int) -> int:
+        return min(_LEVELS + 1, max(0, round(bytes_ / self.unit)))
+
+    def _shifted(self, cost: FloatArray, bytes_: int, need_bytes: int) -> FloatArray:
+        """The cost with so many bytes less, infinite below the bytes that are needed in any case."""
+        shift, need = self._level(bytes_), self._level(need_bytes)
+        result = np.full(_LEVELS + 1, np.inf)
+        start = max(shift, need)
+        if start <= _LEVELS:
+            result[start:] = cost[start - shift : _LEVELS + 1 - shift]
+        return result
+
+    @staticmethod
+    def _take(best: FloatArray, choice: IntArray, other: FloatArray, code: int) -> None:
+        better = other < best
+        best[better] = other[better]
+        choice[better] = code
+
+    def _first(self, start: int) -> None:
+        chain = self.chain
+        block = chain.blocks[start]
+        best, choice = np.full(_LEVELS + 1, np.inf), np.full(_LEVELS + 1, _NONE, dtype=np.int64)
+        for number, option in enumerate(chain.menus[start]):
+            need = max(
+                option.forward_bytes + block.fixed_forward_bytes, option.backward_bytes + block.fixed_backward_bytes
+            )
+            held = option.stored_bytes + chain.beside[start][number]
+            cost = option.extra_s + self._shifted(self.first_cost[start + 1], held, need)
+            self._take(best, choice, cost, number)
+        need = stubborn = 0
+        for middle in range(start + 1, chain.count):
+            passed = chain.blocks[middle - 1]
+            stubborn += chain.stubborn[middle - 1]
+            need = max(
+                need,
+                chain.passing[middle - 1].peak_bytes
+                + passed.fixed_forward_bytes
+                + stubborn
+                + chain.crossing[middle - 1][start],
+            )
+            later = self._shifted(self.first_cost[middle], chain.crossing[middle][start] + stubborn, need)
+            earlier = self._shifted(self.again_cost[start, middle - 1], stubborn, 0)
+            self._take(best, choice, later + earlier, _SPLIT + middle)
+        self.first_cost[start], self.first_choice[start] = best, choice
+
+    def _again(self, start: int, end: int) -> None:
+        chain = self.chain
+        block = chain.blocks[start]
+        beside = chain.blocks[end].fixed_backward_bytes + chain.coming[end]
+        best, choice = np.full(_LEVELS + 1, np.inf), np.full(_LEVELS + 1, _NONE, dtype=np.int64)
+        for number, option in enumerate(chain.menus[start]):
+            # What is made once only is held by whoever runs the block again.
+            once_bytes = option.stored_bytes - chain.held[start][number]
+            need = option.backward_bytes - once_bytes + block.fixed_backward_bytes
+            if start == end:
+                run = chain.ending[start][number]
+                level = self._level(max(need, run.peak_bytes + beside if run.ops else 0))
+                cost = np.full(_LEVELS + 1, np.inf)
+                cost[level:] = option.extra_s + run.time_s
+            else:
+                run = chain.storing[start][number]
+                held = chain.held[start][number] + chain.beside[start][number]
+                cost = self._shifted(self.again_cost[start + 1, end], held, max(need, run.peak_bytes + beside))
+                cost += option.extra_s + run.time_s
+            self._take(best, choice, cost, number)
+        need, time_s = 0, 0.0
+        for middle in range(start + 1, end + 1):
+            run = chain.passing[middle - 1]
+            need = max(need, run.peak_bytes + beside + chain.crossing[middle - 1][start])
+            time_s += run.time_s
+            later = self._shifted(self.again_cost[middle, end], chain.crossing[middle][start], need)
+            self._take(best, choice, later + self.again_cost[start, middle - 1] + time_s, _SPLIT + middle)
+        self.again_cost[start, end], self.again_choice[start, end] = best, choice
+
+    def schedule(self, level: int) -> tuple[int, ...] | None:
+        """The schedule of least cost within a number of levels."""
+        chain = self.chain
+        if not chain.count or not np.isfinite(self.first_cost[0][level]):
+            return None
+        forward = [op for op in range(chain.blocks[-1].backward[0]) if chain.board.counts[op]]
+        runs: list[int] = []
+        self._follow_first(level, runs)
+        return expand(chain.board, [*forward, *runs])
+
+    def _follow_first(self, level: int, runs: list[int]) -> None:
+        """Append the backward runs, last block first."""
+        chain, start, pending = self.chain, 0, list[tuple[int, int, int, int]]()
+        while start < chain.count:
+            code = int(self.first_choice[start][level])
+            if code < _SPLIT:
+                pending.append((0, start, code, 0))
+                option = chain.menus[start][code]
+                level -= self._level(option.stored_bytes + chain.beside[start][code])
+                start += 1
+            else:
+                middle = code - _SPLIT
+                stubborn = sum(chain.stubborn[start:middle])
+                pending.append((1, start, middle - 1, level - self._level(stubborn)))
+                level -= self._level(chain.crossing[middle][start] + stubborn)
+                start = middle
+        for is_nested, start, number, level in reversed(pending):
+            if is_nested:
+                self._follow_again(start, number, level, runs)
+            else:
+                self._append_backward(start, number, runs)
+
+    def _follow_again(self, start: int, end: int, level: int, runs: list[int]) -> None:
+        chain = self.chain
+        code = int(self.again_choice[start, end][level])
+        if code >= _SPLIT:
+            middle = code - _SPLIT
+            for number in range(start, middle):
+                runs.extend(chain.passing[number].ops)
+            self._follow_again(middle, end, level - self._level(chain.crossing[middle][start]), runs)
+            self._follow_again(start, middle - 1, level, runs)
+            return
+        runs.extend((chain.storing if start < end else chain.ending)[start][code].ops)
+        if start < end:
+            held = chain.held[start][code] + chain.beside[start][code]
+            self._follow_again(start + 1, end, level - self._level(held), runs)
+        self._append_backward(start, code, runs)
+
+    def _append_backward(self, number: int, code: int, runs: list[int]) -> None:
+        chain = self.chain
+        block = chain.blocks[number]
+        schedule: Sequence[int] = chain.menus[number][code].schedule
+        at = schedule.index(block.turn)
+        runs.extend(block.ops[op] for op in schedule[at + 1 :])

@@ -1,0 +1,127 @@
+"""Blocks, what each can do, and nested recomputation over a chain of them."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from remat import Graph, Op, Tensor, simulate, validate
+from remat.planners import get_planner
+from remat.planners.block_chain import BlockChain
+from remat.planners.block_menus import block_menu, option_of, squeezed
+from remat.planners.blocks import find_blocks
+from remat.planners.board import Board
+from remat.planners.condense import Condensed
+from remat.planners.problem import Problem
+from remat.planners.rematerialize import rematerialize
+from remat.testing import chain, random_graph
+
+
+def residual_step(blocks: int, width: int = 3, *, draws: bool = False) -> Graph:
+    """Blocks of ``width`` ops with a sum around them, then the backward ops in reverse; some blocks draw a mask."""
+    tensors, ops = [Tensor(0, "batch"), Tensor(10, "stem")], [Op("stem", "Conv", (0,), (1,), 1.0)]
+    tape: list[tuple[str, list[int]]] = []
+
+    def add(kind: str, inputs: tuple[int, ...], *, size: int = 10, recomputable: bool = True) -> int:
+        tensors.append(Tensor(size))
+        ops.append(Op(f"{kind}{len(ops)}", kind, inputs, (len(tensors) - 1,), 1.0, recomputable))
+        return len(tensors) - 1
+
+    x = 1
+    for block in range(blocks):
+        inner = [x]
+        for _ in range(width):
+            inner.append(add("Conv", (inner[-1],), size=20))
+        if draws and block % 2:
+            mask = add("Draw", (inner[-1],), recomputable=False)
+            inner.append(add("Mul", (inner[-1], mask), size=20))
+        tape.append(("block", inner))
+        x = add("Add", (x, inner[-1]))
+    gradient = add("Loss", (x,))
+    for _, inner in reversed(tape):
+        inside = gradient
+        for value in reversed(inner[:-1]):
+            inside = add("ConvGrad", (inside, value), size=20)
+        gradient = add("Sum", (gradient, inside))
+    return Graph(tuple(ops), tuple(tensors), (0,), (gradient,), free_order=False)
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_blocks_take_every_op_once_and_repeat_their_structure(draws: bool) -> None:
+    graph = residual_step(12, draws=draws)
+    blocks = find_blocks(Board(Problem.of(graph), whole=False))
+    assert len(blocks) >= 10
+    assert len({block.structure for block in blocks}) <= (6 if draws else 4)
+    forward = [op for block in blocks for op in block.forward]
+    backward = [op for block in reversed(blocks) for op in block.backward]
+    assert [*forward, *backward] == sorted({*forward, *backward}) == list(range(len(graph.ops)))
+
+
+def test_options_are_what_the_simulator_says() -> None:
+    graph = residual_step(6)
+    for block in find_blocks(Board(Problem.of(graph), whole=False)):
+        menu = block_menu(block.graph, block.turn)
+        for option in menu:
+            timeline = simulate(block.graph, option.schedule)
+            assert validate(block.graph, option.schedule) == option.peak_bytes == timeline.peak_bytes
+            assert option.extra_s == pytest.approx(timeline.time_s - block.graph.time_s)
+        assert menu[0].extra_s == 0.0
+        least = min(option.peak_bytes for option in menu)
+        assert all(option.peak_bytes < least for option in squeezed(block.graph, block.turn, menu))
+
+
+def test_what_is_stored_is_what_the_backward_part_takes_from_before() -> None:
+    #      made, kept | turn brings a gradient | the reader of what was kept, and of what is made again
+    ops = (Op(outputs=(0,)), Op(inputs=(0,), outputs=(1,)), Op(outputs=(2,)), Op(inputs=(1, 2), outputs=(3,)))
+    graph = Graph(ops, tuple(Tensor(size) for size in (4, 8, 2, 1)), (), (3,), free_order=False)
+    assert option_of(graph, 2, (0, 1, 2, 3)).stored == {1}
+    again = option_of(graph, 2, (0, 1, 2, 1, 3))
+    assert again.stored == {0}
+    assert (again.stored_bytes, again.forward_bytes, again.backward_bytes) == (4, 12, 14)
+
+
+@pytest.mark.parametrize("draws", [False, True])
+@pytest.mark.parametrize("share", [0.5, 0.3])
+def test_a_chain_of_blocks_is_planned_within_its_budget(share: float, draws: bool) -> None:
+    graph = residual_step(30, draws=draws)
+    budget_bytes = int(share * simulate(graph, graph.plain_schedule).peak_bytes)
+    schedule = get_planner("block_chain")(graph, budget_bytes)
+    assert validate(graph, schedule) <= budget_bytes
+    assert simulate(graph, schedule).time_s < 1.45 * graph.time_s
+
+
+def test_the_model_counts_its_own_schedule_right() -> None:
+    """Where nothing is left to repair, the cost of the dynamic programme is that of the schedule."""
+    graph = residual_step(16)
+    chained = BlockChain.of(Condensed.of(Problem.of(graph)).problem)
+    plain_bytes = simulate(graph, graph.plain_schedule).peak_bytes
+    for share in (0.6, 0.4):
+        program = chained.program(int(share * plain_bytes))
+        schedule = program.schedule(400)
+        assert schedule is not None
+        timeline = simulate(chained.problem.graph, schedule)
+        assert timeline.time_s - graph.time_s == pytest.approx(float(program.first_cost[0][400]), rel=0.1)
+        assert timeline.peak_bytes <= 1.1 * share * plain_bytes
+
+
+def test_nesting_needs_less_than_one_level_of_checkpoints() -> None:
+    graph = chain(400, free_order=False)
+    schedule = get_planner("block_chain")(graph, 26)
+    assert validate(graph, schedule) <= 26
+    # The square root of 2 * 400 is 28: one extra forward pass does not suffice.
+    assert graph.time_s + 400 < simulate(graph, schedule).time_s <= graph.time_s + 1400
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_condensed_step_expands_to_legal_schedules(seed: int) -> None:
+    rng = random.Random(seed)
+    graph = random_graph(rng, rng.randint(5, 45), free_order=False)
+    condensed = Condensed.of(Problem.of(graph))
+    problem = condensed.problem
+    drop = problem.no_drops()
+    for gap in range(len(drop)):
+        drop[gap] ^= rng.random() < 0.4
+    schedule = rematerialize(problem, drop, max_runs=10**5)
+    validate(graph, condensed.expand(schedule))
+    assert validate(graph, condensed.expand(problem.graph.plain_schedule)) >= 0
