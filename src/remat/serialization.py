@@ -108,6 +108,7 @@ def _tensor_from(reader: JsonReader) -> Tensor:
         shape=reader.integers("shape") if reader.has("shape") else None,
         dtype=reader.text("dtype") if reader.has("dtype") else None,
         alias_of=reader.integer("alias_of") if reader.has("alias_of") else None,
+        role=reader.text("role", ""),
     )
 
 
@@ -122,6 +123,9 @@ def _op_from(reader: JsonReader) -> Op:
         workspace_bytes=reader.integer("workspace_bytes", 0),
         after=reader.integers("after", []),
         in_place=reader.pairs("in_place"),
+        phase=reader.text("phase", ""),
+        layer=reader.text("layer", ""),
+        source=reader.text("source", ""),
     )
 
 

@@ -69,3 +69,14 @@ def names_devices() -> bool:
 def is_traced(value: Any) -> bool:
     """Does a value stand for an array of a function that is being traced?"""
     return isinstance(value, jax.core.Tracer)
+
+
+def scopes_of(eqn: JaxprEqn) -> str:
+    """The named scopes and transformations that an equation was traced under: "transpose(jvp(Model))/Dense_0"."""
+    return str(eqn.source_info.name_stack)
+
+
+def source_of(eqn: JaxprEqn) -> tuple[str, int, str] | None:
+    """File, line and function of the user's code that an equation comes from, None where JAX made it by itself."""
+    frame = source_info_util.user_frame(eqn.source_info.traceback)
+    return None if frame is None else (frame.file_name, frame.start_line, frame.function_name)

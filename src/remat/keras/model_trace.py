@@ -10,7 +10,9 @@ import tensorflow as tf
 from remat.cost_model import get_profile
 from remat.errors import UnsupportedStep
 from remat.graph import Graph
-from remat.tensorflow.trace import trace_func_graph
+from remat.keras import _private
+from remat.tensorflow.labels import label_step, variable_roles
+from remat.tensorflow.trace import TracedStep, trace_func_graph
 
 
 def trace_model(
@@ -50,7 +52,18 @@ def trace_model(
         model.optimizer.build(model.trainable_variables)
     model._symbolic_build(data_batch=tf.nest.map_structure(_symbolic, data))
     step = tf.function(lambda x, y: model.train_step((x, y)), autograph=False).get_concrete_function(*data)
-    return trace_func_graph(step.graph, profile=profile).graph
+    return label_model(trace_func_graph(step.graph, profile=profile), model)
+
+
+def label_model(step: TracedStep, model: keras.Model) -> Graph:
+    """The graph of a model's traced step, with the names of its layers and the roles of its variables."""
+    layers = [layer.name for layer in _private.all_layers(model)] + ["compile_loss"]
+    roles = variable_roles((v.value for v in model.variables), "state")
+    roles |= variable_roles((v.value for v in model.weights), "parameter")
+    if model.optimizer is not None:
+        layers.append(model.optimizer.name)
+        roles |= variable_roles((v.value for v in model.optimizer.variables), "optimizer_state")
+    return label_step(step, layers=layers, roles=roles)
 
 
 def _default_loss(model: keras.Model) -> Any:
