@@ -17,6 +17,7 @@ from remat.graph import Graph
 from remat.keras._private import unbuilt_parts
 from remat.keras.layer_outputs import LayerOutputs
 from remat.keras.micro_batch_step import MicroBatchedStep
+from remat.keras.model_trace import label_model
 from remat.plan import Plan
 from remat.tensorflow import _private
 from remat.tensorflow.micro_batches import largest_size
@@ -69,7 +70,7 @@ class TensorFlowLimit:
     @property
     def graph(self) -> Graph | None:
         """The step that the plan is for, None before the first training step."""
-        return self._rewritten.step.graph if self._rewritten is not None else None
+        return label_model(self._rewritten.step, self._required_model()) if self._rewritten is not None else None
 
     @property
     def rewritten(self) -> Rewritten | None:
@@ -127,7 +128,7 @@ class TensorFlowLimit:
                 # The function may not be traced again for a larger batch, so its plan must be made again.
                 self._make_train_function(force=True)
             self._shapes = largest
-            _build(model, batches[0])
+            build(model, batches[0])
         if not is_dataset:
             return self._run(iter(batches))
         again = _same_type_of_iterator(batches, iterator.element_spec)
@@ -229,7 +230,7 @@ def _largest(batches: Iterable[Any]) -> _Shapes:
     return [tuple(max(sizes) for sizes in zip(*shapes, strict=True)) for shapes in zip(*per_batch, strict=True)]
 
 
-def _build(model: keras.Model, batch: Any) -> None:
+def build(model: keras.Model, batch: Any) -> None:
     """Make every variable now.
 
     What is created while a function is traced is allocated in the middle of its first step, where no plan can
