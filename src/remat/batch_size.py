@@ -14,6 +14,8 @@ from remat.schedule import Schedule
 from remat.simulator import simulate
 
 _MOST_CORRECTIONS = 8
+# By how much the next batch that is tried exceeds the last that worked: far first, since each try traces and plans.
+_GROWTH = (2.0, 1.4, 1.1)
 
 
 @dataclass(frozen=True)
@@ -51,9 +53,9 @@ def largest_batches(
     """Find the largest batch whose training step fits a budget, plain and planned.
 
     The step is traced at two batch sizes. Sizes of tensors are affine in the batch, so the bytes of every moment of a
-    schedule are, too, and the largest batch follows without a search; what is found is traced and replayed again, and
-    corrected where rounding made a difference. The planned batch is that of the schedule with the smallest peak that the
-    planner finds, so it is one that works, not a proven maximum.
+    schedule are, too, and the largest batch of a schedule follows without a search. For the planned step this is repeated
+    with the schedules that the planner finds at larger and larger batches, until it finds none. What comes out is traced
+    and replayed: it is a batch that works, and for the planned step not a proven maximum.
 
     Args:
         trace: the training step at a batch size.
@@ -74,18 +76,21 @@ def largest_batches(
             known[samples] = trace(samples)
         return known[samples]
 
-    plain = _largest(traced, graphs, graphs[0].plain_schedule, batch_size, budget_bytes)
-    smallest = _schedule_of_smallest_peak(graphs[1], planner, time_limit_s)
-    planned = _largest(traced, graphs, smallest, batch_size, budget_bytes)
-    if planned.batch_size > 2 * batch_size:
-        # Weights matter less at a larger batch, and the schedule with the smallest peak may be another one.
-        again = _schedule_of_smallest_peak(traced(planned.batch_size), planner, time_limit_s)
-        planned = max(
-            planned, _largest(traced, graphs, again, batch_size, budget_bytes), key=lambda found: found.batch_size
-        )
-    if plain.batch_size >= planned.batch_size:
-        planned = plain
+    plain = planned = _largest(traced, graphs, graphs[0].plain_schedule, batch_size, budget_bytes)
+    for growth in _GROWTH:
+        while schedule := _within(traced(max(1, int(planned.batch_size * growth))), budget_bytes, planner, time_limit_s):
+            found = _largest(traced, graphs, schedule, batch_size, budget_bytes)
+            if found.batch_size <= planned.batch_size:
+                break
+            planned = found
     return LargestBatches(budget_bytes, plain, planned)
+
+
+def _within(graph: Graph, budget_bytes: int, planner: str, time_limit_s: float | None) -> Schedule | None:
+    try:
+        return plan(graph, budget_bytes, planner, time_limit_s).schedule
+    except InfeasibleBudget:
+        return None
 
 
 def _check_same_structure(small: Graph, large: Graph, batch_size: int) -> None:
@@ -98,13 +103,6 @@ def _check_same_structure(small: Graph, large: Graph, batch_size: int) -> None:
             f"the step has other operations at batch size {batch_size} ({len(small.ops)} ops) than at {2 * batch_size} "
             f"({len(large.ops)}), so its largest batch cannot be told; plan it at the batch sizes of interest"
         )
-
-
-def _schedule_of_smallest_peak(graph: Graph, planner: str, time_limit_s: float | None) -> Schedule:
-    try:
-        return plan(graph, 1, planner, time_limit_s).schedule
-    except InfeasibleBudget as error:
-        return plan(graph, error.minimum_bytes, planner, time_limit_s).schedule
 
 
 def _largest(

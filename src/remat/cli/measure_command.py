@@ -92,26 +92,32 @@ def job(request: dict[str, Any], doing: str) -> tuple[dict[str, Any], Plan | Non
 def _table(
     source: Source, plain: dict[str, Any], planned: dict[str, Any], plan: Plan, calibration: dict[str, Any] | None
 ) -> Table:
-    table = Table(title=f"Measured: {source.name}", title_justify="left", title_style="bold")
-    table.add_column("Step", no_wrap=True)
-    for heading in ("Predicted peak", "Measured peak", "Off by", "Predicted time", "Measured time", "Against plain"):
-        table.add_column(heading, justify="right")
-    for name, found, predicted_bytes, overhead in (
+    runs = (
         ("plain", plain, plan.baseline_peak_bytes, 0.0),
         (f"within {format_bytes(plan.budget_bytes)}", planned, plan.peak_bytes, plan.overhead),
-    ):
-        predicted_s = None if calibration is None else calibration["plain_time_s"] * (1 + overhead)
-        measured_bytes = found["peak_bytes"]
-        table.add_row(
-            name,
-            format_bytes(predicted_bytes),
-            format_bytes(measured_bytes) if measured_bytes else "no counter",
-            f"{predicted_bytes / measured_bytes - 1:+.1%}" if measured_bytes else "",
-            "" if predicted_s is None else format_time(predicted_s),
-            format_time(found["step_time_s"]),
-            f"{found['step_time_s'] / plain['step_time_s']:.2f} x, predicted {1 + overhead:.2f} x",
-        )
+    )
+    table = Table(title=f"Measured: {source.name}", title_justify="left", title_style="bold")
+    table.add_column("A step", no_wrap=True)
+    for name, *_ in runs:
+        table.add_column(name, justify="right")
+    table.add_row("Predicted peak", *(format_bytes(predicted) for _, _, predicted, _ in runs))
+    table.add_row("Measured peak", *(_peak(found["peak_bytes"]) for _, found, _, _ in runs))
+    table.add_row("Prediction off by", *(_off_by(predicted, found["peak_bytes"]) for _, found, predicted, _ in runs))
+    table.add_section()
+    if calibration is not None:
+        table.add_row("Predicted time", *(format_time(calibration["plain_time_s"] * (1 + o)) for *_, o in runs))
+    table.add_row("Measured time", *(format_time(found["step_time_s"]) for _, found, _, _ in runs))
+    table.add_row("Predicted against plain", *(f"{1 + overhead:.2f} x" for *_, overhead in runs))
+    table.add_row("Measured against plain", *(f"{f['step_time_s'] / plain['step_time_s']:.2f} x" for _, f, _, _ in runs))
     return table
+
+
+def _peak(size_bytes: int) -> str:
+    return format_bytes(size_bytes) if size_bytes else "no counter"
+
+
+def _off_by(predicted_bytes: int, measured_bytes: int) -> str:
+    return f"{predicted_bytes / measured_bytes - 1:+.1%}" if measured_bytes else ""
 
 
 def _as_json(

@@ -18,6 +18,7 @@ from remat.cli.console import CommandError, check_output_path, check_time_limit,
 from remat.cli.options import Source
 from remat.cli.source import graph_from_source, is_file, traced, workload_from_source
 from remat.cost_model import get_profile
+from remat.errors import InfeasibleBudget
 from remat.graph import Graph
 from remat.labels import layer_of
 from remat.machine import memory_bytes
@@ -64,12 +65,18 @@ def plan_command(
     graph = graph_from_source(source)
     if save_graph is not None:
         graph.save(save_graph)
+    batches = _largest_batches(source, graph, budget, planner, time_limit) if max_batch else None
     with progress(f"Planning {len(graph.ops):,} ops for {budget}"):
-        plan = remat.plan(graph, budget, planner, time_limit)
+        try:
+            plan = remat.plan(graph, budget, planner, time_limit)
+        except InfeasibleBudget:
+            # The batch asked for does not fit, which is no reason to keep from the user which one does.
+            if batches is not None and not as_json:
+                Console().print(breakdown_text.largest_batches_table(batches))
+            raise
     if out is not None:
         plan.save(out, graph)
     plain, planned = breakdown(graph), breakdown(graph, plan.schedule)
-    batches = _largest_batches(source, graph, budget, planner, time_limit) if max_batch else None
 
     if as_json:
         print_json(_as_json(source, graph, plan, plain, planned, batches))

@@ -43,7 +43,7 @@ def largest_tensors_table(graph: Graph, found: Breakdown, *, title: str) -> Tabl
             live.category.replace("_", " "),
             Text(tensor.name if op is None else op.kind),
             Text("" if live.op is None else layer_of(graph, live.op)),
-            Text("" if op is None else op.source),
+            Text("" if op is None else _short(op.source)),
         )
     return table
 
@@ -57,3 +57,8 @@ def largest_batches_table(found: LargestBatches) -> Table:
         batch = f"{one.batch_size:,}" if one.batch_size else "none; one sample needs"
         table.add_row(name, batch, format_bytes(one.peak_bytes), f"{one.overhead:.1%}")
     return table
+
+
+def _short(source: str) -> str:
+    """The file and the line without folders and function, which a terminal has no room for."""
+    return source.partition(" in ")[0].rpartition("/")[2]
