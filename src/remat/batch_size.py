@@ -78,7 +78,9 @@ def largest_batches(
 
     plain = planned = _largest(traced, graphs, graphs[0].plain_schedule, batch_size, budget_bytes)
     for growth in _GROWTH:
-        while schedule := _within(traced(max(1, int(planned.batch_size * growth))), budget_bytes, planner, time_limit_s):
+        while schedule := _within(
+            traced(max(1, int(planned.batch_size * growth))), budget_bytes, planner, time_limit_s
+        ):
             found = _largest(traced, graphs, schedule, batch_size, budget_bytes)
             if found.batch_size <= planned.batch_size:
                 break

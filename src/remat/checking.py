@@ -160,10 +160,14 @@ def _of_kind(run: Training, kind: str) -> dict[str, Array]:
     return {name: value for name, value in run.values.items() if name.partition("/")[0] == kind}
 
 
-def _compare(kind: str, plain: Mapping[str, Array], nudged: Mapping[str, Array], planned: Mapping[str, Array]) -> Comparison:
+def _compare(
+    kind: str, plain: Mapping[str, Array], nudged: Mapping[str, Array], planned: Mapping[str, Array]
+) -> Comparison:
     sensitivity, _ = _difference(plain, nudged)
     difference, worst = _difference(plain, planned)
-    eps = max((float(np.finfo(v.dtype).eps) for v in plain.values() if np.issubdtype(v.dtype, np.floating)), default=0.0)
+    eps = max(
+        (float(np.finfo(v.dtype).eps) for v in plain.values() if np.issubdtype(v.dtype, np.floating)), default=0.0
+    )
     allowed = max(_ROUNDINGS * eps, _SENSITIVITY * sensitivity)
     return Comparison(_KINDS.get(kind, kind), len(plain), difference, allowed, worst.partition("/")[2] or worst)
 
@@ -205,11 +209,17 @@ def _is_repeatable(
 def _reason(unequal: Mapping[str, Comparison]) -> tuple[Comparison, str]:
     """The difference that explains the others, and what makes such a one."""
     if states := unequal.get("random states and counters"):
-        return states, "a seed or a counter moved another number of times, so masks were drawn again or states written twice"
+        return (
+            states,
+            "a seed or a counter moved another number of times, so masks were drawn again or states written twice",
+        )
     if gradients := unequal.get("gradients"):
         if "losses" in unequal:
             return gradients, "the losses differ, too: the planned forward pass computes something else"
-        return gradients, "the losses agree, so what was recomputed is not what the forward pass computed, such as another mask"
+        return (
+            gradients,
+            "the losses agree, so what was recomputed is not what the forward pass computed, such as another mask",
+        )
     if statistics := unequal.get("running statistics"):
         return statistics, "the gradients agree, so a statistic was updated twice, or from other values"
     name = next(iter(unequal))

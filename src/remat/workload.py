@@ -114,6 +114,9 @@ class Workload(Protocol):
     def gradients(self, budget: int | str | None, *, nudged: bool = False) -> Mapping[str, Array]:
         """The gradients of the first step by name; empty where the framework does not give them out."""
 
+    def restore(self) -> None:
+        """Set everything back to how it was found."""
+
 
 def nudge(values: Array, random: np.random.Generator) -> Array:
     """Values moved by half a rounding, up or down: no two ways to compute the same can be expected to agree better."""

@@ -108,7 +108,9 @@ def _table(
         table.add_row("Predicted time", *(format_time(calibration["plain_time_s"] * (1 + o)) for *_, o in runs))
     table.add_row("Measured time", *(format_time(found["step_time_s"]) for _, found, _, _ in runs))
     table.add_row("Predicted against plain", *(f"{1 + overhead:.2f} x" for *_, overhead in runs))
-    table.add_row("Measured against plain", *(f"{f['step_time_s'] / plain['step_time_s']:.2f} x" for _, f, _, _ in runs))
+    table.add_row(
+        "Measured against plain", *(f"{f['step_time_s'] / plain['step_time_s']:.2f} x" for _, f, _, _ in runs)
+    )
     return table
 
 

@@ -51,15 +51,17 @@ class Source:
             "loss function and its arguments (JAX, TensorFlow, PyTorch).",
         ),
     ]
-    kwargs: Annotated[
-        str | None, _option("--kwargs", "JSON", help="The callable's arguments, as a JSON object.")
-    ] = None
-    batch_size: Annotated[
-        int | None, _option("--batch-size", min=1, help="Samples in a batch; 32 if not given.")
-    ] = None
+    kwargs: Annotated[str | None, _option("--kwargs", "JSON", help="The callable's arguments, as a JSON object.")] = (
+        None
+    )
+    batch_size: Annotated[int | None, _option("--batch-size", min=1, help="Samples in a batch; 32 if not given.")] = (
+        None
+    )
     inputs: Annotated[
         list[str] | None,
-        _option("--input", "SHAPE", help="Shape of an input without the batch: 224,224,3 or 128:int32; may be repeated."),
+        _option(
+            "--input", "SHAPE", help="Shape of an input without the batch: 224,224,3 or 128:int32; may be repeated."
+        ),
     ] = None
     device: Annotated[
         str | None,

@@ -40,7 +40,9 @@ def plan_command(
     ] = _DEFAULT_BUDGET,
     planner: PlannerName = "auto",
     time_limit: Annotated[float | None, typer.Option(help="Seconds that the planner may take.", metavar="S")] = None,
-    out: Annotated[Path | None, typer.Option(help="Write the plan to this file, with its graph.", metavar="FILE")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Write the plan to this file, with its graph.", metavar="FILE")
+    ] = None,
     save_graph: Annotated[
         Path | None, typer.Option(help="Write the graph to this file (.json, .json.gz).", metavar="FILE")
     ] = None,

@@ -31,7 +31,8 @@ def report_command(
         Path, typer.Option(help="The page (.html) or picture (.png, .svg, .pdf) to write.", metavar="FILE")
     ] = Path("report.html"),
     graph_file: Annotated[
-        Path | None, typer.Option("--graph", help="The plan's graph, where the plan's file is without it.", metavar="FILE")
+        Path | None,
+        typer.Option("--graph", help="The plan's graph, where the plan's file is without it.", metavar="FILE"),
     ] = None,
     points: Annotated[
         int, typer.Option(help="Budgets on the frontier, at least 2; 0 leaves the frontier out.", min=0)

@@ -4,9 +4,10 @@ gradients = remat.jax.value_and_grad(loss, budget="60%")   # in place of jax.val
 step = remat.jax.jit(step)                                 # in place of jax.jit
 """
 
+from remat.jax.check import check
 from remat.jax.gradient import Grad, Gradient, grad, value_and_grad
 from remat.jax.jit import Jitted, jit
 from remat.jax.measure import Measurement, measure
 from remat.jax.trace import trace
 
-__all__ = ["Grad", "Gradient", "Jitted", "Measurement", "grad", "jit", "measure", "trace", "value_and_grad"]
+__all__ = ["Grad", "Gradient", "Jitted", "Measurement", "check", "grad", "jit", "measure", "trace", "value_and_grad"]

@@ -86,6 +86,9 @@ class JaxFunction:
         step: Any = planned_jit(lambda *a: self._step(*a), budget=budget)
         return {f"gradient/{name}": value for name, value in _named(step(*self._arguments(nudged))[1]).items()}
 
+    def restore(self) -> None:
+        """Nothing was changed: functions of JAX have no state."""
+
     def _role(self, number: int) -> str:
         if number == 0:
             return "parameter"

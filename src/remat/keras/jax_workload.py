@@ -35,9 +35,7 @@ class JaxWorkload:
 
     framework = "keras"
 
-    def __init__(
-        self, model: keras.Model, options: StepOptions, data: Sequence[tuple[Any, Any]] | None = None
-    ) -> None:
+    def __init__(self, model: keras.Model, options: StepOptions, data: Sequence[tuple[Any, Any]] | None = None) -> None:
         self._model = model
         self._options = options
         self._data = data
@@ -88,6 +86,16 @@ class JaxWorkload:
         """Nothing: Keras' step on JAX does not give gradients out; the optimizer's slots hold them."""
         return {}
 
+    def restore(self) -> None:
+        """Give the variables their first values."""
+        self._set_back(nudged=False)
+
+    def _set_back(self, nudged: bool) -> None:
+        if self._variables is None:
+            return
+        for variable, value in zip(self._variables.all, self._variables.first_values(nudged), strict=True):
+            variable.assign(value)
+
     def _build(self, spec: tuple[Any, Any]) -> None:
         model = self._model
         if model.trainable_variables and not model.optimizer.built:
@@ -120,8 +128,7 @@ class JaxWorkload:
         if self._variables is None:
             self._build(keras.tree.map_structure(_spec_of, batch))
             self._variables = Variables(self._model)
-        for variable, value in zip(self._variables.all, self._variables.first_values(nudged), strict=True):
-            variable.assign(value)
+        self._set_back(nudged)
         return self._variables
 
 

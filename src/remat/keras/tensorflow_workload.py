@@ -33,9 +33,7 @@ class TensorFlowWorkload:
 
     framework = "keras"
 
-    def __init__(
-        self, model: keras.Model, options: StepOptions, data: Sequence[tuple[Any, Any]] | None = None
-    ) -> None:
+    def __init__(self, model: keras.Model, options: StepOptions, data: Sequence[tuple[Any, Any]] | None = None) -> None:
         self._model = model
         self._options = options
         self._data = data
@@ -48,9 +46,7 @@ class TensorFlowWorkload:
 
     def graph(self, device: str) -> Graph:
         """The step, traced."""
-        return trace_model(
-            self._model, batch_size=self._options.samples, device=device, inputs=self._options.inputs
-        )
+        return trace_model(self._model, batch_size=self._options.samples, device=device, inputs=self._options.inputs)
 
     def train(self, budget: int | str | None, steps: int, *, nudged: bool = False) -> Training:
         """Run some steps by ``train_on_batch``."""
@@ -92,14 +88,23 @@ class TensorFlowWorkload:
             model.train_function = None
         return {f"gradient/{path}": variable.numpy() for path, variable in kept.items()}
 
-    def _reset(self, batch: tuple[Any, Any], nudged: bool) -> Variables:
+    def restore(self) -> None:
+        """Give the variables their first values."""
+        self._set_back(nudged=False)
+
+    def _set_back(self, nudged: bool) -> None:
         if self._variables is None:
-            build(self._model, batch)
-            self._variables = Variables(self._model)
+            return
         for variable, value in zip(self._variables.all, self._variables.first_values(nudged), strict=True):
             # Handed over as it is, an array may become the variable's memory, which the device then does not count.
             variable.assign(tf.raw_ops.DeepCopy(x=value))
         gc.collect()
+
+    def _reset(self, batch: tuple[Any, Any], nudged: bool) -> Variables:
+        if self._variables is None:
+            build(self._model, batch)
+            self._variables = Variables(self._model)
+        self._set_back(nudged)
         return self._variables
 
 

@@ -50,7 +50,9 @@ def largest_tensors_table(graph: Graph, found: Breakdown, *, title: str) -> Tabl
 
 def largest_batches_table(found: LargestBatches) -> Table:
     """The largest batch within a budget, plain and planned."""
-    table = Table(title=f"Largest batch for {format_bytes(found.budget_bytes)}", title_justify="left", title_style="bold")
+    table = Table(
+        title=f"Largest batch for {format_bytes(found.budget_bytes)}", title_justify="left", title_style="bold"
+    )
     for heading in ("", "Batch", "Predicted peak", "Overhead"):
         table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
     for name, one in (("plain", found.plain), ("with recomputation", found.planned)):

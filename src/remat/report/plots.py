@@ -176,8 +176,6 @@ def _draw_breakdown(axes: Axes, graph: Graph, plan: Plan) -> None:
     axes.set_xlabel(f"memory ({unit})")
 
 
-
-
 def loss_figure(
     histories: Mapping[str, Sequence[float]], *, x_label: str = "epoch", title: str = "Training loss"
 ) -> Figure:

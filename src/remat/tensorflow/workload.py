@@ -92,6 +92,11 @@ class TensorFlowFunction:
             if g is not None
         }
 
+    def restore(self) -> None:
+        """Give the variables their first values."""
+        for variable, value in zip(self._variables or (), self._first, strict=True):
+            variable.assign(tf.raw_ops.DeepCopy(x=value))
+
     def _step(self, budget: int | str | None, tapes: list[Any] | None = None) -> Any:
         if self._options.whole_step:
             raise UnsupportedStep(

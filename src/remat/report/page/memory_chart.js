@@ -101,8 +101,10 @@ function memoryChart(root, data, format) {
     if (data.budget) {
       context.strokeStyle = colour("budget");
       context.setLineDash([7, 4]);
-      context.lineWidth = 1.6;
-      line(margin.left, toY(data.budget), margin.left + plotWidth(), toY(data.budget));
+      context.lineWidth = 2;
+      // On whole pixels, so that it is sharp.
+      const y = Math.round(toY(data.budget));
+      line(margin.left, y, margin.left + plotWidth(), y);
       context.setLineDash([]);
     }
     drawCursor();
