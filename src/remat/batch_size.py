@@ -53,9 +53,9 @@ def largest_batches(
     """Find the largest batch whose training step fits a budget, plain and planned.
 
     The step is traced at two batch sizes. Sizes of tensors are affine in the batch, so the bytes of every moment of a
-    schedule are, too, and the largest batch of a schedule follows without a search. For the planned step this is repeated
-    with the schedules that the planner finds at larger and larger batches, until it finds none. What comes out is traced
-    and replayed: it is a batch that works, and for the planned step not a proven maximum.
+    schedule are, too, and the largest batch of a schedule follows without a search. For the planned step this is
+    repeated with the schedules that the planner finds at larger and larger batches, until it finds none. What comes
+    out is traced and replayed: it is a batch that works, and for the planned step not a proven maximum.
 
     Args:
         trace: the training step at a batch size.
@@ -119,8 +119,8 @@ def _largest(
     grows = slope > 0
     if not grows.any():
         raise UnsupportedStep(
-            f"the step needs as much memory at batch size {2 * batch_size} as at {batch_size}; does the callable use its "
-            "batch_size?"
+            f"the step needs as much memory at batch size {2 * batch_size} as at {batch_size}; does the callable use "
+            "its batch_size?"
         )
     samples = int(batch_size + np.floor(np.min((budget_bytes - small[grows]) / slope[grows])))
     if small[~grows].max(initial=0) > budget_bytes:

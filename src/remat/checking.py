@@ -101,11 +101,12 @@ class CheckResult:
         if not self.keeps_budget:
             return (
                 f"equal, but over the budget: measured {format_bytes(self.planned_peak_bytes)} of "
-                f"{format_bytes(self.budget_bytes)} (predicted {format_bytes(self.predicted_peak_bytes)}); ask for less, "
-                "and please report the model"
+                f"{format_bytes(self.budget_bytes)} (predicted {format_bytes(self.predicted_peak_bytes)}); ask for "
+                "less, and please report the model"
             )
         largest = max((one.difference for one in self.comparisons), default=0.0)
-        return f"equal: largest difference {largest:.1e}, which is rounding; {peaks}, budget {format_bytes(self.budget_bytes)}"
+        budget = format_bytes(self.budget_bytes)
+        return f"equal: largest difference {largest:.1e}, which is rounding; {peaks}, budget {budget}"
 
     def __str__(self) -> str:
         return self.verdict
@@ -173,7 +174,7 @@ def _compare(
 
 
 def _difference(plain: Mapping[str, Array], other: Mapping[str, Array]) -> tuple[float, str]:
-    """The largest difference relative to the largest plain value of all, and where it is; infinite for another shape."""
+    """The largest difference relative to the largest plain value of all, and where; infinite for another shape."""
     if {name: value.shape for name, value in plain.items()} != {name: value.shape for name, value in other.items()}:
         return math.inf, next(iter(set(plain) ^ set(other)), "another shape")
     # Some arrays are zero but for rounding, such as the bias of attention's keys: none is compared with itself alone.
@@ -190,7 +191,7 @@ def _difference(plain: Mapping[str, Array], other: Mapping[str, Array]) -> tuple
 
 
 def _compare_exactly(plain: Mapping[str, Array], planned: Mapping[str, Array]) -> Comparison:
-    unequal = [name for name, value in plain.items() if not np.array_equal(value, planned.get(name))]
+    unequal = [n for n, value in plain.items() if n not in planned or not np.array_equal(value, planned[n])]
     worst = unequal[0].partition("/")[2] if unequal else ""
     return Comparison("random states and counters", len(plain), float(len(unequal)), 0.0, worst)
 

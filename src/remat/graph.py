@@ -20,7 +20,7 @@ from remat.errors import InvalidGraph
 _MOST_BYTES = 2**53
 
 ROLES: Final = ("parameter", "optimizer_state", "batch", "state")
-"""What an input of a step is: a weight, a slot of the optimizer, data, or anything else that is kept (seeds, metrics)."""
+"""What an input of a step is: a weight, a slot of the optimizer, data, or whatever else is kept (seeds, metrics)."""
 
 PHASES: Final = ("forward", "backward", "update")
 """Where in the step an op runs; the update is what uses the gradients of the parameters."""

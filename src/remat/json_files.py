@@ -100,10 +100,10 @@ class JsonReader:
 
     def numbers_by_name(self, key: str) -> dict[str, float]:
         """An object whose values are all numbers."""
-        reader = self.object(key)
+        reader = self.nested(key)
         return {name: reader.number(name) for name in reader._data}
 
-    def object(self, key: str) -> JsonReader:
+    def nested(self, key: str) -> JsonReader:
         """A reader for a required object."""
         return JsonReader(self.source, self._get(key, _MISSING), f"{key!r} of {self._where}")
 

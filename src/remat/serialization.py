@@ -82,7 +82,7 @@ def load_plan_and_graph(path: str | Path) -> tuple[Plan, Graph | None]:
     plan = _plan_from(reader)
     if not reader.has("graph"):
         return plan, None
-    graph = _graph_from(reader.object("graph"))
+    graph = _graph_from(reader.nested("graph"))
     plan.check_graph(graph)
     return plan, graph
 

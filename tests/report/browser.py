@@ -19,7 +19,8 @@ _MAC = (
 )
 MISSING = (
     "the report is tested in a real browser, and neither Chromium nor Chrome was found: on Debian or Ubuntu "
-    "`apt install chromium chromium-driver`, on macOS install Google Chrome, elsewhere set REMAT_TEST_BROWSER to its path"
+    "`apt install chromium chromium-driver`, on macOS install Google Chrome; elsewhere set REMAT_TEST_BROWSER to "
+    "its path"
 )
 
 

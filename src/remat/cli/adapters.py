@@ -16,7 +16,10 @@ from remat.workload import NotAStep, StepOptions, Workload
 
 # By the package that a class of the object, or a module that a function uses, comes from.
 _PACKAGES: Final = {"jax": "jax", "jaxlib": "jax", "tensorflow": "tensorflow", "torch": "torch"}
-_WHAT_TO_RETURN: Final = "return a Keras model, a PyTorch module, or a tuple of a loss function and its arguments, such as (loss, params, batch)"
+_WHAT_TO_RETURN: Final = (
+    "return a Keras model, a PyTorch module, or a tuple of a loss function and its arguments, such as (loss, params, "
+    "batch)"
+)
 
 
 def make_workload(made: object, options: StepOptions) -> Workload:

@@ -66,8 +66,8 @@ def _that_fits(source: Source) -> Source:
     while (peak := remat.simulate(graph, graph.plain_schedule).peak_bytes) > free * _SHARE_OF_MEMORY:
         if samples == 1:
             raise CommandError(
-                f"{source.name}: plain training needs {format_bytes(peak)} for one sample, and {format_bytes(free)} are "
-                "free here; check a smaller version of the model"
+                f"{source.name}: plain training needs {format_bytes(peak)} for one sample, and {format_bytes(free)} "
+                "are free here; check a smaller version of the model"
             )
         samples //= 2
         fitting = dataclasses.replace(source, batch_size=samples)

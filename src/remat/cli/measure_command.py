@@ -57,9 +57,9 @@ def measure_command(
     console.print(_table(source, plain, planned, plan, calibration))
     if calibration is not None:
         console.print(
-            f"This machine: {calibration['flops_per_s'] / 1e9:,.0f} GFLOP/s, {calibration['bytes_per_s'] / 1e9:,.1f} GB/s, "
-            f"{format_time(calibration['overhead_s'])} to launch an operation; kept in {calibration['path']} for --device "
-            "measured",
+            f"This machine: {calibration['flops_per_s'] / 1e9:,.0f} GFLOP/s, "
+            f"{calibration['bytes_per_s'] / 1e9:,.1f} GB/s, {format_time(calibration['overhead_s'])} to launch an "
+            f"operation; kept in {calibration['path']} for --device measured",
             markup=False,
             highlight=False,
             soft_wrap=True,

@@ -47,8 +47,8 @@ class Source:
         str,
         typer.Argument(
             metavar="SOURCE",
-            help="A graph file (.json, .json.gz), or module:callable that returns a Keras model, a PyTorch module, or a "
-            "loss function and its arguments (JAX, TensorFlow, PyTorch).",
+            help="A graph file (.json, .json.gz), or module:callable that returns a Keras model, a PyTorch module, or "
+            "a loss function and its arguments (JAX, TensorFlow, PyTorch).",
         ),
     ]
     kwargs: Annotated[str | None, _option("--kwargs", "JSON", help="The callable's arguments, as a JSON object.")] = (

@@ -74,8 +74,8 @@ def workload_from_source(source: Source) -> Workload:
             made, took_batch_size = _build(source, arguments, options)
         if options.batch_size is not None and not took_batch_size and isinstance(made, tuple):
             raise CommandError(
-                f"{source.name}: --batch-size {options.batch_size} has nowhere to go: the callable returns a function with "
-                "its arguments; let it take batch_size as an argument"
+                f"{source.name}: --batch-size {options.batch_size} has nowhere to go: the callable returns a function "
+                "with its arguments; let it take batch_size as an argument"
             )
         with progress(f"Preparing {source.name}"), _told_of(source, "preparing its training step"):
             return make_workload(made, options)
@@ -88,9 +88,9 @@ def traced(source: Source, workload: Workload) -> Graph:
         CommandError: if tracing fails.
     """
     samples = "" if workload.batch_size is None else f" at batch size {workload.batch_size}"
-    with quiet_frameworks(), progress(f"Tracing a training step of {source.name}{samples}"):
-        with _told_of(source, "tracing its training step"):
-            return workload.graph(source.device or "cpu")
+    doing = f"Tracing a training step of {source.name}{samples}"
+    with quiet_frameworks(), progress(doing), _told_of(source, "tracing its training step"):
+        return workload.graph(source.device or "cpu")
 
 
 @contextlib.contextmanager

@@ -17,8 +17,8 @@ def check(
 ) -> CheckResult:
     """Train a few steps plainly and under a budget, and compare gradients, weights, statistics, seeds and peaks.
 
-    The model is trained five times from its present weights and set back to them at the end. ``print`` the result for one
-    line that says what differs and why.
+    The model is trained five times from its present weights and set back to them at the end. ``print`` the result for
+    one line that says what differs and why.
 
     Args:
         model: compiled, without a memory limit.

@@ -12,8 +12,8 @@ def compile_if_needed(model: keras.Model, loss: str | None = None, optimizer: st
 
     Args:
         model: the model.
-        loss: name of a Keras loss; None keeps the model's own, else takes cross-entropy after a softmax and mean squared
-            error otherwise.
+        loss: name of a Keras loss; None keeps the model's own, else takes cross-entropy after a softmax and mean
+            squared error otherwise.
         optimizer: name of a Keras optimizer; None keeps the model's own, else takes Adam.
     """
     if model.compiled and loss is None and optimizer is None:

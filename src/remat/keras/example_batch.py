@@ -45,9 +45,9 @@ def random_batch(model: keras.Model, spec: tuple[Any, Any], seed: int) -> tuple[
 
     def target(t: keras.KerasTensor) -> Array:
         if "categorical_crossentropy" in name and not name.startswith("sparse_"):
-            return np.eye(t.shape[-1], dtype=t.dtype)[random.integers(0, t.shape[-1], t.shape[:-1])]
+            return np.asarray(np.eye(t.shape[-1], dtype=t.dtype)[random.integers(0, t.shape[-1], t.shape[:-1])])
         if "crossentropy" in name and not name.startswith("sparse_"):
-            return random.integers(0, 2, t.shape).astype(t.dtype)
+            return np.asarray(random.integers(0, 2, t.shape), dtype=t.dtype)
         return _values(random, t, classes)
 
     return x, keras.tree.map_structure(target, y_spec)
@@ -94,10 +94,10 @@ def _is_open(model: keras.Model) -> bool:
 
 def _values(random: np.random.Generator, spec: keras.KerasTensor, below: int) -> Array:
     if "int" in spec.dtype:
-        return random.integers(0, below, spec.shape).astype(spec.dtype)
+        return np.asarray(random.integers(0, below, spec.shape), dtype=spec.dtype)
     if spec.dtype == "bool":
         return np.ones(spec.shape, dtype=bool)
-    return random.normal(size=spec.shape).astype("float32" if spec.dtype == "bfloat16" else spec.dtype)
+    return np.asarray(random.normal(size=spec.shape), dtype="float32" if spec.dtype == "bfloat16" else spec.dtype)
 
 
 def _embeddings(model: keras.Model) -> list[Any]:

@@ -50,7 +50,7 @@ class JaxWorkload:
         """The step, traced."""
         spec = batch_spec(self._model, self._options.samples, self._options.inputs)
         self._build(spec)
-        data = keras.tree.map_structure(lambda t: jax.ShapeDtypeStruct(t.shape, t.dtype), spec)
+        data = keras.tree.map_structure(_shape_of_spec, spec)
         state = jax.tree.map(shape_of, self._state())
         closed, _ = trace_jaxpr(lambda s, d: self._model.train_step(s, d), (state, (*data, None)))
         program = program_of(closed)
@@ -130,6 +130,11 @@ class JaxWorkload:
             self._variables = Variables(self._model)
         self._set_back(nudged)
         return self._variables
+
+
+def _shape_of_spec(spec: keras.KerasTensor) -> Any:
+    make: Any = jax.ShapeDtypeStruct
+    return make(spec.shape, spec.dtype)
 
 
 def _unnamed(spec: keras.KerasTensor) -> keras.KerasTensor:

@@ -1,4 +1,4 @@
-"""Reports of plans for people: an interactive page (``Report``), tables in the terminal (``text``), pictures (``plots``)."""
+"""Reports of plans: an interactive page (``Report``), tables for the terminal (``text``), pictures (``plots``)."""
 
 from remat.report.report import Report
 

@@ -1,9 +1,9 @@
 """The interactive page of a report: one HTML file with its styles, scripts and data in it.
 
-The charts are a few hundred lines of our own (``page/*.js``) and not a chart library. The one with a Python package,
-Plotly, ships its full bundle only, 4.8 MB where the whole page may take 3; its charts cannot be walked through with the
-keyboard; and memory over a step of 10,000 operations is a staircase that is drawn by its highest point in each column of
-pixels, so that no peak is lost, which no library does.
+The charts are a few hundred lines of our own (``page/*.js``) and not a chart library. Plotly, the one with a Python
+package that can be inlined, ships its full bundle only, which is larger than the 3 MB that the whole page may take; its
+curves cannot be walked through with the keyboard; and it thins a staircase of 10,000 steps out where this one draws the
+highest step in each column of pixels, so that no peak is lost.
 """
 
 from __future__ import annotations
@@ -159,8 +159,8 @@ def _summary(plan: Plan) -> str:
         return f"A plain training step is predicted to need {plain}, which is within the budget: nothing is recomputed."
     saved = 1 - plan.peak_bytes / plan.baseline_peak_bytes
     return (
-        f"A plain training step is predicted to need {plain}. Under this plan it needs {peak}, {saved:.0%} less, and takes "
-        f"{plan.overhead:.1%} longer: {plan.recomputed:,} operations run a second time instead of being kept."
+        f"A plain training step is predicted to need {plain}. Under this plan it needs {peak}, {saved:.0%} less, and "
+        f"takes {plan.overhead:.1%} longer: {plan.recomputed:,} operations run a second time instead of being kept."
     )
 
 
@@ -276,14 +276,14 @@ def _exactness(graph: Graph, plan: Plan) -> list[str]:
     again = recomputed_ops(plan.schedule)
     most = ", ".join(f"{kind} ({count:,})" for kind, count in once.most_common(6))
     found = [
-        "A plan runs the same operations on the same inputs; some of them twice. No formula changes, and no mask is drawn "
-        "again.",
-        f"{sum(once.values()):,} of the {len(graph.ops):,} operations run exactly once under every plan, because they draw "
-        "random numbers, write state, leave the device, make a result, or are not known to be free of side effects"
+        "A plan runs the same operations on the same inputs; some of them twice. No formula changes, and no mask is "
+        "drawn again.",
+        f"{sum(once.values()):,} of the {len(graph.ops):,} operations run exactly once under every plan, because they "
+        "draw random numbers, write state, leave the device, make a result, or are not known to be free of side effects"
         + (f": {most}{', ...' if len(once) > 6 else ''}." if most else "."),
         f"Of the other {len(graph.ops) - sum(once.values()):,}, this plan runs {len(again):,} more than once.",
-        "The schedule was replayed by a validator that shares no code with the planner, and its peak was counted twice, by "
-        "the simulator and by the validator. Both agree.",
+        "The schedule was replayed by a validator that shares no code with the planner, and its peak was counted "
+        "twice, by the simulator and by the validator. Both agree.",
     ]
     if not graph.free_order:
         found.append("First runs stand in the framework's own order.")

@@ -72,8 +72,8 @@ class Report:
 
     def _repr_html_(self) -> str:
         """What a notebook shows: the page in a frame of its own, so that neither's styles reach the other."""
-        page = html.escape(self.html(), quote=True)
-        return f'<iframe srcdoc="{page}" title="{html.escape(self.title)}" style="width:100%;height:46rem;border:0"></iframe>'
+        page, title = html.escape(self.html()), html.escape(self.title)
+        return f'<iframe srcdoc="{page}" title="{title}" style="width:100%;height:46rem;border:0"></iframe>'
 
 
 def check_report_path(path: str | Path) -> None:

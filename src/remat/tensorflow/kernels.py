@@ -30,7 +30,7 @@ class Kernels:
     def chain(self, edge: int, length: int) -> Callable[[], Any]:
         """Products in a ``tf.function``, whose executor launches what a training step has launched."""
 
-        @tf.function(autograph=False)
+        @tf.function(autograph=False)  # type: ignore[untyped-decorator]
         def products(a: tf.Tensor, b: tf.Tensor) -> tf.Tensor:
             for _ in range(length):
                 a = tf.linalg.matmul(a, b)

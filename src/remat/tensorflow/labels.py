@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-import keras
 import tensorflow as tf
 
 import remat
@@ -35,8 +35,8 @@ def label_step(
 
     Args:
         step: the traced step.
-        layers: names of Keras layers, which are looked for in the operations' scopes; without any the whole scope stands
-            for the layer.
+        layers: names of Keras layers, which are looked for in the operations' scopes; without any the whole scope
+            stands for the layer.
         roles: roles of resources by ``id`` of their handle; variables are told by this, arguments are the batch.
     """
     known = frozenset(layers)
@@ -126,6 +126,13 @@ def _folder(module_file: str | None) -> str:
     return os.path.realpath(Path(module_file).parent) + os.sep
 
 
+def _folder_of(package: str) -> str:
+    """Where a package lies, found without importing it."""
+    spec = importlib.util.find_spec(package)
+    return "" if spec is None or spec.origin is None else _folder(spec.origin)
+
+
+_KERAS: Final = _folder_of("keras")
 # Whose frames say nothing to a user: the frameworks', remat's own and the standard library's.
-_FRAMEWORKS: Final = tuple(_folder(file) for file in (tf.__file__, keras.__file__, remat.__file__, functools.__file__))
-_KERAS_LAYERS: Final = os.path.join(_FRAMEWORKS[1], "src", "layers") + os.sep
+_FRAMEWORKS: Final = tuple(f for f in (_KERAS, *map(_folder, (tf.__file__, remat.__file__, functools.__file__))) if f)
+_KERAS_LAYERS: Final = os.path.join(_KERAS or "no keras", "src", "layers") + os.sep

@@ -22,8 +22,8 @@ _SEED = 11
 def make_workload(made: tuple[Any, ...], options: StepOptions) -> Workload:
     """The training step of ``(loss function, *arguments)``: its value and its gradients for the variables it reads.
 
-    Arguments are tensors, arrays or ``tf.TensorSpec``. With ``options.whole_step`` the function is a whole step, which can
-    be planned but not rewritten from outside.
+    Arguments are tensors, arrays or ``tf.TensorSpec``. With ``options.whole_step`` the function is a whole step, which
+    can be planned but not rewritten from outside.
 
     Raises:
         NotAStep: for a function that returns no scalar where a loss is wanted.
@@ -104,7 +104,7 @@ class TensorFlowFunction:
                 "remat.tensorflow.GradientTape into the step"
             )
 
-        @tf.function(autograph=False)
+        @tf.function(autograph=False)  # type: ignore[untyped-decorator]
         def step(*args: Any) -> Any:
             tape = tf.GradientTape() if budget is None else GradientTape(budget=budget)
             if tapes is not None:
@@ -140,8 +140,8 @@ def _check_is_loss(function: Callable[..., Any], loss: Any) -> None:
         return
     found = f"{loss.dtype.name}{loss.shape}" if isinstance(loss, tf.Tensor) else f"a {type(loss).__name__}"
     raise NotAStep(
-        f"the function {getattr(function, '__name__', function)!r} returns {found}, no loss: a loss is one floating-point "
-        "number. Return the mean or the sum of it"
+        f"the function {getattr(function, '__name__', function)!r} returns {found}, no loss: a loss is one "
+        "floating-point number. Return the mean or the sum of it"
     )
 
 
