@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 import remat.tensorflow
-from remat.tensorflow import _private, xla_memory, xla_ties
+from remat.tensorflow import _private, xla_late, xla_memory, xla_ties
 from remat.tensorflow.device import current_device
 
 LAYERS, WIDTH, BATCH = 24, 512, 4096
@@ -112,3 +112,55 @@ def test_program_memory_is_what_a_call_allocates() -> None:
     needed = sum(memory.output_bytes) + sum(memory.temporary_bytes)
     # The allocator may hand out up to twice what a block needs.
     assert needed - 4096 <= device.peak_bytes - in_use <= 2 * needed
+
+
+def pooled_chain(images: tf.Tensor, filters: tf.Tensor, depth: int = 12) -> list[tf.Tensor]:
+    with tf.GradientTape() as tape:
+        tape.watch([images, filters])
+        hidden = tf.nn.max_pool2d(tf.nn.relu(images * 1.5), 3, 2, "SAME")
+        for _ in range(depth):
+            hidden = tf.tanh(tf.nn.conv2d(hidden, filters, 1, "SAME"))
+        loss = tf.reduce_sum(hidden * hidden)
+    return tape.gradient(loss, [images, filters])
+
+
+def make_all_late(_named: object) -> None:
+    graph = tf.compat.v1.get_default_graph()
+    for operation in graph.get_operations():
+        readers = operation.outputs[0].consumers() if operation.type == "MaxPoolGrad" else []
+        xla_late.hold_filter(operation)
+        late = xla_late.made_late(operation)
+        for reader in readers if late is not None else []:
+            _private.update_input(reader, list(reader.inputs).index(operation.outputs[0]), late)
+
+
+def test_what_xla_adds_to_gradients_does_not_live_through_the_program() -> None:
+    """Five tensors as large as the pooling's input, of which the plain program holds one from its start."""
+    images, filters = tf.TensorSpec((16, 64, 64, 32)), tf.TensorSpec((3, 3, 32, 32))
+    graph = tf.function(pooled_chain).get_concrete_function(images, filters).graph
+
+    def temporary_bytes(change) -> int:
+        return sum(xla_memory.program_memory(_private.compiled_program(graph, {}, change)).temporary_bytes)
+
+    plain, late = temporary_bytes(lambda _: None), temporary_bytes(make_all_late)
+    assert plain - late >= 0.9 * 4 * 16 * 64 * 64 * 32
+
+
+@pytest.mark.parametrize("batch", [4, None])
+def test_late_gradients_are_the_same_numbers(batch: int | None) -> None:
+    """Ties of equal values included: half of what relu gives is zero."""
+    random = np.random.default_rng(0)
+    images = tf.constant(random.normal(size=(4, 8, 8, 3)).astype("float32"))
+    filters = tf.constant(random.normal(size=(3, 3, 3, 3)).astype("float32") * 0.2)
+
+    @tf.function(jit_compile=True, input_signature=[tf.TensorSpec((batch, 8, 8, 3)), tf.TensorSpec((3, 3, 3, 3))])
+    def late(images: tf.Tensor, filters: tf.Tensor) -> list[tf.Tensor]:
+        gradients = [tf.identity(g) for g in pooled_chain(images, filters, depth=2)]
+        make_all_late(None)
+        return gradients
+
+    plain = tf.function(pooled_chain, jit_compile=True)(images, filters, 2)
+    for want, got in zip(plain, late(images, filters), strict=True):
+        np.testing.assert_allclose(got.numpy(), want.numpy(), rtol=1e-6, atol=1e-6 * float(np.abs(want).max()))
+    kinds = {op.type for op in late.get_concrete_function().graph.get_operations()}
+    assert kinds & {"If", "StatelessIf"}
