@@ -64,9 +64,10 @@ def keras_model(width=16):
     import keras
     layers = [keras.Input((24, 24, 3))]
     for _ in range(4):
-        layers += [keras.layers.Conv2D(width, 3, padding="same"), keras.layers.BatchNormalization(), keras.layers.ReLU()]
-    layers += [keras.layers.Dropout(0.3, seed=1), keras.layers.GlobalAveragePooling2D(), keras.layers.Dense(10, "softmax")]
-    return keras.Sequential(layers)
+        layers += [keras.layers.Conv2D(width, 3, padding="same"), keras.layers.BatchNormalization()]
+        layers += [keras.layers.ReLU()]
+    layers += [keras.layers.Dropout(0.3, seed=1), keras.layers.GlobalAveragePooling2D()]
+    return keras.Sequential([*layers, keras.layers.Dense(10, "softmax")])
 
 
 def subclassed():
@@ -110,10 +111,10 @@ def mistake(remat_cli, *args: object) -> str:
 
 
 def test_jax_step_is_planned_with_its_layers_lines_and_largest_batch(remat_cli, tmp_path):
-    done = remat_cli("plan", "my_steps:jax_step", "--batch-size", 1024, "--budget", "1400kB", "--max-batch", "--json")
+    done = remat_cli("plan", "my_steps:jax_step", "--batch-size", 1024, "--budget", "1600kB", "--max-batch", "--json")
 
     printed = json.loads(done.stdout)
-    assert printed["peak_bytes"] <= printed["budget_bytes"] == 1_400_000
+    assert printed["peak_bytes"] <= printed["budget_bytes"] == 1_600_000
     plain = printed["breakdown"]["plain"]
     assert plain["parameters"] == 6 * 64 * 64 * 4
     assert plain["inputs"] == 1024 * 64 * 4
@@ -125,7 +126,7 @@ def test_jax_step_is_planned_with_its_layers_lines_and_largest_batch(remat_cli, 
     }
     batches = printed["max_batch"]
     assert 0 < batches["plain"]["batch_size"] < batches["planned"]["batch_size"]
-    assert batches["planned"]["peak_bytes"] <= 1_400_000
+    assert batches["planned"]["peak_bytes"] <= 1_600_000
 
 
 def test_function_that_returns_no_loss(remat_cli):
