@@ -13,7 +13,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 2
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint format clean
+.PHONY: help demo test test-slow lint format docs clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -36,8 +36,11 @@ format: $(STAMP) ## Rewrite the sources in the house style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+docs: $(STAMP) ## Build the documentation site in site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
 clean: ## Remove .venv and everything else that make created
-	rm -rf $(VENV) build dist remat-demo .mypy_cache .ruff_cache .pytest_cache .hypothesis src/remat.egg-info
+	rm -rf $(VENV) build dist site remat-demo .mypy_cache .ruff_cache .pytest_cache .hypothesis src/remat.egg-info
 	find . -type d -name __pycache__ -prune -exec rm -rf {} +
 
 # The stamp is written last, so an interrupted install is done again.
@@ -59,5 +62,5 @@ $(STAMP): pyproject.toml constraints.txt requirements-dev.txt
 	@$(BIN)/python -m pip install --quiet -c constraints.txt -r requirements-dev.txt
 	@# It asks for the full build of TensorFlow; the CPU build is there.
 	@$(BIN)/python -m pip install --quiet --no-deps -c constraints.txt tf_keras
-	@$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[demo,dev]'
+	@$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e '.[demo,dev,docs]'
 	@touch $@

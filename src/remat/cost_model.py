@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
@@ -40,6 +40,7 @@ class DeviceProfile:
         overhead_s: launch time of each op.
         compute_efficiency: the part of ``flops_per_s`` that dense kernels reach.
         bandwidth_efficiency: the part of ``bytes_per_s`` that streaming kernels reach.
+        memory_bytes: what the device holds, None where unknown.
     """
 
     name: str
@@ -48,6 +49,7 @@ class DeviceProfile:
     overhead_s: float = 0.0
     compute_efficiency: float = 1.0
     bandwidth_efficiency: float = 1.0
+    memory_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if _FALLBACK_DTYPE not in self.flops_per_s:
@@ -78,10 +80,18 @@ class OpSample:
     time_s: float
 
 
-def _gpu(name: str, flops_per_s: Mapping[str, float], bytes_per_s: float) -> DeviceProfile:
+def _gpu(name: str, flops_per_s: Mapping[str, float], bytes_per_s: float, memory_gib: int) -> DeviceProfile:
     # A kernel follows the last one after about 3 us; large matrix products reach some 60 % of the dense peak and
     # streaming kernels some 80 % of the bandwidth.
-    return DeviceProfile(name, flops_per_s, bytes_per_s, 3e-6, compute_efficiency=0.6, bandwidth_efficiency=0.8)
+    return DeviceProfile(
+        name,
+        flops_per_s,
+        bytes_per_s,
+        3e-6,
+        compute_efficiency=0.6,
+        bandwidth_efficiency=0.8,
+        memory_bytes=memory_gib * 2**30,
+    )
 
 
 # float32 stands at the TF32 rate on these GPUs: the frameworks use it for convolutions and, TensorFlow and JAX, for
@@ -102,12 +112,12 @@ _PROFILES: Final[dict[str, DeviceProfile]] = {
             bandwidth_efficiency=0.7,
         ),
         # NVIDIA A100 80GB SXM datasheet: FP64 tensor 19.5, TF32 156, BF16 and FP16 312 TFLOPS; 2,039 GB/s.
-        _gpu("a100", {"float64": 19.5e12, "float32": 156e12, "bfloat16": 312e12, "float16": 312e12}, 2039e9),
+        _gpu("a100", {"float64": 19.5e12, "float32": 156e12, "bfloat16": 312e12, "float16": 312e12}, 2039e9, 80),
         # NVIDIA H100 SXM datasheet: FP64 tensor 67, TF32 989 and BF16/FP16 1,979 TFLOPS with sparsity, dense half of
         # that; 3.35 TB/s.
-        _gpu("h100", _HOPPER_FLOPS_PER_S, 3.35e12),
-        # NVIDIA H200 SXM datasheet: arithmetic of the H100, 4.8 TB/s.
-        _gpu("h200", _HOPPER_FLOPS_PER_S, 4.8e12),
+        _gpu("h100", _HOPPER_FLOPS_PER_S, 3.35e12, 80),
+        # NVIDIA H200 SXM datasheet: arithmetic of the H100, 4.8 TB/s. Its driver shows 140 GiB of the 141 GB.
+        _gpu("h200", _HOPPER_FLOPS_PER_S, 4.8e12, 140),
     )
 }
 
@@ -158,7 +168,7 @@ def _arithmetic_s(profile: DeviceProfile, flops: float, dtype: str) -> float:
     return flops / (rate * profile.compute_efficiency)
 
 
-def calibrate(samples: Sequence[OpSample], name: str = MEASURED) -> DeviceProfile:
+def calibrate(samples: Sequence[OpSample], name: str = MEASURED, memory_bytes: int | None = None) -> DeviceProfile:
     """Fit a profile to timed ops.
 
     The rates start as the medians over the samples of highest and lowest arithmetic intensity. Then, in turn, each
@@ -169,6 +179,7 @@ def calibrate(samples: Sequence[OpSample], name: str = MEASURED) -> DeviceProfil
     Args:
         samples: ops of several sizes. Matrix products and large element-wise ops, some tiny ones for the overhead.
         name: of the profile.
+        memory_bytes: what the device holds, None where unknown.
 
     Raises:
         ValueError: if there is no sample with arithmetic, or none with traffic, or a sample without time.
@@ -186,7 +197,7 @@ def calibrate(samples: Sequence[OpSample], name: str = MEASURED) -> DeviceProfil
         if better == profile:
             break
         profile = better
-    return profile
+    return replace(profile, memory_bytes=memory_bytes)
 
 
 def _first_guess(samples: Sequence[OpSample], name: str) -> DeviceProfile:
@@ -262,6 +273,7 @@ def save_measured(profile: DeviceProfile, path: str | Path | None = None) -> Pat
             "overhead_s": profile.overhead_s,
             "compute_efficiency": profile.compute_efficiency,
             "bandwidth_efficiency": profile.bandwidth_efficiency,
+            "memory_bytes": profile.memory_bytes,
         },
     )
     return target
@@ -279,7 +291,7 @@ def load_measured(path: str | Path | None = None) -> DeviceProfile:
         data = read_json(source)
     except FileNotFoundError:
         raise FileNotFoundError(
-            f"no measured device profile at {source}; make one from timed ops with "
+            f"no measured device profile at {source}; `remat measure SOURCE` makes one, and so does "
             "remat.cost_model.save_measured(remat.cost_model.calibrate(samples)), or choose one of "
             f"{', '.join(_PROFILES)}"
         ) from None
@@ -288,7 +300,8 @@ def load_measured(path: str | Path | None = None) -> DeviceProfile:
     name, flops_per_s = reader.text("name"), reader.numbers_by_name("flops_per_s")
     bytes_per_s, overhead_s = reader.number("bytes_per_s"), reader.number("overhead_s")
     efficiencies = reader.number("compute_efficiency"), reader.number("bandwidth_efficiency")
+    memory_bytes = reader.integer("memory_bytes") if reader.has("memory_bytes") else None
     try:
-        return DeviceProfile(name, flops_per_s, bytes_per_s, overhead_s, *efficiencies)
+        return DeviceProfile(name, flops_per_s, bytes_per_s, overhead_s, *efficiencies, memory_bytes)
     except ValueError as error:
         raise InvalidFile(f"{source}: {error}") from None

@@ -12,12 +12,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from remat.errors import InvalidGraph
 
 # 8 PiB in all: far above any device, and low enough that sums stay exact in 64 bits however often ops run.
 _MOST_BYTES = 2**53
+
+ROLES: Final = ("parameter", "optimizer_state", "batch", "state")
+"""What an input of a step is: a weight, a slot of the optimizer, data, or whatever else is kept (seeds, metrics)."""
+
+PHASES: Final = ("forward", "backward", "update")
+"""Where in the step an op runs; the update is what uses the gradients of the parameters."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +36,7 @@ class Tensor:
         shape: dimensions, or None where unknown.
         dtype: the framework's short name ("float32"), or None.
         alias_of: id of the tensor whose storage this one shares, or None.
+        role: of an input of the step, for people: one of ``ROLES``, or "" where unknown.
     """
 
     size_bytes: int
@@ -37,6 +44,7 @@ class Tensor:
     shape: tuple[int, ...] | None = None
     dtype: str | None = None
     alias_of: int | None = None
+    role: str = ""
 
 
 @dataclass(frozen=True)
@@ -54,6 +62,9 @@ class Op:
         after: indices of ops that must have run before this op first runs, though no tensor ties them.
         in_place: pairs (input id, output id): the output takes over the input's storage whenever this
             op is the last reader of that storage, as frameworks do for element-wise kernels.
+        phase: of the step, for people: one of ``PHASES``, or "" where unknown.
+        layer: the path of the layer that it belongs to, "" where unknown.
+        source: the line that made it, "model.py:12 in call", "" where unknown.
     """
 
     name: str = ""
@@ -65,6 +76,9 @@ class Op:
     workspace_bytes: int = 0
     after: tuple[int, ...] = ()
     in_place: tuple[tuple[int, int], ...] = ()
+    phase: str = ""
+    layer: str = ""
+    source: str = ""
 
 
 @dataclass(frozen=True)
@@ -133,7 +147,7 @@ class Graph:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A digest of everything a plan depends on; names are left out, so that renaming keeps plans."""
+        """A digest of everything a plan depends on; what is for people only is left out."""
         parts = {
             "tensors": [(t.size_bytes, t.alias_of) for t in self.tensors],
             "ops": [

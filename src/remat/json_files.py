@@ -100,8 +100,12 @@ class JsonReader:
 
     def numbers_by_name(self, key: str) -> dict[str, float]:
         """An object whose values are all numbers."""
-        reader = JsonReader(self.source, self._get(key, _MISSING), f"{key!r} of {self._where}")
+        reader = self.nested(key)
         return {name: reader.number(name) for name in reader._data}
+
+    def nested(self, key: str) -> JsonReader:
+        """A reader for a required object."""
+        return JsonReader(self.source, self._get(key, _MISSING), f"{key!r} of {self._where}")
 
     def objects(self, key: str, each: str) -> list[JsonReader]:
         """A reader for each object of a required list; ``each`` names one in messages."""
@@ -162,10 +166,11 @@ def write_json(path: str | Path, value: Mapping[str, Any]) -> None:
     data = json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
     if str(path).endswith(".gz"):
         data = gzip.compress(data, mtime=0)  # No date in it: equal graphs give equal files.
-    _write_atomically(Path(path), data)
+    write_atomically(path, data)
 
 
-def _write_atomically(path: Path, data: bytes) -> None:
+def write_atomically(path: str | Path, data: bytes) -> None:
+    """Write a file so that a reader sees the old one or the whole new one."""
     target = Path(os.path.realpath(path))
     if target.exists() and not target.is_file():
         target.write_bytes(data)  # A pipe or a device, which must not be replaced by a file.

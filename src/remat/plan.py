@@ -72,11 +72,19 @@ class Plan:
                 "size, a dtype or the framework's version changed; plan again for this graph"
             )
 
-    def save(self, path: str | Path) -> None:
-        """Write the plan as ``remat.plan`` JSON; a path ending in ``.gz`` is compressed."""
+    def save(self, path: str | Path, graph: Graph | None = None) -> None:
+        """Write the plan as ``remat.plan`` JSON; a path ending in ``.gz`` is compressed.
+
+        Args:
+            path: of the file.
+            graph: the graph that it was made for, kept in the same file, so that ``remat report`` needs no other.
+
+        Raises:
+            PlanMismatch: if it was made for another graph.
+        """
         from remat.serialization import save_plan
 
-        save_plan(self, path)
+        save_plan(self, path, graph)
 
     def to_json(self) -> Mapping[str, Any]:
         """The plan as a JSON-ready mapping in the ``remat.plan`` format."""

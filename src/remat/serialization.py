@@ -69,9 +69,31 @@ def load_plan(path: str | Path) -> Plan:
     return _plan_from(JsonReader(str(path), read_json(path)))
 
 
-def save_plan(plan: Plan, path: str | Path) -> None:
-    """Write a plan atomically; a path ending in ``.gz`` is compressed."""
-    write_json(path, plan_to_json(plan))
+def load_plan_and_graph(path: str | Path) -> tuple[Plan, Graph | None]:
+    """Read a plan and the graph that it was saved with, None where it was saved alone.
+
+    Raises:
+        InvalidFile: as ``load_plan``.
+        InvalidGraph: if the graph in it breaks a structural rule.
+        PlanMismatch: if the graph in it is another than the plan's.
+        FileNotFoundError: if there is no such file.
+    """
+    reader = JsonReader(str(path), read_json(path))
+    plan = _plan_from(reader)
+    if not reader.has("graph"):
+        return plan, None
+    graph = _graph_from(reader.nested("graph"))
+    plan.check_graph(graph)
+    return plan, graph
+
+
+def save_plan(plan: Plan, path: str | Path, graph: Graph | None = None) -> None:
+    """Write a plan atomically, with its graph if one is given; a path ending in ``.gz`` is compressed."""
+    values = plan_to_json(plan)
+    if graph is not None:
+        plan.check_graph(graph)
+        values["graph"] = graph_to_json(graph)
+    write_json(path, values)
 
 
 def plan_to_json(plan: Plan) -> dict[str, Any]:
@@ -108,6 +130,7 @@ def _tensor_from(reader: JsonReader) -> Tensor:
         shape=reader.integers("shape") if reader.has("shape") else None,
         dtype=reader.text("dtype") if reader.has("dtype") else None,
         alias_of=reader.integer("alias_of") if reader.has("alias_of") else None,
+        role=reader.text("role", ""),
     )
 
 
@@ -122,6 +145,9 @@ def _op_from(reader: JsonReader) -> Op:
         workspace_bytes=reader.integer("workspace_bytes", 0),
         after=reader.integers("after", []),
         in_place=reader.pairs("in_place"),
+        phase=reader.text("phase", ""),
+        layer=reader.text("layer", ""),
+        source=reader.text("source", ""),
     )
 
 

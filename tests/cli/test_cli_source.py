@@ -106,7 +106,10 @@ def test_callable_that_returns_no_model(run):
     assert result.exit_code == 2
     assert result.stdout == ""
     # What the callable prints is kept away from stdout, where the JSON goes.
-    expected = "remat: my_models:chatty: this returned no Keras model (its type is int)"
+    expected = (
+        "remat: my_models:chatty: this returned an int, no training step; return a Keras model, a PyTorch module, or a "
+        "tuple of a loss function and its arguments, such as (loss, params, batch)"
+    )
     assert result.stderr.splitlines() == ["building", expected]
 
 
@@ -118,7 +121,7 @@ def test_native_log_is_shown_on_request_only(run_script, tmp_path, traceback):
 
     assert ("a line from native code" in lines) == bool(traceback)
     assert "a line from Python" in lines
-    assert lines[-1].startswith("remat: my_models:noisy: this returned no Keras model")
+    assert lines[-1].startswith("remat: my_models:noisy: this returned an int, no training step")
     assert len(lines) == 2 or traceback
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from conformance import check_planner
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from conformance import check_planner
 from remat import Graph, InvalidSchedule, Op, Tensor, simulate
 from remat.planners import get_planner, planner_names, register
 from remat.planners.store_all import store_all

@@ -33,7 +33,14 @@ USER_ERROR: Final = 2
 _TRACEBACK_VARIABLE: Final = "REMAT_TRACEBACK"
 _LONGEST_LINE: Final = 600
 # Which extra brings an optional package.
-_EXTRAS: Final = {"keras": "tensorflow", "matplotlib": "plots", "sklearn": "demo", "tensorflow": "tensorflow"}
+_EXTRAS: Final = {
+    "jax": "jax",
+    "keras": "tensorflow",
+    "matplotlib": "plots",
+    "sklearn": "demo",
+    "tensorflow": "tensorflow",
+    "torch": "torch",
+}
 
 
 class CommandError(RematError):
@@ -117,6 +124,8 @@ def check_output_path(path: Path | None, option: str, *, keep: Sequence[str | Pa
         raise CommandError(f"{option} {path}: this is a folder; name a file in it")
     if not path.parent.is_dir():
         raise CommandError(f"{option} {path}: there is no folder {path.parent}; make it first")
+    if not os.access(path.parent, os.W_OK):
+        raise CommandError(f"{option} {path}: the folder {path.parent} cannot be written to; name another one")
     for other in keep:
         if other is not None and path.exists() and Path(other).exists() and path.samefile(other):
             raise CommandError(

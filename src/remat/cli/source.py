@@ -1,83 +1,122 @@
-"""Turns the SOURCE of a command into a graph: a graph file, or a callable that builds a Keras model."""
+"""Turns the SOURCE of a command into a graph or a training step: a graph file, or what ``module:callable`` returns."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import json
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from remat.cli.adapters import make_workload
 from remat.cli.console import CommandError, describe_error, progress, traceback_wanted
 from remat.cli.native_log import native_log_held_back
+from remat.cli.options import Source
 from remat.errors import RematError
 from remat.graph import Graph
 from remat.serialization import load_graph
+from remat.workload import StepOptions, Workload
 
 _CALLABLE: Final = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
-_DEFAULT_BATCH_SIZE: Final = 32
+_FRAMEWORKS: Final = ("jax", "keras", "tensorflow", "torch")
 
 
-@dataclass(frozen=True)
-class ModelOptions:
-    """What the command line says about a model; None where it says nothing.
-
-    Attributes:
-        kwargs: keyword arguments of the callable, as a JSON object.
-        batch_size: samples in a batch.
-        device: the name of a device profile, or ``"measured"``.
-        loss: a name that Keras knows.
-        optimizer: a name that Keras knows.
-        dtype_policy: a name that Keras knows, such as ``"mixed_float16"``.
-    """
-
-    kwargs: str | None = None
-    batch_size: int | None = None
-    device: str | None = None
-    loss: str | None = None
-    optimizer: str | None = None
-    dtype_policy: str | None = None
-
-
-def graph_from_source(source: str, options: ModelOptions) -> Graph:
-    """Read the graph file ``source``, or trace the model that ``module:callable`` builds.
+def graph_from_source(source: Source) -> Graph:
+    """Read the graph file, or trace the training step that ``module:callable`` returns.
 
     Raises:
-        CommandError: if there is no such file or callable, or if building or tracing the model fails.
+        CommandError: if there is no such file or callable, or if calling it or tracing its step fails.
         RematError: if the file is no valid graph.
     """
-    if Path(source).exists() or not _CALLABLE.fullmatch(source):
-        _refuse_model_options(source, options)
-        if not Path(source).exists():
-            raise CommandError(
-                f"{source}: there is no such file. Name a graph file (.json or .json.gz), or a model as "
-                "module:callable, such as keras.applications:ResNet50"
-            )
-        with progress(f"Reading {source}"):
-            return load_graph(source)
-    arguments = _parse_kwargs(options.kwargs)
-    quiet = contextlib.nullcontext() if traceback_wanted() else native_log_held_back()
-    # Whatever frameworks and models print must not end up between the results on stdout.
-    with quiet, contextlib.redirect_stdout(sys.stderr):
-        with progress(f"Building {source}"):
-            model = _build(source, arguments, options.dtype_policy)
-        with progress(f"Tracing a training step of {source}"):
-            return _trace(source, model, options)
+    if is_file(source):
+        with progress(f"Reading {source.name}"):
+            return load_graph(source.name)
+    workload = workload_from_source(source)
+    return traced(source, workload)
 
 
-def _refuse_model_options(source: str, options: ModelOptions) -> None:
-    given = [field.name for field in fields(options) if getattr(options, field.name) is not None]
-    if given:
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+def is_file(source: Source) -> bool:
+    """Is the source a graph file, and not ``module:callable``?
+
+    Raises:
+        CommandError: if it is neither, or if options were given that a file has no use for.
+    """
+    if not Path(source.name).exists() and _CALLABLE.fullmatch(source.name):
+        return False
+    if given := source.model_options_given:
         raise CommandError(
-            f"{source} is a graph file, whose sizes and times are fixed: {names} can be given with a model "
-            "(module:callable) only"
+            f"{source.name} is a graph file, whose sizes and times are fixed: {', '.join(given)} can be given with a "
+            "model (module:callable) only"
         )
+    if not Path(source.name).exists():
+        raise CommandError(
+            f"{source.name}: there is no such file. Name a graph file (.json or .json.gz), or a model as "
+            "module:callable, such as keras.applications:ResNet50"
+        )
+    return True
+
+
+def workload_from_source(source: Source) -> Workload:
+    """Import and call ``module:callable``; the training step in what it returns.
+
+    Raises:
+        CommandError: where that fails; the message says how.
+    """
+    arguments = _parse_kwargs(source.kwargs)
+    options = source.step_options()
+    with quiet_frameworks():
+        with progress(f"Building {source.name}"):
+            made, took_batch_size = _build(source, arguments, options)
+        if options.batch_size is not None and not took_batch_size and isinstance(made, tuple):
+            raise CommandError(
+                f"{source.name}: --batch-size {options.batch_size} has nowhere to go: the callable returns a function "
+                "with its arguments; let it take batch_size as an argument"
+            )
+        with progress(f"Preparing {source.name}"), _told_of(source, "preparing its training step"):
+            return make_workload(made, options)
+
+
+def traced(source: Source, workload: Workload) -> Graph:
+    """The graph of a workload, for the device that the command line names.
+
+    Raises:
+        CommandError: if tracing fails.
+    """
+    samples = "" if workload.batch_size is None else f" at batch size {workload.batch_size}"
+    doing = f"Tracing a training step of {source.name}{samples}"
+    with quiet_frameworks(), progress(doing), _told_of(source, "tracing its training step"):
+        return workload.graph(source.device or "cpu")
+
+
+@contextlib.contextmanager
+def quiet_frameworks() -> Iterator[None]:
+    """Keep what frameworks and models print from between the results on stdout."""
+    held_back = contextlib.nullcontext() if traceback_wanted() else native_log_held_back()
+    with held_back, contextlib.redirect_stdout(sys.stderr):
+        yield
+
+
+@contextlib.contextmanager
+def _told_of(source: Source, doing: str) -> Iterator[None]:
+    """Let errors name the source and say what was being done."""
+    try:
+        yield
+    except RematError as error:
+        # Their messages say what to do; the name of the source is added where it is not in them.
+        if source.name in str(error):
+            raise
+        raise CommandError(f"{source.name}: {error}") from error
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] in _FRAMEWORKS:
+            raise
+        raise CommandError(f"{source.name}: {doing} raised {type(error).__name__}: {describe_error(error)}") from error
+    except Exception as error:
+        raise CommandError(f"{source.name}: {doing} raised {type(error).__name__}: {describe_error(error)}") from error
 
 
 def _parse_kwargs(text: str | None) -> Mapping[str, Any]:
@@ -93,45 +132,69 @@ def _parse_kwargs(text: str | None) -> Mapping[str, Any]:
     return arguments
 
 
-def _build(source: str, arguments: Mapping[str, Any], dtype_policy: str | None) -> Any:
-    build = _import_callable(source)
-    if dtype_policy is not None:
+def _build(source: Source, arguments: Mapping[str, Any], options: StepOptions) -> tuple[Any, bool]:
+    """What the callable returns, and whether it was told the batch size."""
+    build = _import_callable(source.name)
+    if source.dtype_policy is not None:
         import keras
 
         try:
-            keras.config.set_dtype_policy(dtype_policy)
+            keras.config.set_dtype_policy(source.dtype_policy)
         except (TypeError, ValueError) as error:
-            raise CommandError(f"--dtype-policy {dtype_policy}: {describe_error(error)}") from error
-    shown = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+            raise CommandError(f"--dtype-policy {source.dtype_policy}: {describe_error(error)}") from error
+    parameters = _parameters(build)
+    given = dict(arguments)
+    if "batch_size" in parameters and "batch_size" not in given and options.batch_size is not None:
+        given["batch_size"] = options.batch_size
+    needed = [name for name, required in parameters.items() if required and name not in given]
+    # An argument of a wrong name is told by the call itself.
+    if needed and given.keys() <= parameters.keys():
+        example = json.dumps(dict.fromkeys(needed, "..."))
+        raise CommandError(
+            f"{source.name}: calling it needs {', '.join(needed)}; give {'it' if len(needed) == 1 else 'them'} as "
+            f"--kwargs '{example}', or name a callable without arguments that returns the model, or the loss function "
+            "and its arguments"
+        )
+    shown = ", ".join(f"{name}={value!r}" for name, value in given.items())
     try:
-        return build(**arguments)
+        return build(**given), "batch_size" in given
     except Exception as error:
         raise CommandError(
-            f"{source}: calling it as {source.partition(':')[2]}({shown}) raised {type(error).__name__}: "
+            f"{source.name}: calling it as {source.name.partition(':')[2]}({shown}) raised {type(error).__name__}: "
             f"{describe_error(error)}"
         ) from error
 
 
-def _import_callable(source: str) -> Callable[..., Any]:
-    module_name, _, path = source.partition(":")
+def _parameters(build: Callable[..., Any]) -> dict[str, bool]:
+    """For each parameter that can be given by name, whether it has to be."""
+    try:
+        parameters = inspect.signature(build).parameters.values()
+    except (TypeError, ValueError):
+        return {}
+    named = (p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
+    return {p.name: p.default is p.empty for p in named}
+
+
+def _import_callable(name: str) -> Callable[..., Any]:
+    module_name, _, path = name.partition(":")
     # As `python -m` does: a model of one's own lies in the current folder.
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
         found: Any = importlib.import_module(module_name)
     except Exception as error:
-        if isinstance(error, ModuleNotFoundError) and error.name in ("keras", "tensorflow"):
+        if isinstance(error, ModuleNotFoundError) and error.name in _FRAMEWORKS:
             raise
         raise CommandError(
-            f"{source}: importing {module_name!r} raised {type(error).__name__}: {describe_error(error)}"
+            f"{name}: importing {module_name!r} raised {type(error).__name__}: {describe_error(error)}"
         ) from error
-    for name in path.split("."):
-        if not hasattr(found, name):
-            raise CommandError(f"{source}: {_name_of(found)} has no attribute {name!r}")
-        found = getattr(found, name)
+    for part in path.split("."):
+        if not hasattr(found, part):
+            raise CommandError(f"{name}: {_name_of(found)} has no attribute {part!r}")
+        found = getattr(found, part)
     if not callable(found):
         raise CommandError(
-            f"{source}: this is not callable (its type is {type(found).__name__}); name what builds the model"
+            f"{name}: this is not callable (its type is {type(found).__name__}); name what builds the model"
         )
     build: Callable[..., Any] = found
     return build
@@ -139,26 +202,3 @@ def _import_callable(source: str) -> Callable[..., Any]:
 
 def _name_of(found: Any) -> str:
     return f"{getattr(found, '__name__', type(found).__name__)!r}"
-
-
-def _trace(source: str, model: Any, options: ModelOptions) -> Graph:
-    import keras
-
-    if not isinstance(model, keras.Model):
-        raise CommandError(f"{source}: this returned no Keras model (its type is {type(model).__name__})")
-
-    from remat.keras import trace_model
-
-    wanted = {"device": options.device, "loss": options.loss, "optimizer": options.optimizer}
-    batch_size = _DEFAULT_BATCH_SIZE if options.batch_size is None else options.batch_size
-    try:
-        graph: Graph = trace_model(
-            model, batch_size=batch_size, **{name: value for name, value in wanted.items() if value is not None}
-        )
-    except RematError:
-        raise
-    except Exception as error:
-        raise CommandError(
-            f"{source}: tracing its training step raised {type(error).__name__}: {describe_error(error)}"
-        ) from error
-    return graph

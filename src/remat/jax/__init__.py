@@ -5,6 +5,7 @@ step = remat.jax.jit(step)                                 # in place of jax.jit
 block = remat.jax.recompute(block)                         # in place of jax.checkpoint
 """
 
+from remat.jax.check import check
 from remat.jax.gradient import Grad, Gradient, grad, value_and_grad
 from remat.jax.jit import Jitted, jit
 from remat.jax.measure import Measurement, measure
@@ -16,6 +17,7 @@ __all__ = [
     "Gradient",
     "Jitted",
     "Measurement",
+    "check",
     "grad",
     "jit",
     "measure",

@@ -118,3 +118,14 @@ def body_of_recomputed_call(eqn: JaxprEqn) -> ClosedJaxpr | None:
     """The function of a call under ``remat.jax.recompute``; None for every other equation."""
     body = getattr(eqn.params.get("_prim"), "jaxpr", None) if eqn.primitive.name == "call_hi_primitive" else None
     return body if isinstance(body, ClosedJaxpr) else None
+
+
+def scopes_of(eqn: JaxprEqn) -> str:
+    """The named scopes and transformations that an equation was traced under: "transpose(jvp(Model))/Dense_0"."""
+    return str(eqn.source_info.name_stack)
+
+
+def source_of(eqn: JaxprEqn) -> tuple[str, int, str] | None:
+    """File, line and function of the user's code that an equation comes from, None where JAX made it by itself."""
+    frame = source_info_util.user_frame(eqn.source_info.traceback)
+    return None if frame is None else (frame.file_name, frame.start_line, frame.function_name)

@@ -9,6 +9,7 @@ from remat.cost_model import DeviceProfile, get_profile, op_time_s
 from remat.graph import Graph, Op, Tensor
 from remat.jax import op_facts
 from remat.jax._private import ClosedJaxpr, Jaxpr, JaxprEqn
+from remat.jax.labels import label_graph
 from remat.jax.program import Atom, Instruction, Program, program_of, trace_jaxpr
 from remat.simulator import simulate
 
@@ -30,7 +31,8 @@ def trace(fn: Callable[..., Any], *args: Any, device: str = "cpu", **kwargs: Any
         UnsupportedStep: where a shape is unknown.
     """
     closed, _ = trace_jaxpr(lambda *a: fn(*a, **kwargs), args)
-    return graph_of_program(program_of(closed), get_profile(device))
+    program = program_of(closed)
+    return label_graph(graph_of_program(program, get_profile(device)), program)
 
 
 def graph_of_program(program: Program, profile: DeviceProfile) -> Graph:

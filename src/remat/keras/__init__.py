@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from remat.keras.check import check
 from remat.keras.limit import graph_of, joint_plan_of, limit_memory, plan_of
 from remat.keras.recomputation import recompute
 
 if TYPE_CHECKING:
     from remat.keras.model_trace import trace_model
 
-__all__ = ["graph_of", "joint_plan_of", "limit_memory", "plan_of", "recompute", "trace_model"]
+__all__ = ["check", "graph_of", "joint_plan_of", "limit_memory", "plan_of", "recompute", "trace_model"]
 
 
 def __getattr__(name: str) -> Any:

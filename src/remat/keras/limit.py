@@ -160,6 +160,11 @@ def _no_model(model: Any) -> Exception:
     return TypeError(f"limit_memory takes a keras.Model, not {type(model).__name__}")
 
 
+def is_limited(model: keras.Model) -> bool:
+    """Has ``limit_memory`` been called on the model?"""
+    return model in _limits
+
+
 def plan_of(model: keras.Model) -> Plan | None:
     """The plan that ``model`` trains by; None before its first training step.
 

@@ -20,6 +20,7 @@ from remat.keras.attachment import Attachment
 from remat.keras.joint import choose_micro_batches
 from remat.keras.layer_outputs import LayerOutputs
 from remat.keras.micro_batch_step import MicroBatchedStep
+from remat.keras.model_trace import label_model
 from remat.plan import Plan
 from remat.tensorflow import _private
 from remat.tensorflow.micro_batches import largest_size
@@ -71,7 +72,7 @@ class TensorFlowLimit(Attachment):
     @property
     def graph(self) -> Graph | None:
         """The step that the plan is for, None before the first training step."""
-        return self._rewritten.step.graph if self._rewritten is not None else None
+        return label_model(self._rewritten.step, self._required_model()) if self._rewritten is not None else None
 
     @property
     def joint_plan(self) -> JointPlan | None:
@@ -129,7 +130,7 @@ class TensorFlowLimit(Attachment):
                 # The function may not be traced again for a larger batch, so its plan must be made again.
                 self._make_train_function(force=True)
             self._shapes = largest
-            _build(model, batches[0])
+            build(model, batches[0])
             if self._chooses:
                 self._choose(model, batches[0])
         if not is_dataset:
@@ -236,7 +237,7 @@ def _largest(batches: Iterable[Any]) -> _Shapes:
     return [tuple(max(sizes) for sizes in zip(*shapes, strict=True)) for shapes in zip(*per_batch, strict=True)]
 
 
-def _build(model: keras.Model, batch: Any) -> None:
+def build(model: keras.Model, batch: Any) -> None:
     """Make every variable now.
 
     What is created while a function is traced is allocated in the middle of its first step, where no plan can

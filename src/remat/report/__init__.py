@@ -1,1 +1,5 @@
-"""Reports of plans and timelines for people: tables in the terminal (``text``) and pictures (``plots``)."""
+"""Reports of plans: an interactive page (``Report``), tables for the terminal (``text``), pictures (``plots``)."""
+
+from remat.report.report import Report
+
+__all__ = ["Report"]

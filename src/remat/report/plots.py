@@ -12,6 +12,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from remat.breakdown import CATEGORIES, breakdown
 from remat.budget import format_bytes
 from remat.graph import Graph
 from remat.plan import Plan
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 # Okabe and Ito's palette, which people with any form of colour blindness can tell apart.
 _GREY, _ORANGE, _BLUE, _VERMILION = "#8c8c8c", "#E69F00", "#0072B2", "#D55E00"
 _LINES: Final = ("#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#0072B2", "#D55E00", "#000000")
+# In the order of CATEGORIES.
+_CATEGORY_COLOURS: Final = ("#56B4E9", "#0072B2", "#999999", "#E69F00", "#009E73", "#CC79A7", "#777777", "#D55E00")
 _SIZE_UNITS: Final = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
 _TIME_UNITS: Final = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9))
 
@@ -43,6 +46,13 @@ def memory_figure(graph: Graph, plan: Plan | None = None, *, title: str = "Memor
         plan.check_graph(graph)
     figure = Figure(figsize=(9, 4.8), dpi=150, layout="constrained")
     axes = figure.add_subplot()
+    _draw_memory(axes, graph, plan)
+    axes.set_title(title, loc="left", fontweight="bold")
+    _finish(figure, axes)
+    return figure
+
+
+def _draw_memory(axes: Axes, graph: Graph, plan: Plan | None) -> None:
     timed = graph.time_s > 0
     curves = [("plain", graph.plain_schedule, _ORANGE)]
     if plan is not None:
@@ -75,13 +85,10 @@ def memory_figure(graph: Graph, plan: Plan | None = None, *, title: str = "Memor
         )
     axes.set_xlabel(f"predicted time ({time_unit})" if timed else "operation run")
     axes.set_ylabel(f"memory ({size_unit})")
-    axes.set_title(title, loc="left", fontweight="bold")
     axes.set_xlim(left=0)
     # A plan's budget may lie above the plain peak.
     highest = max([*peaks, plan.budget_bytes if plan is not None else 0])
     axes.set_ylim(0, max(1, highest) / size_scale * 1.05)
-    _finish(figure, axes)
-    return figure
 
 
 def frontier_figure(plans: Sequence[Plan], *, title: str = "What a smaller budget costs") -> Figure:
@@ -96,6 +103,13 @@ def frontier_figure(plans: Sequence[Plan], *, title: str = "What a smaller budge
         raise ValueError("there is nothing to draw: give at least one plan")
     figure = Figure(figsize=(9, 4.8), dpi=150, layout="constrained")
     axes = figure.add_subplot()
+    _draw_frontier(axes, plans)
+    axes.set_title(title, loc="left", fontweight="bold")
+    _finish(figure, axes)
+    return figure
+
+
+def _draw_frontier(axes: Axes, plans: Sequence[Plan], chosen: Plan | None = None) -> None:
     unit, scale = _unit(_SIZE_UNITS, max(plan.budget_bytes for plan in plans))
     budgets = [plan.budget_bytes / scale for plan in plans]
     overheads = [100 * plan.overhead for plan in plans]
@@ -105,11 +119,61 @@ def frontier_figure(plans: Sequence[Plan], *, title: str = "What a smaller budge
     axes.fill_between(budgets, bounds, overheads, color=_BLUE, alpha=0.12)
     axes.set_xlabel(f"budget ({unit})")
     axes.set_ylabel("extra time (% of a plain step)")
-    axes.set_title(title, loc="left", fontweight="bold")
+    if chosen is not None:
+        label = f"this plan: {chosen.overhead:.1%} more time for {format_bytes(chosen.budget_bytes)}"
+        axes.plot(
+            [chosen.budget_bytes / scale],
+            [100 * chosen.overhead],
+            color=_VERMILION,
+            marker="D",
+            markersize=8,
+            linestyle="none",
+            label=label,
+        )
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
-    _finish(figure, axes)
+
+
+def report_figure(
+    graph: Graph, plan: Plan, frontier: Sequence[Plan] = (), *, title: str = "Memory over one training step"
+) -> Figure:
+    """A report as one picture: memory over the step, what fills its peak and, with a frontier, what budgets cost.
+
+    Raises:
+        PlanMismatch: if the plan is for another graph.
+    """
+    from matplotlib.figure import Figure
+
+    plan.check_graph(graph)
+    rows = 3 if frontier else 2
+    figure = Figure(figsize=(9, 3 + 2.9 * rows), dpi=150, layout="constrained")
+    grid = figure.subplots(rows, 1, height_ratios=[3, 1.3, 2.4][:rows])
+    _draw_memory(grid[0], graph, plan)
+    _draw_breakdown(grid[1], graph, plan)
+    grid[0].set_title("Memory over the step", loc="left")
+    grid[1].set_title("At the peak", loc="left")
+    if frontier:
+        _draw_frontier(grid[2], frontier, plan)
+        grid[2].set_title("What each budget costs", loc="left")
+    for axes in grid:
+        _tidy(axes)
+        axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, fontsize="small")
+    figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
     return figure
+
+
+def _draw_breakdown(axes: Axes, graph: Graph, plan: Plan) -> None:
+    """One bar for each step, of the bytes by category at its peak."""
+    found = [("planned", breakdown(graph, plan.schedule)), ("plain", breakdown(graph))]
+    unit, scale = _unit(_SIZE_UNITS, max(of.total_bytes for _, of in found))
+    left = [0.0 for _ in found]
+    for number, category in enumerate(CATEGORIES):
+        sizes = [of.size_bytes[category] / scale for _, of in found]
+        if any(sizes):
+            colour = _CATEGORY_COLOURS[number]
+            axes.barh([name for name, _ in found], sizes, left=left, color=colour, label=category.replace("_", " "))
+            left = [start + size for start, size in zip(left, sizes, strict=True)]
+    axes.set_xlabel(f"memory ({unit})")
 
 
 def loss_figure(
@@ -206,10 +270,14 @@ def _unit(units: Sequence[tuple[str, float]], largest: float) -> tuple[str, floa
     return next(((name, scale) for name, scale in units if largest >= scale), units[-1])
 
 
-def _finish(figure: Figure, axes: Axes) -> None:
+def _tidy(axes: Axes) -> None:
     axes.grid(axis="y", color="#dddddd", linewidth=0.8)
     axes.set_axisbelow(True)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
+
+
+def _finish(figure: Figure, axes: Axes) -> None:
+    _tidy(axes)
     # Below the axes, so that it hides no curve.
     figure.legend(loc="outside lower center", ncols=2, frameon=False)

@@ -9,6 +9,7 @@ from remat.tensorflow.backward import (
     last_plan,
     replaced_gradients,
 )
+from remat.tensorflow.check import check
 from remat.tensorflow.gradient_tape import GradientTape
 from remat.tensorflow.measure import Measurement, measure
 from remat.tensorflow.recomputation import recompute
@@ -17,6 +18,7 @@ from remat.tensorflow.trace import trace
 __all__ = [
     "GradientTape",
     "Measurement",
+    "check",
     "gradients",
     "gradients_collection",
     "gradients_memory",

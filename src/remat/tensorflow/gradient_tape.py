@@ -28,8 +28,9 @@ class GradientTape(tf.GradientTape):  # type: ignore[misc]
         planner: a planner's name.
         time_limit_s: wall seconds that an anytime planner may use.
         batch_size: the size of dimensions that are unknown while the function is traced.
-        persistent, watch_accessed_variables: as in ``tf.GradientTape``.
-        options: passed on to the planner.
+        persistent: as in ``tf.GradientTape``.
+        watch_accessed_variables: as in ``tf.GradientTape``.
+        **options: passed on to the planner.
 
     Attributes:
         plan: the plan in force, once the trace has ended; None before.

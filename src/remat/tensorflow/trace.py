@@ -64,7 +64,10 @@ def trace(fn: Callable[..., Any], *args: Any, device: str = "cpu", **kwargs: Any
     """
     function = fn if hasattr(fn, "get_concrete_function") else tf.function(fn)
     concrete = function.get_concrete_function(*args, **kwargs)
-    return trace_func_graph(concrete.graph, profile=get_profile(device)).graph
+    # It needs this module's classes.
+    from remat.tensorflow.labels import label_step
+
+    return label_step(trace_func_graph(concrete.graph, profile=get_profile(device)))
 
 
 def trace_func_graph(

@@ -1,0 +1,82 @@
+"""What ``remat measure`` and ``remat check`` do in processes of their own: ``python -m remat.cli.job FOLDER``."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from remat.calibration import op_samples
+from remat.checking import check_workload
+from remat.cli.console import describe_error
+from remat.cli.options import Source
+from remat.cli.source import workload_from_source
+from remat.cost_model import calibrate, save_measured
+from remat.fresh_process import answer_job
+from remat.json_files import write_json
+from remat.machine import memory_bytes
+from remat.workload import Workload
+
+RESULT_FILE = "result.json"
+PLAN_FILE = "plan.json.gz"
+# Which front end's operations are timed for a step of each framework.
+_KERNELS = {"jax": "jax", "tensorflow": "tensorflow", "torch": "torch"}
+
+
+def main() -> int:
+    """Do one job."""
+    return answer_job(_work, describe_error)
+
+
+def _work(request: dict[str, Any], folder: Path) -> None:
+    workload = workload_from_source(Source(**request["source"]))
+    jobs = {"train": _train, "check": _check, "calibrate": _calibrate}
+    write_json(folder / RESULT_FILE, jobs[request["job"]](request, workload, folder))
+
+
+def _train(request: dict[str, Any], workload: Workload, folder: Path) -> dict[str, Any]:
+    training = workload.train(request["budget"], request["steps"])
+    if training.plan is not None:
+        training.plan.save(folder / PLAN_FILE)
+    return {
+        "framework": workload.framework,
+        "peak_bytes": training.peak_bytes,
+        "step_time_s": training.step_time_s,
+        "losses": list(training.losses),
+    }
+
+
+def _check(request: dict[str, Any], workload: Workload, folder: Path) -> dict[str, Any]:
+    result = check_workload(workload, request["budget"], request["steps"])
+    return {**asdict(result), "passed": result.passed, "verdict": result.verdict, "framework": workload.framework}
+
+
+def _calibrate(request: dict[str, Any], workload: Workload, folder: Path) -> dict[str, Any]:
+    framework = _computing_framework(workload)
+    kernels: Any = importlib.import_module(f"remat.{_KERNELS[framework]}.kernels").Kernels()
+    samples = op_samples(kernels)
+    profile = calibrate(samples, f"measured by {framework}", memory_bytes=memory_bytes())
+    path = save_measured(profile)
+    graph = workload.graph("measured")
+    return {
+        "path": str(path),
+        "samples": [asdict(sample) for sample in samples],
+        "flops_per_s": profile.flops_per_s["float32"],
+        "bytes_per_s": profile.bytes_per_s,
+        "overhead_s": profile.overhead_s,
+        "plain_time_s": graph.time_s,
+    }
+
+
+def _computing_framework(workload: Workload) -> str:
+    if workload.framework != "keras":
+        return workload.framework
+    import keras
+
+    return str(keras.backend.backend())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,183 @@
+"""``remat plan``: does a training step fit, what does fitting cost, what fills its memory, which batch would fit?"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import typer
+from rich.console import Console
+
+import remat
+from remat.batch_size import LargestBatches, largest_batches
+from remat.breakdown import Breakdown, breakdown
+from remat.budget import parse_budget
+from remat.cli.checks import check_planner
+from remat.cli.console import CommandError, check_output_path, check_time_limit, print_json, progress
+from remat.cli.options import Source
+from remat.cli.source import graph_from_source, is_file, traced, workload_from_source
+from remat.cost_model import get_profile
+from remat.errors import InfeasibleBudget
+from remat.graph import Graph
+from remat.labels import layer_of
+from remat.machine import memory_bytes
+from remat.plan import Plan
+from remat.report import breakdown_text, text
+
+# For the context of the device, workspaces of libraries and fragmentation.
+_MARGIN: Final = 0.08
+_DEFAULT_BUDGET: Final = "60%"
+
+PlannerName = Annotated[str, typer.Option("--planner", help="Name of the planner.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, and nothing else there.")]
+
+
+def plan_command(
+    source: Source,
+    budget: Annotated[
+        str, typer.Option(help="Peak bytes of a step: 4GiB, 512MB, 1000000, or 60% of the plain peak.")
+    ] = _DEFAULT_BUDGET,
+    planner: PlannerName = "auto",
+    time_limit: Annotated[float | None, typer.Option(help="Seconds that the planner may take.", metavar="S")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Write the plan to this file, with its graph.", metavar="FILE")
+    ] = None,
+    save_graph: Annotated[
+        Path | None, typer.Option(help="Write the graph to this file (.json, .json.gz).", metavar="FILE")
+    ] = None,
+    max_batch: Annotated[
+        bool, typer.Option("--max-batch", help="Also find the largest batch for the budget, plain and planned.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Find the cheapest schedule of a training step within a byte budget, and show what fills its memory."""
+    check_planner(planner)
+    source.check_device()
+    check_time_limit(time_limit)
+    check_output_path(out, "--out", keep=[source.name, save_graph])
+    check_output_path(save_graph, "--save-graph", keep=[source.name])
+    if out is not None and out == save_graph:
+        raise CommandError(f"--out {out} and --save-graph name the same file; choose two names")
+    if max_batch and is_file(source):
+        raise CommandError(
+            f"{source.name} is a graph file, whose sizes are fixed: --max-batch needs a model (module:callable)"
+        )
+
+    graph = graph_from_source(source)
+    if save_graph is not None:
+        graph.save(save_graph)
+    batches = _largest_batches(source, graph, budget, planner, time_limit) if max_batch else None
+    with progress(f"Planning {len(graph.ops):,} ops for {budget}"):
+        try:
+            plan = remat.plan(graph, budget, planner, time_limit)
+        except InfeasibleBudget:
+            # The batch asked for does not fit, which is no reason to keep from the user which one does.
+            if batches is not None and not as_json:
+                Console().print(breakdown_text.largest_batches_table(batches))
+            raise
+    if out is not None:
+        plan.save(out, graph)
+    plain, planned = breakdown(graph), breakdown(graph, plan.schedule)
+
+    if as_json:
+        print_json(_as_json(source, graph, plan, plain, planned, batches))
+        return
+    console = Console()
+    console.print(text.plan_table(graph, plan, title=f"Plan for {source.name}"))
+    if (fit := _fit(source, plan)) is not None:
+        console.print(fit["sentence"], markup=False, highlight=False)
+    console.print(breakdown_text.breakdown_table(plain, planned if plan.recomputed else None))
+    which = "planned" if plan.recomputed else "plain"
+    console.print(
+        breakdown_text.largest_tensors_table(graph, planned, title=f"Largest tensors at the peak of the {which} step")
+    )
+    if plan.recomputed:
+        console.print(text.recomputed_kinds_table(graph, plan))
+    if batches is not None:
+        console.print(breakdown_text.largest_batches_table(batches))
+    for name, path in (("Plan", out), ("Graph", save_graph)):
+        if path is not None:
+            console.print(f"{name} written to {path}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _largest_batches(
+    source: Source, graph: Graph, budget: str, planner: str, time_limit_s: float | None
+) -> LargestBatches:
+    plain_bytes = remat.simulate(graph, graph.plain_schedule).peak_bytes
+    first = source.step_options().samples
+
+    def trace(samples: int) -> Graph:
+        if samples == first:
+            return graph
+        other = dataclasses.replace(source, batch_size=samples)
+        return traced(other, workload_from_source(other))
+
+    with progress(f"Looking for the largest batch of {source.name} within {budget}"):
+        return largest_batches(
+            trace, parse_budget(budget, plain_bytes), batch_size=first, planner=planner, time_limit_s=time_limit_s
+        )
+
+
+def _fit(source: Source, plan: Plan) -> dict[str, Any] | None:
+    """Whether the step fits the device that the user named; None where its memory is not known."""
+    if source.device is None:
+        return None
+    profile = get_profile(source.device)
+    size = profile.memory_bytes if profile.memory_bytes is not None else memory_bytes()
+    if size is None:
+        return None
+    usable = int(size * (1 - _MARGIN))
+    plain, planned = plan.baseline_peak_bytes <= usable, plan.peak_bytes <= usable
+    verdict = (
+        "the plain step fits"
+        if plain
+        else "the plain step does not fit, the planned one does"
+        if planned
+        else "neither the plain nor the planned step fits; ask for a smaller budget or batch"
+    )
+    whose = "this machine" if profile.memory_bytes is None else source.device.lower()
+    sentence = f"Memory of {whose}: {remat.format_bytes(size)}, less {_MARGIN:.0%} in reserve: {verdict}."
+    return {"memory_bytes": size, "usable_bytes": usable, "plain": plain, "planned": planned, "sentence": sentence}
+
+
+def _as_json(
+    source: Source, graph: Graph, plan: Plan, plain: Breakdown, planned: Breakdown, batches: LargestBatches | None
+) -> dict[str, Any]:
+    fit = _fit(source, plan)
+    return {
+        "source": source.name,
+        "ops": len(graph.ops),
+        "planner": plan.planner,
+        "budget_bytes": plan.budget_bytes,
+        "peak_bytes": plan.peak_bytes,
+        "baseline_peak_bytes": plan.baseline_peak_bytes,
+        "overhead": plan.overhead,
+        "overhead_lower_bound": plan.overhead_lower_bound,
+        "lower_bound_meaning": plan.lower_bound_meaning,
+        "time_s": plan.time_s,
+        "baseline_time_s": plan.baseline_time_s,
+        "recomputed": plan.recomputed,
+        "plan_seconds": plan.plan_seconds,
+        "fingerprint": plan.fingerprint,
+        "fits": None if fit is None else {key: value for key, value in fit.items() if key != "sentence"},
+        "breakdown": {"plain": plain.size_bytes, "planned": planned.size_bytes},
+        "largest_at_peak": _largest_json(graph, planned),
+        "max_batch": None if batches is None else dataclasses.asdict(batches),
+        "schedule": list(plan.schedule),
+    }
+
+
+def _largest_json(graph: Graph, found: Breakdown) -> list[dict[str, Any]]:
+    return [
+        {
+            "tensor": live.tensor,
+            "name": graph.tensors[live.tensor].name,
+            "size_bytes": live.size_bytes,
+            "category": live.category,
+            "op": live.op,
+            "layer": "" if live.op is None else layer_of(graph, live.op),
+            "source": "" if live.op is None else graph.ops[live.op].source,
+        }
+        for live in found.largest
+    ]

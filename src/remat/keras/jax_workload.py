@@ -1,0 +1,145 @@
+"""A Keras model on JAX as a training step: Keras' own functional ``train_step``, compiled as ``fit`` compiles it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+
+from remat.cost_model import get_profile
+from remat.graph import Graph
+from remat.jax.compiled import peak_of, shape_of
+from remat.jax.jit import jit as planned_jit
+from remat.jax.labels import label_graph
+from remat.jax.program import program_of, trace_jaxpr
+from remat.jax.trace import graph_of_program
+from remat.keras.example_batch import batch_spec
+from remat.keras.training_data import Variables, batches
+from remat.workload import Array, StepOptions, Training
+
+_ROLES = ("parameter", "parameter", "optimizer_state", "state")
+
+
+class JaxWorkload:
+    """See ``remat.workload.Workload``.
+
+    Args:
+        model: compiled.
+        options: batch size and shapes of the inputs.
+        data: batches (inputs, targets) to train on, random ones if None.
+    """
+
+    framework = "keras"
+
+    def __init__(self, model: keras.Model, options: StepOptions, data: Sequence[tuple[Any, Any]] | None = None) -> None:
+        self._model = model
+        self._options = options
+        self._data = data
+        self._variables: Variables | None = None
+
+    @property
+    def batch_size(self) -> int | None:
+        """Samples in a batch."""
+        return self._options.samples
+
+    def graph(self, device: str) -> Graph:
+        """The step, traced."""
+        spec = batch_spec(self._model, self._options.samples, self._options.inputs)
+        self._build(spec)
+        data = keras.tree.map_structure(_shape_of_spec, spec)
+        state = jax.tree.map(shape_of, self._state())
+        closed, _ = trace_jaxpr(lambda s, d: self._model.train_step(s, d), (state, (*data, None)))
+        program = program_of(closed)
+        parts = zip(_ROLES, state, strict=True)
+        roles = [role for role, part in parts for _ in jax.tree.leaves(part)]
+        roles += ["batch"] * (len(program.inputs) - len(roles))
+        return label_graph(graph_of_program(program, get_profile(device)), program, roles)
+
+    def train(self, budget: int | str | None, steps: int, *, nudged: bool = False) -> Training:
+        """Run some steps of the compiled ``train_step``."""
+        own = batches(self._model, self._options, steps, self._data)
+        variables = self._reset(own[0], nudged)
+        step: Any = (
+            jax.jit(self._model.train_step, donate_argnums=0)
+            if budget is None
+            else planned_jit(lambda s, d: self._model.train_step(s, d), budget=budget, donate_argnums=0)
+        )
+        state = self._state()
+        peak_bytes = peak_of(step.lower(state, (*own[0], None)).compile().memory_analysis())
+        losses, times = [], []
+        wait: Any = jax.block_until_ready
+        for x, y in own:
+            started = time.perf_counter()
+            logs, state = wait(step(state, (x, y, None)))
+            times.append(time.perf_counter() - started)
+            losses.append(float(logs["loss"]))
+        values = variables.named(self._in_order(state, variables))
+        plan = None if budget is None else step.plan
+        graph = None if budget is None else step.graph
+        return Training(peak_bytes, float(np.median(times[1:] or times)), tuple(losses), values, plan, graph)
+
+    def gradients(self, budget: int | str | None, *, nudged: bool = False) -> Mapping[str, Array]:
+        """Nothing: Keras' step on JAX does not give gradients out; the optimizer's slots hold them."""
+        return {}
+
+    def restore(self) -> None:
+        """Give the variables their first values."""
+        self._set_back(nudged=False)
+
+    def _set_back(self, nudged: bool) -> None:
+        if self._variables is None:
+            return
+        for variable, value in zip(self._variables.all, self._variables.first_values(nudged), strict=True):
+            variable.assign(value)
+
+    def _build(self, spec: tuple[Any, Any]) -> None:
+        model = self._model
+        if model.trainable_variables and not model.optimizer.built:
+            model.optimizer.build(model.trainable_variables)
+        model._symbolic_build(data_batch=keras.tree.map_structure(_unnamed, spec))
+
+    def _groups(self) -> tuple[Sequence[keras.Variable], ...]:
+        """The variables in the order of the state that Keras' ``train_step`` takes."""
+        model = self._model
+        return (
+            model.trainable_variables,
+            model.non_trainable_variables,
+            model.optimizer.variables,
+            model.metrics_variables,
+        )
+
+    def _state(self) -> tuple[list[Any], ...]:
+        """Copies, since steps donate their state."""
+        return tuple([jax.numpy.array(v.value, copy=True) for v in group] for group in self._groups())
+
+    def _in_order(self, state: Sequence[Sequence[Any]], variables: Variables) -> list[Any]:
+        by_id = {
+            id(variable): value
+            for group, values in zip(self._groups(), state, strict=True)
+            for variable, value in zip(group, values, strict=True)
+        }
+        return [by_id.get(id(v), v.value) for v in variables.all]
+
+    def _reset(self, batch: tuple[Any, Any], nudged: bool) -> Variables:
+        if self._variables is None:
+            self._build(keras.tree.map_structure(_spec_of, batch))
+            self._variables = Variables(self._model)
+        self._set_back(nudged)
+        return self._variables
+
+
+def _shape_of_spec(spec: keras.KerasTensor) -> Any:
+    make: Any = jax.ShapeDtypeStruct
+    return make(spec.shape, spec.dtype)
+
+
+def _unnamed(spec: keras.KerasTensor) -> keras.KerasTensor:
+    return keras.KerasTensor(spec.shape, dtype=spec.dtype)
+
+
+def _spec_of(array: Any) -> keras.KerasTensor:
+    return keras.KerasTensor(np.shape(array), np.asarray(array).dtype.name)

@@ -1,0 +1,127 @@
+"""A Keras model on TensorFlow as a training step: traced by its ``train_step``, run by ``train_on_batch``."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from remat.budget import parse_budget
+from remat.graph import Graph
+from remat.keras.limit import graph_of, limit_memory, plan_of
+from remat.keras.model_trace import trace_model
+from remat.keras.tensorflow_backend import build
+from remat.keras.training_data import Variables, batches
+from remat.tensorflow.device import current_device
+from remat.workload import Array, StepOptions, Training
+
+
+class TensorFlowWorkload:
+    """See ``remat.workload.Workload``.
+
+    Args:
+        model: compiled.
+        options: batch size and shapes of the inputs.
+        data: batches (inputs, targets) to train on, random ones if None.
+    """
+
+    framework = "keras"
+
+    def __init__(self, model: keras.Model, options: StepOptions, data: Sequence[tuple[Any, Any]] | None = None) -> None:
+        self._model = model
+        self._options = options
+        self._data = data
+        self._variables: Variables | None = None
+
+    @property
+    def batch_size(self) -> int | None:
+        """Samples in a batch."""
+        return self._options.samples
+
+    def graph(self, device: str) -> Graph:
+        """The step, traced."""
+        return trace_model(self._model, batch_size=self._options.samples, device=device, inputs=self._options.inputs)
+
+    def train(self, budget: int | str | None, steps: int, *, nudged: bool = False) -> Training:
+        """Run some steps by ``train_on_batch``."""
+        model, own = self._model, batches(self._model, self._options, steps, self._data)
+        variables = self._reset(own[0], nudged)
+        limit_memory(model, budget)
+        device = current_device()
+        losses, times, peaks = [], [], []
+        try:
+            for x, y in own:
+                device.reset_peak()
+                started = time.perf_counter()
+                logs = model.train_on_batch(x, y, return_dict=True)
+                losses.append(float(logs["loss"]))
+                times.append(time.perf_counter() - started)
+                peaks.append(device.peak_bytes)
+            plan = None if budget is None else plan_of(model)
+            graph = None if budget is None else graph_of(model)
+        finally:
+            limit_memory(model, None)
+        values = variables.named(v.value for v in variables.all)
+        return Training(max(peaks), float(np.median(times[1:] or times)), tuple(losses), values, plan, graph)
+
+    def gradients(self, budget: int | str | None, *, nudged: bool = False) -> Mapping[str, Array]:
+        """What the optimizer is handed in the first step."""
+        model, (batch,) = self._model, batches(self._model, self._options, 1, self._data)
+        self._reset(batch, nudged)
+        kept = {v.path: tf.Variable(tf.zeros(v.shape, v.dtype), trainable=False) for v in model.trainable_variables}
+        if isinstance(budget, int) or (budget is not None and not budget.strip().endswith("%")):
+            # The copies lie on the device beside the step.
+            budget = parse_budget(budget) + sum(v.value.dtype.size * v.shape.num_elements() for v in kept.values())
+        limit_memory(model, budget)
+        try:
+            with _gradients_copied(model, kept):
+                model.train_function = None
+                model.train_on_batch(*batch)
+        finally:
+            limit_memory(model, None)
+            model.train_function = None
+        return {f"gradient/{path}": variable.numpy() for path, variable in kept.items()}
+
+    def restore(self) -> None:
+        """Give the variables their first values."""
+        self._set_back(nudged=False)
+
+    def _set_back(self, nudged: bool) -> None:
+        if self._variables is None:
+            return
+        for variable, value in zip(self._variables.all, self._variables.first_values(nudged), strict=True):
+            # Handed over as it is, an array may become the variable's memory, which the device then does not count.
+            variable.assign(tf.raw_ops.DeepCopy(x=value))
+        gc.collect()
+
+    def _reset(self, batch: tuple[Any, Any], nudged: bool) -> Variables:
+        if self._variables is None:
+            build(self._model, batch)
+            self._variables = Variables(self._model)
+        self._set_back(nudged)
+        return self._variables
+
+
+@contextlib.contextmanager
+def _gradients_copied(model: keras.Model, kept: Mapping[str, tf.Variable]) -> Iterator[None]:
+    optimizer = model.optimizer
+    own_apply = optimizer.apply
+
+    def apply(grads: Any, trainable_variables: Any = None) -> Any:
+        grads = list(grads)
+        for gradient, variable in zip(grads, trainable_variables or model.trainable_variables, strict=True):
+            if gradient is not None and variable.path in kept:
+                kept[variable.path].assign(tf.convert_to_tensor(gradient))
+        return own_apply(grads, trainable_variables)
+
+    optimizer.apply = apply
+    try:
+        yield
+    finally:
+        del optimizer.apply

@@ -1,0 +1,52 @@
+"""The machine that this runs on: its memory, and what to write beside figures that were measured on it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from typing import Final
+
+_PACKAGES: Final = ("remat", "tensorflow", "tensorflow-cpu", "keras", "jax", "torch", "numpy")
+
+
+def memory_bytes() -> int | None:
+    """Main memory of the machine, None where the system does not say."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        return None
+
+
+def available_bytes() -> int | None:
+    """Main memory that is free for a new process, None where the system does not say."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    total = memory_bytes()
+    return None if total is None else total // 2
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of those packages that matter for a measurement and are installed."""
+    found = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def described() -> dict[str, str | int | None]:
+    """System, processor, cores and memory."""
+    return {
+        "system": platform.system(),
+        "processor": platform.machine(),
+        "cores": os.cpu_count(),
+        "memory_bytes": memory_bytes(),
+    }

@@ -1,0 +1,262 @@
+"""``remat plan``, ``measure`` and ``check`` on callables of each framework, each command in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+STEPS = """
+def jax_step(batch_size=64):
+    import jax, jax.numpy as jnp
+    params = {"dense": [jax.ShapeDtypeStruct((64, 64), jnp.float32) for _ in range(6)]}
+
+    def loss(params, x):
+        for w in params["dense"]:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x**2)
+
+    return loss, params, jax.ShapeDtypeStruct((batch_size, 64), jnp.float32)
+
+
+def fixed_batch():
+    return jax_step()
+
+
+def no_scalar():
+    import jax.numpy as jnp
+    return (lambda p: p * 2), jnp.ones(3)
+
+
+def two_frameworks():
+    import jax.numpy as jnp, tensorflow as tf
+    return (lambda p, q: p), jnp.ones(3), tf.ones(3)
+
+
+def needs(width, depth=2):
+    return None
+
+
+def none():
+    return None
+
+
+def broken():
+    raise OSError("the weights are gone")
+
+
+def tensorflow_step(batch_size=64):
+    import tensorflow as tf
+    ws = [tf.Variable(tf.random.stateless_normal((64, 64), (1, i)) * 0.1) for i in range(6)]
+
+    def loss(x):
+        for w in ws:
+            x = tf.tanh(x @ w)
+        return tf.reduce_mean(x**2)
+
+    return loss, tf.TensorSpec((batch_size, 64), tf.float32)
+
+
+def keras_model(width=16):
+    import keras
+    layers = [keras.Input((24, 24, 3))]
+    for _ in range(4):
+        layers += [keras.layers.Conv2D(width, 3, padding="same"), keras.layers.BatchNormalization()]
+        layers += [keras.layers.ReLU()]
+    layers += [keras.layers.Dropout(0.3, seed=1), keras.layers.GlobalAveragePooling2D()]
+    return keras.Sequential([*layers, keras.layers.Dense(10, "softmax")])
+
+
+def subclassed():
+    import keras
+
+    class Dense(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = keras.layers.Dense(64, "relu"), keras.layers.Dense(4)
+
+        def call(self, x):
+            return self.two(self.one(x))
+
+    return Dense()
+"""
+
+
+@pytest.fixture
+def remat_cli(tmp_path):
+    (tmp_path / "my_steps.py").write_text(STEPS)
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "TF_CPP_MIN_LOG_LEVEL": "3"}
+    environment.pop("REMAT_TRACEBACK", None)
+
+    def run(*args: object, code: int = 0, **more: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "remat.cli", *map(str, args)]
+        done = subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, timeout=600, env={**environment, **more}
+        )
+        assert done.returncode == code, done.stdout + done.stderr
+        return done
+
+    return run
+
+
+def mistake(remat_cli, *args: object) -> str:
+    done = remat_cli(*args, code=2)
+    assert done.stdout == ""
+    lines = done.stderr.splitlines()
+    assert len(lines) == 1, done.stderr
+    return lines[0]
+
+
+def test_jax_step_is_planned_with_its_layers_lines_and_largest_batch(remat_cli, tmp_path):
+    done = remat_cli("plan", "my_steps:jax_step", "--batch-size", 1024, "--budget", "1600kB", "--max-batch", "--json")
+
+    printed = json.loads(done.stdout)
+    assert printed["peak_bytes"] <= printed["budget_bytes"] == 1_600_000
+    plain = printed["breakdown"]["plain"]
+    assert plain["parameters"] == 6 * 64 * 64 * 4
+    assert plain["inputs"] == 1024 * 64 * 4
+    assert sum(plain.values()) == printed["baseline_peak_bytes"]
+    largest = printed["largest_at_peak"]
+    assert len(largest) == 10
+    assert {(one["layer"], one["source"]) for one in largest if one["op"] is not None} >= {
+        ("loss", f"my_steps.py:{STEPS.splitlines().index('            x = jnp.tanh(x @ w)') + 1} in loss")
+    }
+    batches = printed["max_batch"]
+    assert 0 < batches["plain"]["batch_size"] < batches["planned"]["batch_size"]
+    assert batches["planned"]["peak_bytes"] <= 1_600_000
+
+
+def test_function_that_returns_no_loss(remat_cli):
+    assert "returns float32[3], no loss" in mistake(remat_cli, "plan", "my_steps:no_scalar")
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("none", "this returned None, no training step"),
+        ("needs", """calling it needs width; give it as --kwargs '{"width": "..."}'"""),
+        ("broken", "raised OSError: the weights are gone"),
+    ],
+)
+def test_callables_that_are_no_step(fails, tmp_path, monkeypatch, source, says):
+    (tmp_path / "no_steps.py").write_text(STEPS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    monkeypatch.delitem(sys.modules, "no_steps", raising=False)
+
+    assert says in fails("plan", f"no_steps:{source}")
+
+
+@pytest.mark.slow
+def test_arguments_of_two_frameworks(remat_cli):
+    assert "belong to jax and tensorflow" in mistake(remat_cli, "plan", "my_steps:two_frameworks")
+
+
+@pytest.mark.slow
+def test_options_that_have_nowhere_to_go(remat_cli):
+    assert "let it take batch_size" in mistake(remat_cli, "plan", "my_steps:fixed_batch", "--batch-size", 8)
+    assert "--optimizer does not go with a JAX function" in mistake(
+        remat_cli, "plan", "my_steps:jax_step", "--optimizer", "adam"
+    )
+
+
+@pytest.mark.slow
+def test_tensorflow_step(remat_cli):
+    printed = json.loads(remat_cli("plan", "my_steps:tensorflow_step", "--batch-size", 4096, "--json").stdout)
+
+    assert printed["recomputed"] > 0
+    assert printed["breakdown"]["plain"]["parameters"] == 6 * 64 * 64 * 4
+    line = STEPS.splitlines().index("            x = tf.tanh(x @ w)") + 1
+    assert any(one["source"] == f"my_steps.py:{line} in loss" for one in printed["largest_at_peak"])
+
+
+@pytest.mark.slow
+def test_subclassed_keras_model_needs_its_shape(remat_cli):
+    line = mistake(remat_cli, "plan", "my_steps:subclassed")
+    assert "--input" in line
+
+    done = remat_cli("plan", "my_steps:subclassed", "--input", 28, "--batch-size", 500, "--budget", "100%", "--json")
+    assert json.loads(done.stdout)["breakdown"]["plain"]["optimizer_state"] > 2 * 28 * 64 * 4
+
+
+@pytest.mark.slow
+def test_keras_model_fits_a_device_or_not(remat_cli):
+    arguments = ("plan", "my_steps:keras_model", "--device", "a100", "--json")
+
+    small = json.loads(remat_cli(*arguments).stdout)
+    assert small["fits"]["memory_bytes"] == 80 * 2**30
+    assert small["fits"]["plain"] is True
+    large = json.loads(remat_cli(*arguments, "--batch-size", 200_000, "--budget", "60GiB").stdout)
+    assert (large["fits"]["plain"], large["fits"]["planned"]) == (False, True)
+    assert large["max_batch"] is None
+
+
+@pytest.mark.slow
+def test_resnet152_is_planned_within_40_percent(remat_cli):
+    done = remat_cli(
+        "plan", "keras.applications:ResNet152", "--batch-size", 64, "--budget", "40%", "--kwargs", '{"weights": null}',
+        "--json",
+    )  # fmt: skip
+
+    printed = json.loads(done.stdout)
+    assert printed["peak_bytes"] <= 0.4 * printed["baseline_peak_bytes"]
+    assert printed["overhead"] < 0.25
+    assert all(one["layer"] for one in printed["largest_at_peak"] if one["category"] == "activations")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["tensorflow", "jax"])
+def test_measure_shows_both_peaks_and_keeps_the_speed_of_the_machine(remat_cli, tmp_path, backend):
+    done = remat_cli(
+        "measure", "my_steps:keras_model", "--batch-size", 128, "--budget", "70%", "--json", KERAS_BACKEND=backend
+    )
+
+    printed = json.loads(done.stdout)
+    assert printed["planned"]["measured_peak_bytes"] <= printed["budget_bytes"]
+    assert printed["planned"]["measured_peak_bytes"] < 0.8 * printed["plain"]["measured_peak_bytes"]
+    assert printed["planned"]["losses"] == pytest.approx(printed["plain"]["losses"], rel=1e-4)
+    assert abs(printed["planned"]["predicted_peak_bytes"] / printed["planned"]["measured_peak_bytes"] - 1) < 0.2
+    profile = json.loads((tmp_path / "cache" / "remat" / "device_profile_v1.json").read_text())
+    assert (profile["format"], profile["version"]) == ("remat.device_profile", 1)
+    assert 1e9 < profile["flops_per_s"]["float32"] < 1e15
+    assert 1e8 < profile["bytes_per_s"] < 1e14
+    planned = remat_cli("plan", "my_steps:jax_step", "--batch-size", 512, "--device", "measured", "--json")
+    assert json.loads(planned.stdout)["baseline_time_s"] > 0
+
+
+def test_measure_and_check_need_something_that_runs(fails, graph_file):
+    for command in ("measure", "check"):
+        assert f"`remat {command}` needs a model" in fails(command, graph_file)
+
+
+@pytest.mark.slow
+def test_failing_step_in_a_fresh_process_is_one_line(remat_cli):
+    assert "raised OSError: the weights are gone" in mistake(remat_cli, "measure", "my_steps:broken", "--no-calibrate")
+
+
+@pytest.mark.slow
+def test_check_passes_on_a_model_with_statistics_and_dropout(remat_cli):
+    done = remat_cli("check", "my_steps:keras_model", "--batch-size", 64, "--json")
+
+    printed = json.loads(done.stdout)
+    assert printed["passed"] is True
+    assert printed["verdict"].startswith("equal: ")
+    assert {one["what"] for one in printed["comparisons"]} == {
+        "gradients",
+        "weights",
+        "optimizer state",
+        "running statistics",
+        "losses",
+        "random states and counters",
+    }
+    assert printed["planned_peak_bytes"] <= printed["budget_bytes"] < printed["plain_peak_bytes"]
+
+
+@pytest.mark.slow
+def test_check_of_a_jax_function(remat_cli):
+    done = remat_cli("check", "my_steps:jax_step", "--batch-size", 2048, "--budget", "75%")
+
+    assert "my_steps:jax_step: equal: " in done.stdout
