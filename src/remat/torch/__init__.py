@@ -1,4 +1,14 @@
-"""PyTorch."""
+"""PyTorch: plan a training step within a byte budget and run it in any loop, with the same numbers.
+
+plan = remat.torch.plan(loss_fn, *args, budget="8GiB")
+with remat.torch.apply(plan):
+    loss = loss_fn(*args)
+loss.backward()                            # and the rest of the loop as ever
+"""
+
+from remat.torch.emit import Applied, apply
+from remat.torch.measure import Measurement, measure
+from remat.torch.planning import StepPlan, plan
 from remat.torch.trace import trace
-from remat.torch.measure import measure
-__all__=["trace","measure"]
+
+__all__ = ["Applied", "Measurement", "StepPlan", "apply", "measure", "plan", "trace"]

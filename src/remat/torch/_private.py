@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeAlias
 
 import torch
@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.overrides import enable_reentrant_dispatch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 __all__ = [
@@ -35,6 +36,8 @@ Storage: TypeAlias = torch.UntypedStorage
 
 _autograd: Any = torch._C._autograd
 _engine: Any = torch._C
+
+_SILENT_NAMESPACES = frozenset({"prim", "profiler", "record_function", "c10d", "_c10d_functional"})
 
 
 def storage_key(storage: Storage) -> int:
@@ -67,6 +70,35 @@ def no_modes() -> AbstractContextManager[Any]:
     """A context in which operators run for real, whatever traces them outside."""
     context: AbstractContextManager[Any] = _disable_current_modes()
     return context
+
+
+def alias(tensor: torch.Tensor) -> torch.Tensor:
+    """Inside an operator: the same storage and version counter in a tensor that no autograd node will hold on to."""
+    with enable_reentrant_dispatch(), torch.no_grad():
+        return tensor.detach()
+
+
+@contextmanager
+def below_autograd(grad_mode: bool) -> Iterator[None]:
+    """Operators run as they did when they were seen: after autograd and autocast.
+
+    Args:
+        grad_mode: whether gradients were enabled then; a kernel may ask (oneDNN's recurrent layers do).
+    """
+    autocasts = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    for kind in autocasts:
+        torch.set_autocast_enabled(kind, False)
+    try:
+        with _engine._AutoDispatchBelowAutograd(), torch.set_grad_enabled(grad_mode):
+            yield
+    finally:
+        for kind in autocasts:
+            torch.set_autocast_enabled(kind, True)
+
+
+def is_silent(func: OpOverload) -> bool:
+    """Is it no computation on tensors of the step: a query, a marker for a profiler, a collective?"""
+    return func.namespace in _SILENT_NAMESPACES
 
 
 def flop_formula(func: OpOverload) -> Callable[..., Any] | None:

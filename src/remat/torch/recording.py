@@ -226,7 +226,7 @@ class _Recorder(_private.TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._is_paused or func.namespace == "prim":
+        if self._is_paused or _private.is_silent(func):
             return func(*args, **kwargs)
         args, kwargs = _private.tree_map_only(torch.Tensor, self._fake, (tuple(args), kwargs))
         inputs = [t for t in _private.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]

@@ -1,0 +1,259 @@
+"""A plan -> the training step: what autograd saves is kept or made again, tensor by tensor, as the plan says."""
+
+from __future__ import annotations
+
+import logging
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from remat.errors import PlanMismatch
+from remat.plan import Plan
+from remat.torch import _private, op_facts
+from remat.torch.planning import StepPlan
+from remat.torch.replay import Node, Recipe, SavedTensor, StepState, argument, new_storages
+
+_log = logging.getLogger("remat")
+
+
+def apply(plan: Plan) -> Applied:
+    """Run a forward pass under a plan::
+
+        with remat.torch.apply(plan):
+            loss = loss_fn(*args)
+        loss.backward()
+
+    Everything else of the training loop stays as it is. Each use of the result is one forward pass; it may be used again
+    and again, also several times before one backward pass. A step that departs from the plan (another shape, another
+    branch) keeps, from there on, what plain PyTorch would keep; the first time this is logged as a warning.
+
+    Args:
+        plan: from ``remat.torch.plan``.
+
+    Returns:
+        A context manager, whose ``departures`` counts the steps that did not follow the plan.
+
+    Raises:
+        PlanMismatch: for a plan without its traced step, as loaded from a file.
+    """
+    if not isinstance(plan, StepPlan):
+        raise PlanMismatch(
+            "apply takes a plan that remat.torch.plan made; for one that was loaded from a file, "
+            "remat.torch.plan(loss_fn, *args, plan=loaded) traces the step again and checks that it is the same"
+        )
+    return Applied(plan)
+
+
+class Applied:
+    """What ``apply`` returns: a context manager that may be entered again and again.
+
+    Attributes:
+        plan: the plan.
+        departures: how many forward passes did not follow it.
+    """
+
+    def __init__(self, plan: StepPlan) -> None:
+        self.plan = plan
+        self.departures = 0
+        self._planned = _PlannedForward(plan)
+        self._open: list[tuple[_Watch, Any]] = []
+
+    def __enter__(self) -> Applied:
+        watch = _Watch(self._planned, self)
+        hooks = torch.autograd.graph.saved_tensors_hooks(watch.pack, _unpack)
+        watch.__enter__()
+        hooks.__enter__()
+        self._open.append((watch, hooks))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        watch, hooks = self._open.pop()
+        hooks.__exit__(kind, error, trace)
+        watch.__exit__(kind, error, trace)
+
+    def departed(self, where: str) -> None:
+        """Count a step that does not follow the plan, and say so once."""
+        self.departures += 1
+        if self.departures == 1:
+            _log.warning(
+                "This step departs from the plan: %s. From there on it keeps what plain PyTorch keeps: its numbers are "
+                "right, its memory is not limited. Plan again for other shapes or branches. This is said once.",
+                where,
+            )
+
+
+class _PlannedOp:
+    """What is known beforehand of one op of the forward pass."""
+
+    __slots__ = ("func", "is_kept", "made", "repeats", "sizes", "writes")
+
+    def __init__(self, plan: StepPlan, index: int) -> None:
+        storages, directions = plan.step.recording.storages, plan.directions
+        op = plan.step.recording.ops[index]
+        self.func = op.func
+        self.made = op.makes
+        self.sizes = tuple(storages[number].size_bytes for number in op.makes)
+        self.is_kept = tuple(number in directions.kept for number in op.makes)
+        self.repeats = index in directions.rerun
+        self.writes = frozenset(number for number in op.writes if storages[number].made_by is not None)
+
+
+class _PlannedForward:
+    """The forward pass of a plan: its ops, and which node each saved tensor reads."""
+
+    def __init__(self, plan: StepPlan) -> None:
+        recording, instance = plan.step.recording, plan.directions.instance
+        self.directions = plan.directions
+        self.ops = [_PlannedOp(plan, index) for index in range(recording.forward_ops)]
+        self.names = [op.name for op in recording.ops[: recording.forward_ops]]
+        self.reads = [instance[n][0] if n in instance else None for n in range(len(recording.slots))]
+
+
+class _Watch(_private.TorchDispatchMode):
+    """Sees the operators of one forward pass, below autograd and autocast, and keeps what the plan needs of them."""
+
+    def __init__(self, planned: _PlannedForward, owner: Applied) -> None:
+        super().__init__()
+        self._planned = planned
+        self._owner = owner
+        self._state = StepState(planned.directions)
+        self._nodes: dict[int, tuple[Any, Node]] = {}
+        self._position = 0
+        self._slots = 0
+        self._follows = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if (func.is_view and not _private.is_mutable(func)) or _private.is_silent(func):
+            return func(*args, **kwargs)
+        if not self._follows or self._position == len(self._planned.ops):
+            self._protect(func, args, kwargs)
+            return func(*args, **kwargs)
+        planned = self._planned.ops[self._position]
+        as_planned = planned.func is func
+        recipe = self._call(func, args, kwargs) if as_planned and planned.repeats else None
+        writes = op_facts.written(func, args, kwargs)
+        self._before_writes(func, args, kwargs, writes, planned.writes if as_planned else frozenset())
+        out = func(*args, **kwargs)
+        made = new_storages(out, _tensors_in(args, kwargs))
+        is_view = not made and not writes and (isinstance(out, torch.Tensor) or _tensors_in((out,), {}))
+        if is_view or func.name() == "aten::lift_fresh":
+            return out
+        if not as_planned or tuple(t.untyped_storage().nbytes() for t in made) != planned.sizes:
+            self._depart(func, made)
+            return out
+        self._position += 1
+        if recipe is not None or True in planned.is_kept:
+            self._remember(planned, made, recipe)
+        return out
+
+    def _remember(self, planned: _PlannedOp, made: list[torch.Tensor], recipe: Recipe | None) -> None:
+        if recipe is not None:
+            self._state.recipes[recipe.number] = recipe
+        for number, tensor, is_kept in zip(planned.made, made, planned.is_kept, strict=True):
+            node = self._state.nodes[number] = Node(number)
+            if is_kept:
+                node.value = _private.alias(tensor)
+            if recipe is not None:
+                node.recipe = recipe
+                recipe.nodes.append(node)
+            storage = tensor.untyped_storage()
+            self._nodes[_private.storage_key(storage)] = (_private.weak(storage), node)
+
+    def _node_of(self, tensor: torch.Tensor) -> Node | None:
+        if not self._nodes or tensor.layout is not torch.strided:
+            return None
+        storage = tensor.untyped_storage()
+        found = self._nodes.get(_private.storage_key(storage))
+        # Another storage may stand at the address of one that is gone.
+        return found[1] if found is not None and found[0]() is storage else None
+
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recipe:
+        """A call that can be run again: what the step made by reference, everything else as it is."""
+        state = op_facts.random_state(func, args, kwargs) if op_facts.is_random(func, args, kwargs) else None
+        again = _private.tree_map_only(
+            torch.Tensor,
+            lambda tensor: argument(tensor, self._node_of(tensor)),
+            (op_facts.repeatable_call(func, args), kwargs),
+        )
+        return Recipe(self._position, func, *again, state)
+
+    # Writes in place.
+
+    def _before_writes(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        written: list[torch.Tensor],
+        expected: frozenset[int],
+    ) -> None:
+        for tensor in written:
+            node = self._node_of(tensor)
+            if node is None:
+                continue
+            if node.number not in expected:
+                self._settle(node, tensor)
+            elif node.recipe is not None:
+                node.recipe.writes.append(self._call(func, args, kwargs))
+
+    def _protect(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._nodes and not _private.in_backward_pass():
+            for tensor in op_facts.written(func, args, kwargs):
+                if (node := self._node_of(tensor)) is not None:
+                    self._settle(node, tensor)
+
+    def _settle(self, node: Node, tensor: torch.Tensor) -> None:
+        """A write that is not part of the plan: keep what plain PyTorch keeps, and what recipes read as they read it."""
+        if node.is_read:
+            node.before_write = _copy_of(tensor)
+        if node.value is None:
+            node.value = _private.alias(tensor)
+        node.is_settled = True
+        del self._nodes[_private.storage_key(tensor.untyped_storage())]
+
+    def _depart(self, func: Any, made: list[torch.Tensor]) -> None:
+        self._follows = False
+        planned, name = self._planned.ops[self._position], self._planned.names[self._position]
+        sizes = [t.untyped_storage().nbytes() for t in made]
+        self._owner.departed(
+            f"op {self._position} of the forward pass is {func.name()} making {sizes} bytes, where the plan has {name} "
+            f"making {list(planned.sizes)}"
+        )
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """Called by autograd for each tensor that it saves."""
+        slot = self._slots
+        self._slots += 1
+        if not self._follows or slot >= len(self._planned.reads) or type(tensor) is not torch.Tensor:
+            return tensor
+        node = self._node_of(tensor)
+        if node is None or self._planned.reads[slot] != node.number or tensor.is_conj() or tensor.is_neg():
+            return tensor
+        return SavedTensor(self._state, slot, node, tensor)
+
+
+def _unpack(saved: Any) -> Any:
+    """Called by autograd when a backward node reads what it saved. It holds on to no forward pass."""
+    return saved.read() if isinstance(saved, SavedTensor) else saved
+
+
+def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of the whole storage, whatever part of it the tensor is."""
+    storage = tensor.untyped_storage()
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
+        storage.clone(), 0, (storage.nbytes() // tensor.element_size(),), (1,)
+    )
+
+
+def _tensors_in(args: Any, kwargs: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found.extend(one for one in value if isinstance(one, torch.Tensor))
+    return found
