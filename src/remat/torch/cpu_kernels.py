@@ -22,6 +22,8 @@ _BLOCK: Final = 16
 _RNN: Final = torch.ops.aten.mkldnn_rnn_layer.default
 _RNN_BACKWARD: Final = torch.ops.aten.mkldnn_rnn_layer_backward.default
 
+_LOSSES: Final = frozenset({"mse_loss", "smooth_l1_loss", "huber_loss"})
+
 # These kernels first copy what is not contiguous.
 _WANT_CONTIGUOUS: Final = frozenset(
     {
@@ -49,7 +51,7 @@ def workspace_bytes(func: OpOverload, args: tuple[Any, ...], out: Any) -> int:
         return _bytes(tensors[1])
     if name in ("upsample_nearest2d", "upsample_bilinear2d"):
         return _bytes(tensors[0]) + _bytes(out)
-    if name in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"):
+    if name in _LOSSES:
         return _bytes(tensors[0]) if out.numel() == 1 else 0
     if name == "_safe_softmax":
         return math.prod(out.shape)
@@ -63,9 +65,13 @@ def workspace_bytes(func: OpOverload, args: tuple[Any, ...], out: Any) -> int:
 
 def real_sizes(func: OpOverload, args: tuple[Any, ...], made: Sequence[int]) -> dict[int, int]:
     """Bytes of the outputs that PyTorch's shape rules do not know, by the numbers given for the outputs."""
-    if func.name() != "aten::mkldnn_rnn_layer" or len(made) < 4 or args[0].device.type != "cpu":
-        return {}
-    return {made[3]: _rnn_line(args, False).kept_bytes(args[0].shape[0])}
+    name = func.name().partition("::")[2].partition(".")[0]
+    if name == "mkldnn_rnn_layer" and len(made) == 4 and args[0].device.type == "cpu":
+        return {made[3]: _rnn_line(args, False).kept_bytes(args[0].shape[0])}
+    if name in _LOSSES and made and args[0].device.type == "cpu":
+        # The scalar stands in the storage of the losses of all elements.
+        return {made[0]: _bytes(args[0])}
+    return {}
 
 
 def _bytes(tensor: torch.Tensor) -> int:
@@ -117,7 +123,7 @@ def _probe(
     mode: int, rows: int, batch: int, features: int, hidden: int, dtype: torch.dtype, backward: bool
 ) -> _Line:
     """Run a layer on two short sequences: only oneDNN knows what it needs, and that is linear in the length."""
-    lengths = (2, 6)
+    lengths = (16, 64)
     kept, scratch = [], []
     with _private.no_modes(), torch.enable_grad():
         weights = [torch.zeros(rows, n, dtype=dtype) for n in (features, hidden)]

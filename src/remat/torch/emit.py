@@ -16,6 +16,10 @@ from remat.torch.replay import Node, Recipe, SavedTensor, StepState, argument, n
 
 _log = logging.getLogger("remat")
 
+# So many operators in a row that match further on in the plan are no coincidence.
+_SURE_MATCH = 4
+_MOST_UNMATCHED = 64
+
 
 def apply(plan: Plan) -> Applied:
     """Run a forward pass under a plan::
@@ -73,6 +77,8 @@ class Applied:
         watch, hooks = self._open.pop()
         hooks.__exit__(kind, error, trace)
         watch.__exit__(kind, error, trace)
+        if kind is None:
+            watch.finish()
 
     def departed(self, where: str) -> None:
         """Count a step that does not follow the plan, and say so once."""
@@ -88,17 +94,24 @@ class Applied:
 class _PlannedOp:
     """What is known beforehand of one op of the forward pass."""
 
-    __slots__ = ("func", "is_kept", "made", "repeats", "sizes", "writes")
+    __slots__ = ("func", "is_kept", "made", "repeats", "shapes", "writes")
 
     def __init__(self, plan: StepPlan, index: int) -> None:
         storages, directions = plan.step.recording.storages, plan.directions
         op = plan.step.recording.ops[index]
         self.func = op.func
         self.made = op.makes
-        self.sizes = tuple(storages[number].size_bytes for number in op.makes)
+        self.shapes = tuple(storages[number].shape for number in op.makes)
         self.is_kept = tuple(number in directions.kept for number in op.makes)
         self.repeats = index in directions.rerun
         self.writes = frozenset(number for number in op.writes if storages[number].made_by is not None)
+
+
+    def has(self, func: Any, shapes: list[tuple[int, ...]]) -> bool:
+        """Is a call of an operator that made tensors of these shapes the one that was planned?"""
+        if func is not self.func or len(shapes) != len(self.shapes):
+            return False
+        return all(known is None or known == shape for shape, known in zip(shapes, self.shapes, strict=True))
 
 
 class _PlannedForward:
@@ -109,7 +122,18 @@ class _PlannedForward:
         self.directions = plan.directions
         self.ops = [_PlannedOp(plan, index) for index in range(recording.forward_ops)]
         self.names = [op.name for op in recording.ops[: recording.forward_ops]]
-        self.reads = [instance[n][0] if n in instance else None for n in range(len(recording.slots))]
+        self.reads = {
+            (slot.position, slot.turn): (number, instance[number][0])
+            for number, slot in enumerate(recording.slots)
+            if number in instance
+        }
+
+    def find(self, calls: list[tuple[Any, list[tuple[int, ...]]]], start: int) -> int | None:
+        """The place after the first run of planned ops, from ``start`` on, that are like these calls."""
+        for place in range(start, len(self.ops) - len(calls) + 1):
+            if all(self.ops[place + n].has(*call) for n, call in enumerate(calls)):
+                return place + len(calls)
+        return None
 
 
 class _Watch(_private.TorchDispatchMode):
@@ -122,8 +146,9 @@ class _Watch(_private.TorchDispatchMode):
         self._state = StepState(planned.directions)
         self._nodes: dict[int, tuple[Any, Node]] = {}
         self._position = 0
-        self._slots = 0
+        self._turn = 0
         self._follows = True
+        self._unmatched: list[tuple[Any, list[tuple[int, ...]]]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -142,13 +167,34 @@ class _Watch(_private.TorchDispatchMode):
         is_view = not made and not writes and (isinstance(out, torch.Tensor) or _tensors_in((out,), {}))
         if is_view or func.name() == "aten::lift_fresh":
             return out
-        if not as_planned or tuple(t.untyped_storage().nbytes() for t in made) != planned.sizes:
-            self._depart(func, made)
+        shapes = [tuple(t.shape) for t in made]
+        if not planned.has(func, shapes):
+            self._unplanned(func, shapes)
             return out
-        self._position += 1
+        self._unmatched.clear()
+        self._advance_to(self._position + 1)
         if recipe is not None or True in planned.is_kept:
             self._remember(planned, made, recipe)
         return out
+
+    def _advance_to(self, position: int) -> None:
+        self._position = position
+        self._turn = 0
+
+    def _unplanned(self, func: Any, shapes: list[tuple[int, ...]]) -> None:
+        """An operator that the plan does not have here: one too many, or the plan has some that this step left out.
+
+        Models branch in small ways on the values in a batch (is there any padding?). Nothing is recorded of what does not
+        match, so that it is kept; a few operators in a row that stand further on in the plan are where it goes on.
+        """
+        self._unmatched.append((func, shapes))
+        if len(self._unmatched) >= _SURE_MATCH:
+            place = self._planned.find(self._unmatched[-_SURE_MATCH:], self._position)
+            if place is not None:
+                self._unmatched.clear()
+                self._advance_to(place)
+            elif len(self._unmatched) >= _MOST_UNMATCHED:
+                self._depart()
 
     def _remember(self, planned: _PlannedOp, made: list[torch.Tensor], recipe: Recipe | None) -> None:
         if recipe is not None:
@@ -215,23 +261,28 @@ class _Watch(_private.TorchDispatchMode):
         node.is_settled = True
         del self._nodes[_private.storage_key(tensor.untyped_storage())]
 
-    def _depart(self, func: Any, made: list[torch.Tensor]) -> None:
+    def _depart(self) -> None:
         self._follows = False
+        func, shapes = self._unmatched[0]
         planned, name = self._planned.ops[self._position], self._planned.names[self._position]
-        sizes = [t.untyped_storage().nbytes() for t in made]
         self._owner.departed(
-            f"op {self._position} of the forward pass is {func.name()} making {sizes} bytes, where the plan has {name} "
-            f"making {list(planned.sizes)}"
+            f"op {self._position} of the forward pass is {func.name()} making {shapes or 'nothing'}, where the plan has "
+            f"{name} making {list(planned.shapes) or 'nothing'}"
         )
+
+    def finish(self) -> None:
+        """The forward pass is over; one that ended among operators that the plan does not have departed from it."""
+        if self._follows and len(self._unmatched) >= _SURE_MATCH:
+            self._depart()
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Called by autograd for each tensor that it saves."""
-        slot = self._slots
-        self._slots += 1
-        if not self._follows or slot >= len(self._planned.reads) or type(tensor) is not torch.Tensor:
+        turn = self._turn
+        self._turn += 1
+        if not self._follows or type(tensor) is not torch.Tensor or (node := self._node_of(tensor)) is None:
             return tensor
-        node = self._node_of(tensor)
-        if node is None or self._planned.reads[slot] != node.number or tensor.is_conj() or tensor.is_neg():
+        slot, number = self._planned.reads.get((self._position, turn), (-1, -1))
+        if number != node.number or tensor.is_conj() or tensor.is_neg():
             return tensor
         return SavedTensor(self._state, slot, node, tensor)
 

@@ -23,6 +23,7 @@ from remat.torch.recording import record_step
 from remat.torch.trace import TracedStep, default_profile, traced_step
 
 _ROUNDS = 6
+_RESERVE = 0.02
 _LAST_ROUNDS = 4
 
 
@@ -50,11 +51,13 @@ class StepPlan(Plan):
 
 @dataclass(frozen=True)
 class _Peak:
+    """What a schedule is expected to need; kernels whose scratch memory nothing tells may take a little more."""
+
     expected_bytes: int
 
     @property
     def highest_bytes(self) -> int:
-        return self.expected_bytes
+        return int(self.expected_bytes * (1 + _RESERVE))
 
 
 def plan(
@@ -133,9 +136,12 @@ def _within(
     def real_peak(found: Plan) -> _Peak:
         return _Peak(simulate(graph, in_eager_order(step, found.schedule, units).schedule).peak_bytes)
 
+    if plain.peak_bytes <= budget_bytes:
+        return _with_directions(make_plan(budget_bytes), step, units)
+    first_guess = int(budget_bytes / (1 + _RESERVE))
     try:
         found = plan_within(
-            budget_bytes, budget_bytes, make_plan, real_peak, rounds=_ROUNDS, last_rounds=_LAST_ROUNDS
+            budget_bytes, first_guess, make_plan, real_peak, rounds=_ROUNDS, last_rounds=_LAST_ROUNDS
         )
     except InfeasibleBudget as error:
         raise infeasible(budget_bytes, error.minimum_bytes, error.binding_op) from None

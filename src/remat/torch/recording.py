@@ -31,7 +31,7 @@ class RecordedStorage:
 
     Attributes:
         size_bytes: what the allocator is asked for.
-        shape: of the tensor that was first seen in it.
+        shape: of the tensor that was first seen in it; None where PyTorch's shape rules do not tell.
         dtype: likewise.
         made_by: the op that makes it; None for what was there before the step.
         writes: ops that write to it afterwards, rising.
@@ -41,7 +41,7 @@ class RecordedStorage:
     """
 
     size_bytes: int
-    shape: tuple[int, ...]
+    shape: tuple[int, ...] | None
     dtype: str
     made_by: int | None = None
     writes: list[int] = field(default_factory=list)
@@ -85,13 +85,17 @@ class Slot:
     """One tensor that autograd saved, numbered in the order of saving.
 
     Attributes:
+        position: ops run when it was saved.
+        turn: how many tensors were saved at that position before it.
         storage: of the tensor; None for one that was there before the step.
         version: writes to the storage before it was saved.
         unpacked: ops run when the backward pass first read it; None if it never did.
         released: ops run when its autograd node let go of it.
     """
 
-    storage: int | None
+    position: int
+    turn: int
+    storage: int | None = None
     version: int = 0
     unpacked: int | None = None
     released: int | None = None
@@ -170,6 +174,13 @@ def _differentiate(recorder: _Recorder, loss: torch.Tensor, accumulates: bool) -
     except (_private.DataDependentOutputException, _private.DynamicOutputShapeException) as error:
         raise UnsupportedStep(
             f"the backward pass cannot be traced without values: {getattr(error, 'func', error)} needs a tensor's values"
+        ) from error
+    except RuntimeError as error:
+        if "use_reentrant=True" not in str(error):
+            raise
+        raise UnsupportedStep(
+            "torch.utils.checkpoint with use_reentrant=True runs a backward pass of its own and cannot be traced; give "
+            "use_reentrant=False, or take the checkpoint out and leave the choice to the plan"
         ) from error
     finally:
         for hook in hooks:
@@ -339,6 +350,7 @@ class _Recorder(_private.TorchDispatchMode):
             with self.paused():
                 for number, size_bytes in cpu_kernels.real_sizes(func, args, made).items():
                     recording.storages[number].size_bytes = size_bytes
+                    recording.storages[number].shape = None
         recording.ops.append(op)
         for number in writes:
             recording.storages[number].writes.append(index)
@@ -363,14 +375,15 @@ class _Recorder(_private.TorchDispatchMode):
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Called by autograd for each tensor that it saves."""
-        slots = self.recording.slots
-        slots.append(Slot(None))
+        slots, position = self.recording.slots, len(self.recording.ops)
+        turn = slots[-1].turn + 1 if slots and slots[-1].position == position else 0
+        slots.append(Slot(position, turn))
         if type(tensor) is not _private.FakeTensor or not self._has_storage(tensor):
             return tensor
         number = self._storage_of(tensor)
         if self.recording.storages[number].made_by is None:
             return tensor
-        slots[-1] = Slot(number, len(self.recording.storages[number].writes))
+        slots[-1].storage, slots[-1].version = number, len(self.recording.storages[number].writes)
         saved = _Saved(len(slots) - 1, tensor)
         weakref.finalize(saved, self._slot_released, slots[-1]).atexit = False
         return saved
