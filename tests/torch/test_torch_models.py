@@ -28,7 +28,9 @@ def check(case, budget, **options):
     return plan
 
 
-@pytest.mark.parametrize("make", [lambda: resnet(blocks=1), lambda: unet(8), lambda: gpt2(2, 64, 4)], ids=["resnet", "unet", "gpt2"])
+@pytest.mark.parametrize(
+    "make", [lambda: resnet(blocks=1), lambda: unet(8), lambda: gpt2(2, 64, 4)], ids=["resnet", "unet", "gpt2"]
+)
 @pytest.mark.parametrize("budget", ["70%", "1%"], ids=["70", "minimum"])
 def test_small(make, budget):
     check(make(), budget, time_limit_s=0.3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -39,7 +40,7 @@ class Residual(nn.Module):
 
 def resnet(width: int = 16, batch: int = 16, blocks: int = 2) -> Case:
     widths = [width, *(width << stage for stage in range(3) for _ in range(blocks))]
-    body = [Residual(a, b, 1 if a == b else 2) for a, b in zip(widths, widths[1:], strict=False)]
+    body = [Residual(a, b, 1 if a == b else 2) for a, b in itertools.pairwise(widths)]
     stem = [nn.Conv2d(3, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(True)]
     module = nn.Sequential(*stem, *body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], 10))
     args = (torch.randn(batch, 3, 32, 32), torch.randint(10, (batch,)))
@@ -108,9 +109,7 @@ class ViT(nn.Module):
         super().__init__()
         self.patches = nn.Conv2d(3, width, 4, 4)
         self.positions = nn.Parameter(torch.zeros(1, 64, width))
-        layer = nn.TransformerEncoderLayer(
-            width, 4, 4 * width, batch_first=True, norm_first=True, activation="gelu"
-        )
+        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, batch_first=True, norm_first=True, activation="gelu")
         self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
         self.head = nn.Linear(width, 10)
 

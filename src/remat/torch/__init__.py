@@ -8,7 +8,20 @@ loss.backward()                            # and the rest of the loop as ever
 
 from remat.torch.emit import Applied, apply
 from remat.torch.measure import Measurement, measure
+from remat.torch.micro_batches import MicroBatches, micro_batches
 from remat.torch.planning import StepPlan, plan
+from remat.torch.recomputation import recompute
 from remat.torch.trace import trace
 
-__all__ = ["Applied", "Measurement", "StepPlan", "apply", "measure", "plan", "trace"]
+__all__ = [
+    "Applied",
+    "Measurement",
+    "MicroBatches",
+    "StepPlan",
+    "apply",
+    "measure",
+    "micro_batches",
+    "plan",
+    "recompute",
+    "trace",
+]

@@ -78,6 +78,13 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach()
 
 
+def copy_of_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of the whole storage in which a tensor lies, as a flat tensor."""
+    storage = tensor.untyped_storage()
+    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return empty.set_(storage.clone(), 0, (storage.nbytes() // tensor.element_size(),), (1,))
+
+
 @contextmanager
 def below_autograd(grad_mode: bool) -> Iterator[None]:
     """Operators run as they did when they were seen: after autograd and autocast.

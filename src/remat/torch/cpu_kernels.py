@@ -119,9 +119,7 @@ def _rnn_line(args: tuple[Any, ...], backward: bool) -> _Line:
 
 
 @cache
-def _probe(
-    mode: int, rows: int, batch: int, features: int, hidden: int, dtype: torch.dtype, backward: bool
-) -> _Line:
+def _probe(mode: int, rows: int, batch: int, features: int, hidden: int, dtype: torch.dtype, backward: bool) -> _Line:
     """Run a layer on two short sequences: only oneDNN knows what it needs, and that is linear in the length."""
     lengths = (16, 64)
     kept, scratch = [], []

@@ -106,7 +106,6 @@ class _PlannedOp:
         self.repeats = index in directions.rerun
         self.writes = frozenset(number for number in op.writes if storages[number].made_by is not None)
 
-
     def has(self, func: Any, shapes: list[tuple[int, ...]]) -> bool:
         """Is a call of an operator that made tensors of these shapes the one that was planned?"""
         if func is not self.func or len(shapes) != len(self.shapes):
@@ -255,7 +254,7 @@ class _Watch(_private.TorchDispatchMode):
     def _settle(self, node: Node, tensor: torch.Tensor) -> None:
         """A write that is not part of the plan: keep what plain PyTorch keeps, and what recipes read as they read it."""
         if node.is_read:
-            node.before_write = _copy_of(tensor)
+            node.before_write = _private.copy_of_storage(tensor)
         if node.value is None:
             node.value = _private.alias(tensor)
         node.is_settled = True
@@ -290,14 +289,6 @@ class _Watch(_private.TorchDispatchMode):
 def _unpack(saved: Any) -> Any:
     """Called by autograd when a backward node reads what it saved. It holds on to no forward pass."""
     return saved.read() if isinstance(saved, SavedTensor) else saved
-
-
-def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of the whole storage, whatever part of it the tensor is."""
-    storage = tensor.untyped_storage()
-    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(
-        storage.clone(), 0, (storage.nbytes() // tensor.element_size(),), (1,)
-    )
 
 
 def _tensors_in(args: Any, kwargs: Any) -> list[torch.Tensor]:

@@ -51,7 +51,14 @@ _NEVER_REPEATED: Final = frozenset(
 )
 # Sums in an order that differs from run to run where threads race.
 _UNORDERED_ON_GPU: Final = frozenset(
-    {"aten::index_add", "aten::scatter_add", "aten::index_put", "aten::scatter_reduce", "aten::cumsum", "aten::bincount"}
+    {
+        "aten::index_add",
+        "aten::scatter_add",
+        "aten::index_put",
+        "aten::scatter_reduce",
+        "aten::cumsum",
+        "aten::bincount",
+    }
 )
 
 # Rough floating-point operations per element, where it is not one.
@@ -154,7 +161,7 @@ def flops(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: 
     if name == "mkldnn_rnn_layer_backward":
         return 6.0 * _rnn_products(args)
     if name.startswith("_scaled_dot_product_flash_attention_for_cpu"):
-        query, key = (args[:2] if "backward" not in name else args[1:3])
+        query, key = args[:2] if "backward" not in name else args[1:3]
         products = 2.0 * math.prod(query.shape) * key.shape[-2]
         return products * (5 if "backward" in name else 2)
     return _FLOPS_PER_ELEMENT.get(name, 1.0) * elements
@@ -164,4 +171,3 @@ def _rnn_products(args: tuple[Any, ...]) -> float:
     """Multiplications of a recurrent layer: each step and sample meets every weight of both matrices."""
     inputs, *weights = [t for t in args[:3] if isinstance(t, torch.Tensor)]
     return float(inputs.shape[0] * inputs.shape[1] * sum(math.prod(w.shape) for w in weights))
-

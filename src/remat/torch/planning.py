@@ -140,9 +140,7 @@ def _within(
         return _with_directions(make_plan(budget_bytes), step, units)
     first_guess = int(budget_bytes / (1 + _RESERVE))
     try:
-        found = plan_within(
-            budget_bytes, first_guess, make_plan, real_peak, rounds=_ROUNDS, last_rounds=_LAST_ROUNDS
-        )
+        found = plan_within(budget_bytes, first_guess, make_plan, real_peak, rounds=_ROUNDS, last_rounds=_LAST_ROUNDS)
     except InfeasibleBudget as error:
         raise infeasible(budget_bytes, error.minimum_bytes, error.binding_op) from None
     return _with_directions(dataclasses.replace(found, budget_bytes=budget_bytes), step, units)

@@ -158,7 +158,9 @@ def _loss_of(loss_fn: Callable[..., Any], args: Sequence[Any]) -> torch.Tensor:
             "result in, or replace it by operations on tensors"
         ) from error
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
-        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+        what = (
+            f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+        )
         if isinstance(loss, torch.Tensor) and loss.numel() == 1:
             what += " that depends on no parameter"
         raise UnsupportedStep(f"the loss function returned {what}; it returns a loss of one element to differentiate")

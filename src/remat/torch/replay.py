@@ -107,6 +107,11 @@ class Recipe:
         self.nodes: list[Node] = []
         self.writes: list[Recipe] = []
 
+    @property
+    def last_number(self) -> int:
+        """The number of the last call that belongs to it."""
+        return max((self.number, *(write.number for write in self.writes)))
+
     def arguments(self) -> list[Made]:
         """What it needs of the step, its own results left out."""
         own = {id(node) for node in self.nodes}
@@ -235,30 +240,32 @@ class StepState:
 
     def _run(self, recipe: Recipe) -> list[torch.Tensor]:
         missing = [made.node for made in recipe.arguments() if _is_missing(made.node)]
-        return recipe.run(self._values_of(missing) if missing else {})
+        return recipe.run(values_of(missing) if missing else {})
 
     def _made_now(self, node: Node) -> torch.Tensor:
-        return self._values_of([node])[id(node)]
+        return values_of([node])[id(node)]
 
-    def _values_of(self, nodes: list[Node]) -> dict[int, torch.Tensor]:
-        """Values of nodes that have none at present, made from what there is; they are not kept."""
-        needed: dict[int, Recipe] = {}
-        open_nodes = list(nodes)
-        while open_nodes:
-            node = open_nodes.pop()
-            if node.recipe is None:
-                raise RuntimeError(
-                    f"storage {node.number} of the step is gone: autograd reads a tensor that it had released. Give "
-                    "retain_graph=True to every backward pass through this graph but the last"
-                )
-            if node.recipe.number not in needed:
-                needed[node.recipe.number] = node.recipe
-                open_nodes.extend(made.node for made in node.recipe.arguments() if _is_missing(made.node))
-        values: dict[int, torch.Tensor] = {}
-        for _, recipe in sorted(needed.items()):
-            made = recipe.run(values)
-            values.update((id(node), tensor) for node, tensor in zip(recipe.nodes, made, strict=True))
-        return values
+
+def values_of(nodes: list[Node]) -> dict[int, torch.Tensor]:
+    """Values of nodes that have none at present, by address, made from what there is; they are not kept."""
+    needed: dict[int, Recipe] = {}
+    open_nodes = list(nodes)
+    while open_nodes:
+        node = open_nodes.pop()
+        if node.recipe is None:
+            raise RuntimeError(
+                f"storage {node.number} of the step is gone: autograd reads a tensor that it had released. Give "
+                "retain_graph=True to every backward pass through this graph but the last"
+            )
+        if node.recipe.number not in needed:
+            needed[node.recipe.number] = node.recipe
+            open_nodes.extend(made.node for made in node.recipe.arguments() if _is_missing(made.node))
+    values: dict[int, torch.Tensor] = {}
+    # Writes in place come later than what they write to, and may read what was made in between.
+    for recipe in sorted(needed.values(), key=lambda recipe: recipe.last_number):
+        made = recipe.run(values)
+        values.update((id(node), tensor) for node, tensor in zip(recipe.nodes, made, strict=True))
+    return values
 
 
 def _is_missing(node: Node) -> bool:

@@ -172,7 +172,7 @@ class _Builder:
         for number, storage in enumerate(recording.storages):
             if storage.made_by is None or storage.size_bytes <= _HELD_SHARE * largest:
                 continue
-            # What is dropped after the forward pass counts where Python lets go of it, and where autograd does.
+            # It counts up to where Python lets go of it, and up to where autograd does.
             for end in (storage.released, storage.read_until):
                 last = -1 if end is None else end - 1
                 if last > last_touch.get((number, last < recording.forward_ops), -1):
@@ -212,9 +212,9 @@ def _overwritten_reads(recording: Recording) -> set[int]:
             continue
         storage = storages[slot.storage]
         read_in_forward = slot.unpacked is not None and slot.unpacked < recording.forward_ops
-        if slot.version < final_version(slot.storage) or slot.unpacked is None or read_in_forward:
-            if storage.made_by is not None:
-                never.add(storage.made_by)
+        overwritten = slot.version < final_version(slot.storage)
+        if storage.made_by is not None and (overwritten or slot.unpacked is None or read_in_forward):
+            never.add(storage.made_by)
     for storage in storages:
         # Python still holds it when the backward pass begins, or it is written then: it cannot be dropped.
         outlives = storage.released is None or storage.released > recording.forward_ops

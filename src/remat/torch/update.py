@@ -41,7 +41,6 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 def _clone(optimizer: torch.optim.Optimizer, fakes: dict[int, torch.Tensor], recorder: _Recorder) -> Any:
     """An optimizer of the same kind over fake parameters, without the hooks of schedulers and scalers."""
 
-
     def stand_in(tensor: torch.Tensor) -> torch.Tensor:
         # Optimizers read their step counts as numbers, which a fake tensor has only if it was made from one.
         return recorder.stand_in(tensor) if tensor.dim() else torch.tensor(1.0, dtype=tensor.dtype)

@@ -1,0 +1,189 @@
+"""``recompute``: a function or a module whose activations are dropped and made again in the backward pass."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+
+from remat.torch import _private, op_facts
+from remat.torch.replay import Geometry, Node, Recipe, argument, new_storages, values_of
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def recompute(f: _F) -> _F:
+    """Drop what autograd saves inside of ``f`` and make it again when the backward pass needs it.
+
+    What runs again are the operators below autograd, not the Python of ``f``: its side effects, hooks and BatchNorm updates
+    happen once, autocast stays as it was, and dropout draws the same numbers. Random draws on a GPU, custom operators and
+    whatever else may not run twice are kept.
+
+    Args:
+        f: a function, a module (its ``forward`` is replaced on the instance), or a class of modules. Used as a decorator
+            as well.
+
+    Returns:
+        The function, or the same module or class.
+
+    Raises:
+        TypeError: for anything else.
+    """
+    if isinstance(f, torch.nn.Module):
+        f.forward = _wrapped(f.forward)
+        return f
+    if isinstance(f, type) and issubclass(f, torch.nn.Module):
+        f.forward = _wrapped(f.forward)  # type: ignore[method-assign]
+        return cast(_F, f)
+    if isinstance(f, type) or not callable(f):
+        raise TypeError(f"recompute takes a function or a torch.nn.Module, not {f!r}")
+    return cast(_F, _wrapped(f))
+
+
+def _wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        region = _Region()
+        with region, torch.autograd.graph.saved_tensors_hooks(region.pack, _unpack):
+            return function(*args, **kwargs)
+
+    return run
+
+
+class _Memory:
+    """What a region keeps: recipes, and after the first read the values that are still wanted."""
+
+    def __init__(self) -> None:
+        self.wanted: dict[int, tuple[Node, int]] = {}
+        self._is_made = False
+
+    def value_of(self, node: Node) -> torch.Tensor:
+        """The value of a node; the first call makes those of all nodes that autograd will read."""
+        if not self._is_made:
+            self._is_made = True
+            nodes = [one for one, _ in self.wanted.values() if one.value is None]
+            for address, tensor in values_of(nodes).items():
+                if address in self.wanted:
+                    self.wanted[address][0].value = tensor
+        return node.value if node.value is not None else values_of([node])[id(node)]
+
+    def add(self, node: Node) -> None:
+        """One more saved tensor reads this node."""
+        self.wanted[id(node)] = (node, self.wanted.get(id(node), (node, 0))[1] + 1)
+
+    def drop(self, node: Node) -> None:
+        """One saved tensor less."""
+        _, count = self.wanted[id(node)]
+        self.wanted[id(node)] = (node, count - 1)
+        if count == 1:
+            del self.wanted[id(node)]
+            if self._is_made and node.recipe is not None and not node.is_settled:
+                node.value = None
+
+
+class _Saved:
+    __slots__ = ("_geometry", "_memory", "_node", "_version")
+
+    def __init__(self, memory: _Memory, node: Node, tensor: torch.Tensor) -> None:
+        self._memory = memory
+        self._node = node
+        self._geometry = Geometry.of(tensor)
+        self._version = tensor._version
+        memory.add(node)
+
+    def read(self) -> torch.Tensor:
+        """The tensor; called when a backward node needs it."""
+        value = self._memory.value_of(self._node)
+        if (self._node.is_settled or self._node.recipe is None) and value._version != self._version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                f"tensor of shape {self._geometry.shape}"
+            )
+        with torch.no_grad():
+            return self._geometry.within(value)
+
+    def __del__(self) -> None:
+        self._memory.drop(self._node)
+
+
+def _unpack(saved: Any) -> Any:
+    return saved.read() if isinstance(saved, _Saved) else saved
+
+
+class _Region(_private.TorchDispatchMode):
+    """Sees the operators of one call, below autograd, and notes how each can be run again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._memory = _Memory()
+        self._nodes: dict[int, tuple[Any, Node]] = {}
+        self._saved: set[int] = set()
+        self._count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if (func.is_view and not _private.is_mutable(func)) or _private.is_silent(func) or _private.in_backward_pass():
+            return func(*args, **kwargs)
+        inputs = [t for t in _private.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        on_gpu = any(t.device.type not in ("cpu", "meta") for t in inputs)
+        plain = all(t.layout is torch.strided for t in inputs)
+        written = [(t, node) for t in op_facts.written(func, args, kwargs) if (node := self._node_of(t)) is not None]
+        untouched = len(written) == 1 and not (written[0][1].is_read or id(written[0][1]) in self._saved)
+        recipe = None
+        if plain and op_facts.may_repeat(func, args, kwargs, on_gpu=on_gpu):
+            recipe = self._call(func, args, kwargs)
+        for tensor, node in written:
+            if recipe is not None and node.recipe is not None and untouched:
+                node.recipe.writes.append(recipe)
+                node.is_read = False  # By nobody but itself.
+            else:
+                self._settle(node, tensor)
+        out = func(*args, **kwargs)
+        for tensor in new_storages(out, inputs):
+            node = Node(self._count)
+            if recipe is not None:
+                node.recipe = recipe
+                recipe.nodes.append(node)
+            else:
+                node.value = _private.alias(tensor)
+            storage = tensor.untyped_storage()
+            self._nodes[_private.storage_key(storage)] = (_private.weak(storage), node)
+        return out
+
+    def _call(self, func: Any, args: Any, kwargs: Any) -> Recipe:
+        self._count += 1
+        state = op_facts.random_state(func, args, kwargs) if op_facts.is_random(func, args, kwargs) else None
+        again = _private.tree_map_only(
+            torch.Tensor,
+            lambda tensor: argument(tensor, self._node_of(tensor)),
+            (op_facts.repeatable_call(func, args), kwargs),
+        )
+        return Recipe(self._count, func, *again, state)
+
+    def _node_of(self, tensor: torch.Tensor) -> Node | None:
+        if tensor.layout is not torch.strided:
+            return None
+        storage = tensor.untyped_storage()
+        found = self._nodes.get(_private.storage_key(storage))
+        return found[1] if found is not None and found[0]() is storage else None
+
+    def _settle(self, node: Node, tensor: torch.Tensor) -> None:
+        """Overwritten after it was read or saved: keep both what was read and what is there."""
+        if node.is_read:
+            node.before_write = _private.copy_of_storage(tensor)
+        if node.value is None:
+            node.value = _private.alias(tensor)
+        node.is_settled = True
+        del self._nodes[_private.storage_key(tensor.untyped_storage())]
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """Called by autograd for each tensor that it saves."""
+        node = self._node_of(tensor) if type(tensor) is torch.Tensor else None
+        if node is None or tensor.is_conj() or tensor.is_neg():
+            return tensor
+        self._saved.add(id(node))
+        return _Saved(self._memory, node, tensor)
