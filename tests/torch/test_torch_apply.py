@@ -249,7 +249,7 @@ def test_one_graph_several_times_and_in_parts():
 
 
 def test_second_derivatives():
-    case = mlp(layers=6)
+    case = mlp()
     applied = planned(case)
     parameters = list(case.module.parameters())
 

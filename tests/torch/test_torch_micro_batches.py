@@ -139,7 +139,11 @@ def test_a_budget_holds_and_changes_no_number():
         (lambda: remat.torch.micro_batches(len, 0), ValueError, "at least 1, not 0"),
         (lambda: remat.torch.micro_batches(len, True), ValueError, "not True"),
         (lambda: remat.torch.micro_batches(len, 2, reduction="median"), ValueError, "median"),
-        (lambda: remat.torch.micro_batches(len, 2)(torch.ones(3), torch.ones(4)), remat.UnsupportedStep, "several sizes"),
+        (
+            lambda: remat.torch.micro_batches(len, 2)(torch.ones(3), torch.ones(4)),
+            remat.UnsupportedStep,
+            "several sizes",
+        ),
         (lambda: remat.torch.micro_batches(len, 2)(torch.tensor(1.0)), remat.UnsupportedStep, "no batch axis"),
         (lambda: remat.torch.micro_batches(len, 2)(torch.ones(0, 3)), ValueError, "no samples"),
         (lambda: remat.torch.micro_batches(len, 2)("x"), ValueError, "needs a tensor"),

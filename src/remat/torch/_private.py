@@ -1,9 +1,9 @@
-"""Every symbol of PyTorch that is not documented as public, in one place; ``tests/torch/test_torch_private.py`` checks each."""
+"""Every symbol of PyTorch that is not documented as public; ``tests/torch/test_torch_private.py`` checks each."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeAlias
 
@@ -15,9 +15,10 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.overrides import enable_reentrant_dispatch
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.weak import WeakTensorKeyDictionary
 
 __all__ = [
     "DataDependentOutputException",
@@ -26,10 +27,8 @@ __all__ = [
     "FakeTensorMode",
     "OpOverload",
     "TorchDispatchMode",
-    "tree_flatten",
     "tree_leaves",
     "tree_map_only",
-    "tree_unflatten",
 ]
 
 Storage: TypeAlias = torch.UntypedStorage
@@ -152,8 +151,14 @@ def leaves_of(loss: torch.Tensor) -> list[torch.Tensor]:
     return list(found.values())
 
 
+def by_tensor() -> MutableMapping[torch.Tensor, Any]:
+    """A dictionary with tensors as keys, told apart as objects, that keeps none of them alive."""
+    found: MutableMapping[torch.Tensor, Any] = WeakTensorKeyDictionary()
+    return found
+
+
 def memory_events(profile: Any) -> list[tuple[int, int]]:
-    """Of a finished ``torch.profiler.profile``: (address, bytes) of each allocation on the CPU, negative where freed."""
+    """(address, bytes) of each allocation on the CPU that ``torch.profiler`` saw, negative where freed."""
     found: list[tuple[int, int, int]] = []
     open_events = list(profile.profiler.kineto_results.experimental_event_tree())
     while open_events:

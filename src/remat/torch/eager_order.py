@@ -2,8 +2,8 @@
 
 PyTorch runs the forward and the backward pass in its own order. A recomputation can start in one place only: where a
 backward node reads what autograd had saved. So every recomputation of a schedule moves to the first such place after
-it, those inside of the forward pass are left out (Python holds those tensors anyhow), and a storage that is written in place
-is always made again together with its writes.
+it, those inside of the forward pass are left out (Python holds those tensors anyhow), and a storage that is written
+in place is always made again together with its writes.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from remat.schedule import Schedule
+from remat.torch.recording import Slot
 from remat.torch.trace import TracedStep
 
 
@@ -95,7 +96,7 @@ class Units:
 
 def in_eager_order(step: TracedStep, schedule: Sequence[int], units: Units) -> EagerOrder:
     """The nearest schedule that eager PyTorch can run."""
-    reads_saved = {step.place[s.unpacked] for s in step.recording.slots if _is_read(s, step)}
+    reads_saved = {step.place[s.unpacked] for s in step.recording.slots if s.unpacked is not None and _is_read(s, step)}
     seen: set[int] = set()
     waiting: dict[int, None] = {}
     begun: dict[int, None] = {}
@@ -121,9 +122,9 @@ def in_eager_order(step: TracedStep, schedule: Sequence[int], units: Units) -> E
     return _without_idle_runs(step, at, units)
 
 
-def _is_read(slot: object, step: TracedStep) -> bool:
-    unpacked = getattr(slot, "unpacked", None)
-    return unpacked is not None and step.recording.forward_ops <= unpacked < len(step.place)
+def _is_read(slot: Slot, step: TracedStep) -> bool:
+    """Does the backward pass read what autograd saved here?"""
+    return slot.unpacked is not None and step.recording.forward_ops <= slot.unpacked < len(step.place)
 
 
 def _without_idle_runs(step: TracedStep, at: dict[int, tuple[int, ...]], units: Units) -> EagerOrder:

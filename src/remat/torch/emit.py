@@ -12,7 +12,7 @@ from remat.errors import PlanMismatch
 from remat.plan import Plan
 from remat.torch import _private, op_facts
 from remat.torch.planning import StepPlan
-from remat.torch.replay import Node, Recipe, SavedTensor, StepState, argument, new_storages
+from remat.torch.replay import Node, NodeTable, Recipe, SavedTensor, StepState, new_storages
 
 _log = logging.getLogger("remat")
 
@@ -22,14 +22,16 @@ _MOST_UNMATCHED = 64
 
 
 def apply(plan: Plan) -> Applied:
-    """Run a forward pass under a plan::
+    """Run a forward pass under a plan.
+
+    ::
 
         with remat.torch.apply(plan):
             loss = loss_fn(*args)
         loss.backward()
 
-    Everything else of the training loop stays as it is. Each use of the result is one forward pass; it may be used again
-    and again, also several times before one backward pass. A step that departs from the plan (another shape, another
+    Everything else of the training loop stays as it is. Each use of the result is one forward pass; it may be used any
+    number of times, also several before one backward pass. A step that departs from the plan (another shape, another
     branch) keeps, from there on, what plain PyTorch would keep; the first time this is logged as a warning.
 
     Args:
@@ -143,7 +145,7 @@ class _Watch(_private.TorchDispatchMode):
         self._planned = planned
         self._owner = owner
         self._state = StepState(planned.directions)
-        self._nodes: dict[int, tuple[Any, Node]] = {}
+        self._nodes = NodeTable()
         self._position = 0
         self._turn = 0
         self._follows = True
@@ -158,7 +160,7 @@ class _Watch(_private.TorchDispatchMode):
             return func(*args, **kwargs)
         planned = self._planned.ops[self._position]
         as_planned = planned.func is func
-        recipe = self._call(func, args, kwargs) if as_planned and planned.repeats else None
+        recipe = self._nodes.call(self._position, func, args, kwargs) if as_planned and planned.repeats else None
         writes = op_facts.written(func, args, kwargs)
         self._before_writes(func, args, kwargs, writes, planned.writes if as_planned else frozenset())
         out = func(*args, **kwargs)
@@ -183,8 +185,8 @@ class _Watch(_private.TorchDispatchMode):
     def _unplanned(self, func: Any, shapes: list[tuple[int, ...]]) -> None:
         """An operator that the plan does not have here: one too many, or the plan has some that this step left out.
 
-        Models branch in small ways on the values in a batch (is there any padding?). Nothing is recorded of what does not
-        match, so that it is kept; a few operators in a row that stand further on in the plan are where it goes on.
+        Models branch in small ways on the values in a batch (is there any padding?). Nothing is recorded of what does
+        not match, so that it is kept; a few operators in a row that match further on are where the plan goes on.
         """
         self._unmatched.append((func, shapes))
         if len(self._unmatched) >= _SURE_MATCH:
@@ -205,26 +207,7 @@ class _Watch(_private.TorchDispatchMode):
             if recipe is not None:
                 node.recipe = recipe
                 recipe.nodes.append(node)
-            storage = tensor.untyped_storage()
-            self._nodes[_private.storage_key(storage)] = (_private.weak(storage), node)
-
-    def _node_of(self, tensor: torch.Tensor) -> Node | None:
-        if not self._nodes or tensor.layout is not torch.strided:
-            return None
-        storage = tensor.untyped_storage()
-        found = self._nodes.get(_private.storage_key(storage))
-        # Another storage may stand at the address of one that is gone.
-        return found[1] if found is not None and found[0]() is storage else None
-
-    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recipe:
-        """A call that can be run again: what the step made by reference, everything else as it is."""
-        state = op_facts.random_state(func, args, kwargs) if op_facts.is_random(func, args, kwargs) else None
-        again = _private.tree_map_only(
-            torch.Tensor,
-            lambda tensor: argument(tensor, self._node_of(tensor)),
-            (op_facts.repeatable_call(func, args), kwargs),
-        )
-        return Recipe(self._position, func, *again, state)
+            self._nodes.add(tensor, node)
 
     # Writes in place.
 
@@ -237,35 +220,26 @@ class _Watch(_private.TorchDispatchMode):
         expected: frozenset[int],
     ) -> None:
         for tensor in written:
-            node = self._node_of(tensor)
+            node = self._nodes.of(tensor)
             if node is None:
                 continue
             if node.number not in expected:
-                self._settle(node, tensor)
+                self._nodes.settle(node, tensor)
             elif node.recipe is not None:
-                node.recipe.writes.append(self._call(func, args, kwargs))
+                node.recipe.writes.append(self._nodes.call(self._position, func, args, kwargs))
 
     def _protect(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._nodes and not _private.in_backward_pass():
             for tensor in op_facts.written(func, args, kwargs):
-                if (node := self._node_of(tensor)) is not None:
-                    self._settle(node, tensor)
-
-    def _settle(self, node: Node, tensor: torch.Tensor) -> None:
-        """A write that is not part of the plan: keep what plain PyTorch keeps, and what recipes read as they read it."""
-        if node.is_read:
-            node.before_write = _private.copy_of_storage(tensor)
-        if node.value is None:
-            node.value = _private.alias(tensor)
-        node.is_settled = True
-        del self._nodes[_private.storage_key(tensor.untyped_storage())]
+                if (node := self._nodes.of(tensor)) is not None:
+                    self._nodes.settle(node, tensor)
 
     def _depart(self) -> None:
         self._follows = False
         func, shapes = self._unmatched[0]
         planned, name = self._planned.ops[self._position], self._planned.names[self._position]
         self._owner.departed(
-            f"op {self._position} of the forward pass is {func.name()} making {shapes or 'nothing'}, where the plan has "
+            f"op {self._position} of the forward pass is {func.name()} making {shapes or 'nothing'}, the plan has "
             f"{name} making {list(planned.shapes) or 'nothing'}"
         )
 
@@ -278,7 +252,7 @@ class _Watch(_private.TorchDispatchMode):
         """Called by autograd for each tensor that it saves."""
         turn = self._turn
         self._turn += 1
-        if not self._follows or type(tensor) is not torch.Tensor or (node := self._node_of(tensor)) is None:
+        if not self._follows or type(tensor) is not torch.Tensor or (node := self._nodes.of(tensor)) is None:
             return tensor
         slot, number = self._planned.reads.get((self._position, turn), (-1, -1))
         if number != node.number or tensor.is_conj() or tensor.is_neg():

@@ -25,12 +25,14 @@ REDUCTIONS: Final = ("mean", "sum", "ratio")
 
 
 class MicroBatches:
-    """A step that runs the forward and the backward pass of a batch part by part::
+    """A step that runs the forward and the backward pass of a batch part by part.
 
-        step = remat.torch.micro_batches(loss_fn, 4, budget="4GiB")
-        optimizer.zero_grad()
-        loss = step(*args)          # in place of loss_fn(*args) and loss.backward()
-        optimizer.step()
+    ::
+
+    step = remat.torch.micro_batches(loss_fn, 4, budget="4GiB")
+    optimizer.zero_grad()
+    loss = step(*args)          # in place of loss_fn(*args) and loss.backward()
+    optimizer.step()
     """
 
     def __init__(
@@ -130,19 +132,19 @@ def micro_batches(
     """Compute a batch's loss and gradients in parts, with the numbers of the whole batch.
 
     Args:
-        loss_fn: called with a part of the batch, returns its loss; with ``reduction="ratio"`` a pair (sum, denominator).
+        loss_fn: takes a part of the batch, returns its loss; with ``reduction="ratio"`` a pair (sum, denominator).
         count: into how many parts a batch is split, one after the other. The last may be smaller.
         reduction: how ``loss_fn`` combines samples: "mean" over them, "sum", or "ratio" of what it returns.
         batch_argnums: positional arguments whose first axis is the batch; None means all that are tensors.
         budget: peak device bytes of a part with the gradients of all; a share is one of the whole batch's plain step.
-        scaler: a ``torch.amp.GradScaler``, by which the loss is scaled before its backward pass; its ``step`` and
-            ``update`` stay with the caller, once per batch.
-        no_sync: ``no_sync`` of a ``DistributedDataParallel`` module: gradients are then reduced once, with the last part.
+        scaler: a ``torch.amp.GradScaler``, which scales the loss before its backward pass; its ``step`` and ``update``
+            stay with the caller, once per batch.
+        no_sync: ``no_sync`` of a ``DistributedDataParallel`` module: gradients are reduced once, with the last part.
         **options: passed on to ``remat.torch.plan``.
 
     Returns:
-        A callable that takes the batch, runs forward and backward passes, and returns the detached loss. Parameters of
-        less than float32 are accumulated in float32, unless ``no_sync`` is given, since their gradients are then the
+        A callable that takes the batch, runs forward and backward passes, and returns the detached loss. Gradients of
+        less than float32 are added up in float32, unless ``no_sync`` is given, since their gradients are then the
         reducer's. BatchNorm sees one part at a time, which changes it; recomputation does not.
 
     Raises:

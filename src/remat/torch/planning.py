@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from remat.plan import plan as plan_graph
 from remat.schedule import Schedule
 from remat.simulator import simulate
 from remat.torch.eager_order import Directions, Units, directions_of, in_eager_order
-from remat.torch.recording import record_step
+from remat.torch.recorder import record_step
 from remat.torch.trace import TracedStep, default_profile, traced_step
 
 _ROUNDS = 6
@@ -67,6 +67,7 @@ def plan(
     plan: Plan | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     accumulates: bool = False,
+    resident: Sequence[torch.Tensor] = (),
     planner: str = "auto",
     time_limit_s: float | None = None,
     device: str | None = None,
@@ -84,6 +85,7 @@ def plan(
         plan: a plan made earlier for the same step, loaded from a file say, instead of a budget.
         optimizer: its state counts as resident, and its update is part of the step. It is not changed.
         accumulates: do gradients exist already when the step starts, as they do for every micro-batch but the first?
+        resident: tensors that count although neither the loss nor the optimizer touches them.
         planner: a planner's name.
         time_limit_s: wall seconds for each round of planning; there are up to six.
         device: profile for the predicted times: "cpu", "a100", "h100", "h200" or "measured"; None means that of the
@@ -108,7 +110,7 @@ def plan(
         budget = "60%"
     if budget is not None:
         parse_budget(budget, baseline_peak_bytes=1 << 60)
-    recording = record_step(loss_fn, args, optimizer, accumulates=accumulates)
+    recording = record_step(loss_fn, args, optimizer, accumulates=accumulates, resident=resident)
     step = traced_step(recording, get_profile(device or default_profile(recording.device)))
     units = Units(step)
     if plan is not None:
@@ -154,7 +156,7 @@ def _with_directions(found: Plan, step: TracedStep, units: Units) -> StepPlan:
 
 
 def _figures_of(found: Plan, graph: Graph, schedule: Schedule) -> Plan:
-    """The plan with the schedule that is run, and what follows from it; the planner's own is the cheaper one at best."""
+    """The plan with the schedule that is run, and the figures that follow from it."""
     run = plan_for_schedule(graph, schedule, planner=found.planner)
     bound = min(found.overhead_lower_bound, run.overhead)
     return dataclasses.replace(

@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from remat.torch import _private, op_facts
-from remat.torch.replay import Geometry, Node, Recipe, argument, new_storages, values_of
+from remat.torch.replay import Geometry, Node, NodeTable, new_storages, read_saved, values_of
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -17,13 +17,12 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 def recompute(f: _F) -> _F:
     """Drop what autograd saves inside of ``f`` and make it again when the backward pass needs it.
 
-    What runs again are the operators below autograd, not the Python of ``f``: its side effects, hooks and BatchNorm updates
-    happen once, autocast stays as it was, and dropout draws the same numbers. Random draws on a GPU, custom operators and
-    whatever else may not run twice are kept.
+    What runs again are the operators below autograd, not the Python of ``f``: its side effects, hooks and BatchNorm
+    updates happen once, autocast stays as it was, and dropout draws the same numbers. Random draws on a GPU, custom
+    operators and whatever else may not run twice are kept.
 
     Args:
-        f: a function, a module (its ``forward`` is replaced on the instance), or a class of modules. Used as a decorator
-            as well.
+        f: a function, a module (its ``forward`` is replaced on the instance), or a class of modules.
 
     Returns:
         The function, or the same module or class.
@@ -98,13 +97,8 @@ class _Saved:
     def read(self) -> torch.Tensor:
         """The tensor; called when a backward node needs it."""
         value = self._memory.value_of(self._node)
-        if (self._node.is_settled or self._node.recipe is None) and value._version != self._version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-                f"tensor of shape {self._geometry.shape}"
-            )
-        with torch.no_grad():
-            return self._geometry.within(value)
+        first_made = self._node.is_settled or self._node.recipe is None
+        return read_saved(value, self._geometry, self._version if first_made else value._version)
 
     def __del__(self) -> None:
         self._memory.drop(self._node)
@@ -120,7 +114,7 @@ class _Region(_private.TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._memory = _Memory()
-        self._nodes: dict[int, tuple[Any, Node]] = {}
+        self._nodes = NodeTable()
         self._saved: set[int] = set()
         self._count = 0
 
@@ -131,17 +125,18 @@ class _Region(_private.TorchDispatchMode):
         inputs = [t for t in _private.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         on_gpu = any(t.device.type not in ("cpu", "meta") for t in inputs)
         plain = all(t.layout is torch.strided for t in inputs)
-        written = [(t, node) for t in op_facts.written(func, args, kwargs) if (node := self._node_of(t)) is not None]
+        written = [(t, node) for t in op_facts.written(func, args, kwargs) if (node := self._nodes.of(t)) is not None]
         untouched = len(written) == 1 and not (written[0][1].is_read or id(written[0][1]) in self._saved)
         recipe = None
         if plain and op_facts.may_repeat(func, args, kwargs, on_gpu=on_gpu):
-            recipe = self._call(func, args, kwargs)
+            self._count += 1
+            recipe = self._nodes.call(self._count, func, args, kwargs)
         for tensor, node in written:
             if recipe is not None and node.recipe is not None and untouched:
                 node.recipe.writes.append(recipe)
                 node.is_read = False  # By nobody but itself.
             else:
-                self._settle(node, tensor)
+                self._nodes.settle(node, tensor)
         out = func(*args, **kwargs)
         for tensor in new_storages(out, inputs):
             node = Node(self._count)
@@ -150,39 +145,12 @@ class _Region(_private.TorchDispatchMode):
                 recipe.nodes.append(node)
             else:
                 node.value = _private.alias(tensor)
-            storage = tensor.untyped_storage()
-            self._nodes[_private.storage_key(storage)] = (_private.weak(storage), node)
+            self._nodes.add(tensor, node)
         return out
-
-    def _call(self, func: Any, args: Any, kwargs: Any) -> Recipe:
-        self._count += 1
-        state = op_facts.random_state(func, args, kwargs) if op_facts.is_random(func, args, kwargs) else None
-        again = _private.tree_map_only(
-            torch.Tensor,
-            lambda tensor: argument(tensor, self._node_of(tensor)),
-            (op_facts.repeatable_call(func, args), kwargs),
-        )
-        return Recipe(self._count, func, *again, state)
-
-    def _node_of(self, tensor: torch.Tensor) -> Node | None:
-        if tensor.layout is not torch.strided:
-            return None
-        storage = tensor.untyped_storage()
-        found = self._nodes.get(_private.storage_key(storage))
-        return found[1] if found is not None and found[0]() is storage else None
-
-    def _settle(self, node: Node, tensor: torch.Tensor) -> None:
-        """Overwritten after it was read or saved: keep both what was read and what is there."""
-        if node.is_read:
-            node.before_write = _private.copy_of_storage(tensor)
-        if node.value is None:
-            node.value = _private.alias(tensor)
-        node.is_settled = True
-        del self._nodes[_private.storage_key(tensor.untyped_storage())]
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Called by autograd for each tensor that it saves."""
-        node = self._node_of(tensor) if type(tensor) is torch.Tensor else None
+        node = self._nodes.of(tensor) if type(tensor) is torch.Tensor else None
         if node is None or tensor.is_conj() or tensor.is_neg():
             return tensor
         self._saved.add(id(node))

@@ -1,8 +1,8 @@
 """What is kept of a forward pass for its backward pass, and how the rest is made again.
 
 Nothing here can give a wrong number: a tensor is either the one that the forward pass made, or made again by the same
-operator from the same inputs. The plan only says when something is kept, made and let go. Whatever is asked for in another
-order than planned (``retain_graph``, parts of the graph) is made on the spot.
+operator from the same inputs. The plan only says when something is kept, made and let go. Whatever is asked for in
+another order than planned (``retain_graph``, parts of the graph) is made on the spot.
 """
 
 from __future__ import annotations
@@ -170,10 +170,53 @@ def _made(leaf: Made, others: dict[int, torch.Tensor], recipe: Recipe) -> torch.
 
 def _overwritten(shape: tuple[int, ...], recipe: Recipe) -> RuntimeError:
     return RuntimeError(
-        f"a tensor of shape {shape} was modified by an in-place operation after {recipe.func.name()} read it in the forward "
-        "pass, and the plan runs that operator again. Run the backward pass before the modification (an optimizer step, "
-        "say), or outside of remat.torch.apply"
+        f"a tensor of shape {shape} was modified by an in-place operation after {recipe.func.name()} read it in the "
+        "forward pass, and that operator has to run again. Run the backward pass before the modification (an optimizer "
+        "step, say), or without remat"
     )
+
+
+class NodeTable:
+    """The nodes of storages that are alive during a forward pass."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[Any, Node]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._found)
+
+    def add(self, tensor: torch.Tensor, node: Node) -> None:
+        """From now on the storage of a tensor has this node."""
+        storage = tensor.untyped_storage()
+        self._found[_private.storage_key(storage)] = (_private.weak(storage), node)
+
+    def of(self, tensor: torch.Tensor) -> Node | None:
+        """The node of a tensor's storage, if it has one."""
+        if not self._found or tensor.layout is not torch.strided:
+            return None
+        storage = tensor.untyped_storage()
+        found = self._found.get(_private.storage_key(storage))
+        # Another storage may stand at the address of one that is gone.
+        return found[1] if found is not None and found[0]() is storage else None
+
+    def settle(self, node: Node, tensor: torch.Tensor) -> None:
+        """Before a write that cannot be repeated: keep what autograd saved, and what recipes read as they read it."""
+        if node.is_read:
+            node.before_write = _private.copy_of_storage(tensor)
+        if node.value is None:
+            node.value = _private.alias(tensor)
+        node.is_settled = True
+        del self._found[_private.storage_key(tensor.untyped_storage())]
+
+    def call(self, number: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recipe:
+        """A call about to be made, so that it can be run again: what has a node by reference, all else as it is."""
+        state = op_facts.random_state(func, args, kwargs) if op_facts.is_random(func, args, kwargs) else None
+        again = _private.tree_map_only(
+            torch.Tensor,
+            lambda tensor: argument(tensor, self.of(tensor)),
+            (op_facts.repeatable_call(func, args), kwargs),
+        )
+        return Recipe(number, func, *again, state)
 
 
 def new_storages(out: Any, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -229,7 +272,7 @@ class StepState:
                 self._release(instance)
 
     def _release(self, instance: tuple[int, int]) -> None:
-        number, count = instance
+        number, _ = instance
         self._pending[instance] -= 1
         node = self.nodes.get(number)
         if node is None or node.is_settled or node.value is None:
@@ -272,6 +315,21 @@ def _is_missing(node: Node) -> bool:
     return node.value is None and node.before_write is None
 
 
+def read_saved(value: torch.Tensor, geometry: Geometry, version: int) -> torch.Tensor:
+    """What autograd saved, from a value of its storage.
+
+    Raises:
+        RuntimeError: where the storage was written since, as plain autograd would.
+    """
+    if value._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
+            f"of shape {geometry.shape} is at version {value._version}; expected version {version} instead"
+        )
+    with torch.no_grad():
+        return geometry.within(value)
+
+
 class SavedTensor:
     """What stands in autograd's graph for a tensor that the plan keeps or makes again."""
 
@@ -288,14 +346,8 @@ class SavedTensor:
         """The tensor; called when a backward node needs it."""
         node = self._node
         value = self._state.value_for(self._slot, node)
-        if (node.instance == 0 or node.is_settled) and value is node.value and value._version != self._version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-                f"tensor of shape {self._geometry.shape} is at version {value._version}; expected version "
-                f"{self._version} instead"
-            )
-        with torch.no_grad():
-            return self._geometry.within(value)
+        first_made = (node.instance == 0 or node.is_settled) and value is node.value
+        return read_saved(value, self._geometry, self._version if first_made else value._version)
 
     def __del__(self) -> None:
         self._state.slot_released(self._slot)

@@ -10,7 +10,8 @@ import torch
 
 from remat.cost_model import DeviceProfile, get_profile, op_time_s
 from remat.graph import Graph, Op, Tensor
-from remat.torch.recording import RecordedOp, Recording, record_step
+from remat.torch.recorder import record_step
+from remat.torch.recording import RecordedOp, Recording
 
 # What Python holds on to for longer than it reads it is worth an entry of its own above this share of all bytes.
 _HELD_SHARE = 1e-4

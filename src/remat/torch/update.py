@@ -11,10 +11,10 @@ import torch
 from remat.torch import _private
 
 if TYPE_CHECKING:
-    from remat.torch.recording import _Recorder
+    from remat.torch.recorder import StepRecorder
 
 
-def record_update(recorder: _Recorder, optimizer: torch.optim.Optimizer) -> None:
+def record_update(recorder: StepRecorder, optimizer: torch.optim.Optimizer) -> None:
     """Record ``optimizer.step()`` after the gradients of the step.
 
     State that the optimizer makes at its first step counts as resident: it is there from the second step on.
@@ -38,7 +38,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _clone(optimizer: torch.optim.Optimizer, fakes: dict[int, torch.Tensor], recorder: _Recorder) -> Any:
+def _clone(optimizer: torch.optim.Optimizer, fakes: dict[int, torch.Tensor], recorder: StepRecorder) -> Any:
     """An optimizer of the same kind over fake parameters, without the hooks of schedulers and scalers."""
 
     def stand_in(tensor: torch.Tensor) -> torch.Tensor:
