@@ -74,8 +74,9 @@ def limit_memory(
         ValueError: for both a budget and checkpoints, a layer that the model does not have, or ``micro_batches`` that
             is no whole number of at least 1.
         UnsupportedStep: for another backend than TensorFlow, JAX and PyTorch, checkpoints or micro-batches on the
-            latter two, both together, or ``run_eagerly`` on the first two; with micro-batches for a model with its own ``train_step``, and by ``fit`` for
-            a loss of which it cannot be known what it divides by.
+            latter two, both together, or ``run_eagerly`` on the first two; on PyTorch for a model with its own
+            ``train_step``; with micro-batches likewise, and by ``fit`` for a loss of which it cannot be known what it
+            divides by.
         InfeasibleBudget: by ``fit``, at the first step, if no schedule fits; it names the smallest budget.
     """
     if not isinstance(model, keras.Model):

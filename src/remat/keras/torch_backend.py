@@ -8,7 +8,6 @@ from typing import Any
 
 import keras
 import torch
-from keras.src.trainers.data_adapters import data_adapter_utils
 
 from remat.errors import InvalidBudget, UnsupportedStep
 from remat.graph import Graph
@@ -65,8 +64,8 @@ class TorchLimit:
         assert model is not None, "a model whose train_step runs is alive"
         if model.jit_compile:
             raise UnsupportedStep(
-                f"{model.name!r} was compiled with jit_compile=True, where torch.compile plans memory itself; compile it "
-                "without that option, or do not limit its memory"
+                f"{model.name!r} was compiled with jit_compile=True, where torch.compile plans memory itself; compile "
+                "it without that option, or do not limit its memory"
             )
         key = tuple(tuple(leaf.shape) for leaf in keras.tree.flatten(data) if hasattr(leaf, "shape"))
         if key not in self._applied:
@@ -75,7 +74,7 @@ class TorchLimit:
             return keras.Model.train_step(model, data)
 
     def _plan_for(self, model: keras.Model, data: Any) -> StepPlan:
-        x, y, sample_weight = data_adapter_utils.unpack_x_y_sample_weight(data)
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
 
         def loss_fn(x: Any, y: Any, sample_weight: Any) -> Any:
             predicted = model(x, training=True) if model._call_has_training_arg else model(x)

@@ -1,4 +1,4 @@
-"""Values of small whole numbers during a trace, so that code that reads them (seeds, "is anything masked?") can go on."""
+"""Values of small whole numbers during a trace, for code that reads them: seeds, "is anything masked?"."""
 
 from __future__ import annotations
 
