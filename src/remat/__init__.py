@@ -1,7 +1,7 @@
 """remat: train the model that does not fit, inside a byte budget, with the same numbers.
 
-Importing this package imports no framework. The front ends (``remat.tensorflow``, ``remat.jax``, ``remat.keras``) are
-loaded when they are first touched.
+Importing this package imports no framework. The front ends (``remat.tensorflow``, ``remat.jax``, ``remat.torch``,
+``remat.keras``) are loaded when they are first touched.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ __all__ = [
     "validate",
 ]
 
-_LOADED_WHEN_TOUCHED = ("cost_model", "jax", "keras", "planners", "tensorflow", "testing")
+_LOADED_WHEN_TOUCHED = ("cost_model", "jax", "keras", "planners", "tensorflow", "testing", "torch")
 
 # Hidden from type checkers, which would take it as leave for any name at all.
 if not TYPE_CHECKING:

@@ -98,7 +98,8 @@ def save_plan(plan: Plan, path: str | Path, graph: Graph | None = None) -> None:
 
 def plan_to_json(plan: Plan) -> dict[str, Any]:
     """The plan as a JSON-ready dictionary in the ``remat.plan`` format."""
-    values = {field.name: value for field in fields(plan) if (value := getattr(plan, field.name)) is not None}
+    # A front end's plan carries more than the format has.
+    values = {field.name: value for field in fields(Plan) if (value := getattr(plan, field.name)) is not None}
     return {"format": PLAN_FORMAT, "version": VERSION, **values, "schedule": list(plan.schedule)}
 
 

@@ -142,7 +142,7 @@ def test_plan_is_the_function_whatever_was_imported(imports: str) -> None:
 def test_all_names_exist_and_are_listed() -> None:
     assert remat.__all__ == sorted(remat.__all__)
     assert all(hasattr(remat, name) for name in remat.__all__)
-    assert {*remat.__all__, "jax", "keras", "tensorflow"} <= set(dir(remat))
+    assert {*remat.__all__, "jax", "keras", "tensorflow", "torch"} <= set(dir(remat))
     assert remat.__version__ == "0.1.0"
 
 

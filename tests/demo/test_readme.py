@@ -27,7 +27,7 @@ def run_python(*args: str) -> str:
 
 def test_every_python_block_of_the_readme_is_run() -> None:
     blocks = (ROOT / "README.md").read_text(encoding="utf-8").count("```python")
-    assert blocks == len(snippets()) == 3
+    assert blocks == len(snippets()) == 4
 
 
 def test_the_keras_example_is_short_and_prints_a_plan_that_recomputes() -> None:
@@ -51,9 +51,18 @@ def test_the_jax_example_recomputes_within_its_budget() -> None:
     assert re.search(r"recomputed +[1-9]\d* of", printed)
 
 
-@pytest.mark.parametrize(("name", "budget"), [("keras_fit.py", "50%"), ("jax_training.py", "60%")])
+def test_the_torch_example_recomputes_within_its_budget() -> None:
+    code = snippets()["torch"] + "\nassert plan.peak_bytes <= plan.budget_bytes\n"
+    printed = run_python("-c", code)
+    assert re.search(r"recomputed +[1-9]\d* of", printed)
+
+
+EXAMPLES = {"keras_fit.py": "50%", "jax_training.py": "60%", "torch_training.py": "60%"}
+
+
+@pytest.mark.parametrize(("name", "budget"), EXAMPLES.items())
 def test_every_example_runs(name: str, budget: str) -> None:
-    assert {path.name for path in (ROOT / "examples").glob("*.py")} == {"keras_fit.py", "jax_training.py"}
+    assert {path.name for path in (ROOT / "examples").glob("*.py")} == set(EXAMPLES)
     assert "remat plan by 'auto'" in run_python(str(ROOT / "examples" / name), budget)
 
 

@@ -76,9 +76,10 @@ def limit_memory(
         InvalidBudget: if the budget cannot be read.
         ValueError: for both a budget and checkpoints, a layer that the model does not have, or ``micro_batches`` that
             is neither a whole number of at least 1 nor "auto" with a budget.
-        UnsupportedStep: for another backend than TensorFlow and JAX, checkpoints or "auto" on JAX, a budget on several
-            replicas, or ``run_eagerly``; with a number of micro-batches for a model with its own ``train_step``, and by
-            ``fit`` for a loss of which it cannot be known what it divides by.
+        UnsupportedStep: for another backend than TensorFlow, JAX and PyTorch, checkpoints or "auto" on the latter two,
+            micro-batches on PyTorch, a budget on several replicas, or ``run_eagerly`` on the first two; on PyTorch for a
+            model with its own ``train_step``; with a number of micro-batches likewise, and by ``fit`` for a loss of
+            which it cannot be known what it divides by.
         InfeasibleBudget: by ``fit``, at the first step, if no schedule fits; it names the smallest budget.
     """
     if not isinstance(model, keras.Model):
@@ -97,15 +98,20 @@ def limit_memory(
     if budget not in (None, "auto"):
         parse_budget(budget, baseline_peak_bytes=1 << 60)
     backend = keras.backend.backend()
-    if backend not in ("tensorflow", "jax"):
+    if backend not in ("tensorflow", "jax", "torch"):
         raise UnsupportedStep(
-            f"limit_memory supports Keras on TensorFlow and on JAX, and the active backend is {backend!r}; set "
-            "KERAS_BACKEND=tensorflow or KERAS_BACKEND=jax before keras is imported"
+            f"limit_memory supports Keras on TensorFlow, JAX and PyTorch, and the active backend is {backend!r}; set "
+            "KERAS_BACKEND=tensorflow, jax or torch before keras is imported"
         )
     if backend != "tensorflow" and (checkpoints is not None or count is None):
         raise UnsupportedStep(
             'checkpoints and micro_batches="auto" are supported by Keras on TensorFlow, and the active backend is '
             f"{backend!r}; give a budget, and a number of micro-batches"
+        )
+    if backend == "torch" and (budget is None or count != 1):
+        raise UnsupportedStep(
+            f"micro_batches={micro_batches!r} is not supported by Keras on PyTorch; give a budget alone, or accumulate "
+            "with remat.torch.micro_batches in a loop of your own"
         )
     if model in _limits:
         _limits.pop(model).detach()
@@ -116,6 +122,11 @@ def limit_memory(
         plans = budget is not None or checkpoints is not None
         request = Request(budget, None, planner, time_limit_s, options) if plans else None
         _limits[model] = TensorFlowLimit(model, request, checkpoints, count)
+    elif backend == "torch":
+        from remat.keras.torch_backend import TorchLimit
+
+        assert budget is not None
+        _limits[model] = TorchLimit(model, budget, planner, time_limit_s, options)
     else:
         from remat.jax.planned import Request as JaxRequest
         from remat.keras.jax_backend import JaxLimit

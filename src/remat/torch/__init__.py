@@ -1,0 +1,27 @@
+"""PyTorch: plan a training step within a byte budget and run it in any loop, with the same numbers.
+
+plan = remat.torch.plan(loss_fn, *args, budget="8GiB")
+with remat.torch.apply(plan):
+    loss = loss_fn(*args)
+loss.backward()                            # and the rest of the loop as ever
+"""
+
+from remat.torch.emit import Applied, apply
+from remat.torch.measure import Measurement, measure
+from remat.torch.micro_batches import MicroBatches, micro_batches
+from remat.torch.planning import StepPlan, plan
+from remat.torch.recomputation import recompute
+from remat.torch.trace import trace
+
+__all__ = [
+    "Applied",
+    "Measurement",
+    "MicroBatches",
+    "StepPlan",
+    "apply",
+    "measure",
+    "micro_batches",
+    "plan",
+    "recompute",
+    "trace",
+]

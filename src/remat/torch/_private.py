@@ -1,0 +1,175 @@
+"""Every symbol of PyTorch that is not documented as public; ``tests/torch/test_torch_private.py`` checks each."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeAlias
+
+import torch
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.overrides import enable_reentrant_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.weak import WeakTensorKeyDictionary
+
+__all__ = [
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
+    "FakeTensor",
+    "FakeTensorMode",
+    "OpOverload",
+    "TorchDispatchMode",
+    "tree_leaves",
+    "tree_map_only",
+]
+
+Storage: TypeAlias = torch.UntypedStorage
+
+_autograd: Any = torch._C._autograd
+_engine: Any = torch._C
+
+_SILENT_NAMESPACES = frozenset({"prim", "profiler", "record_function", "c10d", "_c10d_functional"})
+
+
+def storage_key(storage: Storage) -> int:
+    """A number that no other storage alive has."""
+    return int(storage._cdata)
+
+
+def keeps_graph() -> bool:
+    """Inside a backward pass: was ``retain_graph`` asked for, so that every saved tensor may be read again?"""
+    return bool(_autograd._get_current_graph_task_keep_graph())
+
+
+def in_backward_pass() -> bool:
+    """Is autograd's engine running on this thread?"""
+    return bool(_engine._current_graph_task_id() != -1)
+
+
+def forward_sequence_number() -> int:
+    """Inside an operator: the number of the autograd node that was made for it, if one was."""
+    return int(_autograd._get_sequence_nr()) - 1
+
+
+def running_node() -> tuple[str, int] | None:
+    """Inside a backward pass: name and sequence number of the node that runs."""
+    node = _engine._current_autograd_node()
+    return None if node is None else (str(node.name()), int(node._sequence_nr()))
+
+
+def no_modes() -> AbstractContextManager[Any]:
+    """A context in which operators run for real, whatever traces them outside."""
+    context: AbstractContextManager[Any] = _disable_current_modes()
+    return context
+
+
+def alias(tensor: torch.Tensor) -> torch.Tensor:
+    """Inside an operator: the same storage and version counter in a tensor that no autograd node will hold on to."""
+    with enable_reentrant_dispatch(), torch.no_grad():
+        return tensor.detach()
+
+
+def copy_of_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of the whole storage in which a tensor lies, as a flat tensor."""
+    storage = tensor.untyped_storage()
+    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return empty.set_(storage.clone(), 0, (storage.nbytes() // tensor.element_size(),), (1,))
+
+
+@contextmanager
+def below_autograd(grad_mode: bool) -> Iterator[None]:
+    """Operators run as they did when they were seen: after autograd and autocast.
+
+    Args:
+        grad_mode: whether gradients were enabled then; a kernel may ask (oneDNN's recurrent layers do).
+    """
+    autocasts = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    for kind in autocasts:
+        torch.set_autocast_enabled(kind, False)
+    try:
+        with _engine._AutoDispatchBelowAutograd(), torch.set_grad_enabled(grad_mode):
+            yield
+    finally:
+        for kind in autocasts:
+            torch.set_autocast_enabled(kind, True)
+
+
+def is_silent(func: OpOverload) -> bool:
+    """Is it no computation on tensors of the step: a query, a marker for a profiler, a collective?"""
+    return func.namespace in _SILENT_NAMESPACES
+
+
+def flop_formula(func: OpOverload) -> Callable[..., Any] | None:
+    """PyTorch's own count of an operator's floating-point operations, where it has one."""
+    from torch.utils.flop_counter import flop_registry
+
+    return flop_registry.get(func._overloadpacket)
+
+
+def is_mutable(func: OpOverload) -> bool:
+    """Does the operator's schema say that it writes to an argument?"""
+    return bool(func._schema.is_mutable)
+
+
+def written_arguments(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments that the operator writes to, as its schema says; lists of tensors flattened."""
+    found: list[Any] = []
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[place] if place < len(args) and not argument.kwarg_only else kwargs.get(argument.name)
+        found.extend(one for one in tree_leaves(value) if isinstance(one, torch.Tensor))
+    return found
+
+
+def takes_generator(func: OpOverload) -> bool:
+    """Can the operator draw from a generator that it is given?"""
+    return any(argument.name == "generator" for argument in func._schema.arguments)
+
+
+def leaves_of(loss: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors whose ``grad`` a backward pass from the loss fills."""
+    found: dict[int, torch.Tensor] = {}
+    seen: set[Any] = set()
+    open_nodes: list[Any] = [loss.grad_fn]
+    while open_nodes:
+        node = open_nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if type(node).__name__ == "AccumulateGrad":
+            found[id(node.variable)] = node.variable
+        open_nodes.extend(successor for successor, _ in node.next_functions)
+    return list(found.values())
+
+
+def by_tensor() -> MutableMapping[torch.Tensor, Any]:
+    """A dictionary with tensors as keys, told apart as objects, that keeps none of them alive."""
+    found: MutableMapping[torch.Tensor, Any] = WeakTensorKeyDictionary()
+    return found
+
+
+def memory_events(profile: Any) -> list[tuple[int, int]]:
+    """(address, bytes) of each allocation on the CPU that ``torch.profiler`` saw, negative where freed."""
+    found: list[tuple[int, int, int]] = []
+    open_events = list(profile.profiler.kineto_results.experimental_event_tree())
+    while open_events:
+        event = open_events.pop()
+        open_events.extend(event.children)
+        if event.name == "[memory]" and event.extra_fields.device.type == "cpu":
+            found.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
+    # The sort is stable: what is freed and taken at the same nanosecond stays in order.
+    return [(address, size) for _, address, size in sorted(found, key=lambda one: one[0])]
+
+
+def weak(storage: Storage) -> Callable[[], Storage | None]:
+    """A weak reference; the same object stands for a storage as long as that lives."""
+    return weakref.ref(storage)

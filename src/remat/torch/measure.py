@@ -1,0 +1,131 @@
+"""Real peak bytes and seconds of a step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from remat.torch import _private
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What a step really needed.
+
+    Attributes:
+        peak_bytes: largest number of bytes in use, everything that the step reads counted.
+        time_s: median wall seconds of a step.
+    """
+
+    peak_bytes: int
+    time_s: float
+
+
+def measure(fn: Callable[..., Any], *args: Any, repeats: int = 3, **kwargs: Any) -> Measurement:
+    """Run a step and read PyTorch's own record of memory.
+
+    On a GPU that is ``torch.cuda.max_memory_allocated``, which counts everything in the process. On a CPU it is every
+    allocation that the profiler sees, the kernels' scratch memory included, and the tensors from before the step that
+    it reads; what libraries allocate behind PyTorch's back is not seen.
+
+    Args:
+        fn: one step: a function that returns a loss, whose gradients are then computed and thrown away, or one that
+            does all of it. It runs ``repeats + 2`` times.
+        *args: its arguments.
+        repeats: timed runs, 1 or more.
+        **kwargs: further arguments of ``fn``.
+
+    Raises:
+        ValueError: for fewer than one run.
+    """
+    if repeats < 1:
+        raise ValueError(f"repeats={repeats} measures nothing; give 1 or more")
+    _run(fn, args, kwargs)
+    resident = _Resident()
+    with resident:
+        _run(fn, args, kwargs)
+    on_gpu = torch.cuda.is_available() and resident.is_on_gpu
+    peak_bytes = 0 if on_gpu else resident.bytes + _cpu_peak_bytes(fn, args, kwargs)
+    times = []
+    for _ in range(repeats):
+        if on_gpu:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        started = time.perf_counter()
+        _run(fn, args, kwargs)
+        if on_gpu:
+            torch.cuda.synchronize()
+            peak_bytes = max(peak_bytes, torch.cuda.max_memory_allocated())
+        times.append(time.perf_counter() - started)
+    return Measurement(peak_bytes, sorted(times)[repeats // 2])
+
+
+def _run(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """One step. Gradients that it made for a returned loss are taken away again."""
+    result = fn(*args, **kwargs)
+    if isinstance(result, torch.Tensor) and result.numel() == 1 and result.requires_grad:
+        leaves = _private.leaves_of(result)
+        before = [(leaf, leaf.grad) for leaf in leaves]
+        for leaf in leaves:
+            leaf.grad = None
+        try:
+            result.backward()  # type: ignore[no-untyped-call]
+        finally:
+            for leaf, gradient in before:
+                leaf.grad = gradient
+
+
+def _cpu_peak_bytes(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """The largest sum of what was allocated during the step and not yet freed."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        _run(fn, args, kwargs)
+    sizes: dict[int, int] = {}
+    now = peak = 0
+    for address, size in _private.memory_events(profiled):
+        if size > 0:
+            sizes[address] = size
+            now += size
+            peak = max(peak, now)
+        else:
+            # What was there before the step is not counted here, neither when it goes.
+            now -= sizes.pop(address, 0)
+    return peak
+
+
+class _Resident(_private.TorchDispatchMode):
+    """Counts the storages from before the step that it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sizes: dict[int, tuple[Any, int]] = {}
+        self._made: dict[int, Any] = {}
+        self.is_on_gpu = False
+
+    @property
+    def bytes(self) -> int:
+        """Their bytes."""
+        return sum(size for _, size in self._sizes.values())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for tensor in _private.tree_leaves((args, kwargs)):
+            if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
+                self.is_on_gpu = self.is_on_gpu or tensor.is_cuda
+                storage = tensor.untyped_storage()
+                key = _private.storage_key(storage)
+                made = self._made.get(key)
+                if made is None or made() is not storage:
+                    self._sizes[key] = (storage, storage.nbytes())
+        out = func(*args, **kwargs)
+        for tensor in _private.tree_leaves(out):
+            if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
+                storage = tensor.untyped_storage()
+                key = _private.storage_key(storage)
+                if key not in self._sizes:
+                    self._made[key] = _private.weak(storage)
+        return out

@@ -1,0 +1,173 @@
+"""What remat knows of PyTorch's operators: which may repeat, how they repeat exactly, what they cost.
+
+Everything unknown is kept: an operator may run twice only if it is one of PyTorch's own, draws nothing at random
+(or draws from a generator whose state can be put back), and writes to nothing but what it made.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final
+
+import torch
+
+from remat.torch import _private
+from remat.torch._private import OpOverload
+
+_OWN_NAMESPACES: Final = frozenset({"aten"})
+
+# They update running statistics, which their schema does not tell. Positions of those arguments, and of the flag that
+# says whether they are written.
+_RUNNING_STATISTICS: Final = {
+    "aten::native_batch_norm": ((3, 4), 5),
+    "aten::cudnn_batch_norm": ((3, 4), 5),
+    "aten::miopen_batch_norm": ((3, 4), 5),
+    "aten::_native_batch_norm_legit": ((3, 4), 5),
+    "aten::_batch_norm_with_update": ((3, 4), None),
+}
+# Without buffers these are the same computation.
+_WITHOUT_BUFFERS: Final = frozenset({"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"})
+
+# Attention kernels are tagged as random; without dropout they draw nothing. Position and name of the probability.
+_DROPOUT_ARGUMENT: Final = {
+    "aten::_scaled_dot_product_flash_attention": 3,
+    "aten::_scaled_dot_product_flash_attention_for_cpu": 3,
+    "aten::_scaled_dot_product_efficient_attention": 5,
+    "aten::_scaled_dot_product_cudnn_attention": 5,
+}
+
+# Uses no randomness unless it is asked to, or makes values that nobody may rely on.
+_NEVER_REPEATED: Final = frozenset(
+    {
+        "aten::_local_scalar_dense",
+        "aten::item",
+        "aten::set_",
+        "aten::resize_",
+        "aten::_resize_output_",
+        "aten::_assert_async",
+        "aten::record_stream",
+        "aten::_fused_moving_avg_obs_fq_helper",
+    }
+)
+# Sums in an order that differs from run to run where threads race.
+_UNORDERED_ON_GPU: Final = frozenset(
+    {
+        "aten::index_add",
+        "aten::scatter_add",
+        "aten::index_put",
+        "aten::scatter_reduce",
+        "aten::cumsum",
+        "aten::bincount",
+    }
+)
+
+# Rough floating-point operations per element, where it is not one.
+_FLOPS_PER_ELEMENT: Final = {
+    **dict.fromkeys(("div", "rsqrt", "sqrt", "reciprocal"), 4.0),
+    **dict.fromkeys(("exp", "log", "sin", "cos", "tanh", "sigmoid", "silu", "_softmax", "_log_softmax"), 12.0),
+    **dict.fromkeys(("gelu", "erf", "pow", "mish", "softplus", "silu_backward", "gelu_backward"), 20.0),
+    **dict.fromkeys(("bernoulli_", "native_dropout", "normal_", "uniform_", "rand_like", "randn_like"), 40.0),
+    **dict.fromkeys(("native_layer_norm", "native_batch_norm", "native_group_norm"), 6.0),
+}
+
+
+def is_random(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Does this call draw random numbers?"""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    place = _DROPOUT_ARGUMENT.get(func.name().partition(".")[0])
+    if place is None:
+        return True
+    probability = args[place] if place < len(args) else kwargs.get("dropout_p", 0.0)
+    return bool(probability != 0.0)
+
+
+def may_repeat(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], *, on_gpu: bool) -> bool:
+    """May this call run a second time with the same result and no other effect than on what it writes to?"""
+    base = func.name().partition(".")[0]
+    if func.namespace not in _OWN_NAMESPACES or base in _NEVER_REPEATED:
+        return False
+    if torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags:
+        return False
+    if on_gpu and base.rstrip("_") in _UNORDERED_ON_GPU:
+        return False
+    if base in _RUNNING_STATISTICS and base not in _WITHOUT_BUFFERS:
+        return False
+    if is_random(func, args, kwargs):
+        # A generator on the GPU is left alone: its state would have to be read back from graphs and other streams.
+        return _private.takes_generator(func) and not on_gpu and _generator_of(func, args, kwargs) is not False
+    return True
+
+
+def _generator_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The CPU generator that a random call draws from; False for one of another device."""
+    place = next(n for n, a in enumerate(func._schema.arguments) if a.name == "generator")
+    given = kwargs.get("generator", args[place] if place < len(args) else None)
+    generator = torch.default_generator if given is None else given
+    return generator if generator.device.type == "cpu" else False
+
+
+def random_state(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """The state of the generator that a random call is about to draw from."""
+    state: torch.Tensor = _generator_of(func, args, kwargs).get_state()
+    return state
+
+
+def with_generator(
+    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], state: torch.Tensor
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same call on a generator of its own in that state, so that nobody else's draws change."""
+    generator = torch.Generator()
+    generator.set_state(state)
+    place = next(n for n, a in enumerate(func._schema.arguments) if a.name == "generator")
+    if place < len(args):
+        return (*args[:place], generator, *args[place + 1 :]), kwargs
+    return args, {**kwargs, "generator": generator}
+
+
+def written(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors that this call writes to, running statistics included."""
+    if _private.is_mutable(func):
+        return _private.written_arguments(func, args, kwargs)
+    return running_statistics(func, args)
+
+
+def running_statistics(func: OpOverload, args: tuple[Any, ...]) -> list[torch.Tensor]:
+    """The buffers that a normalisation updates without saying so in its schema."""
+    places, flag = _RUNNING_STATISTICS.get(func.name().partition(".")[0], ((), None))
+    if flag is not None and not (flag < len(args) and args[flag]):
+        return []
+    return [args[place] for place in places if place < len(args) and isinstance(args[place], torch.Tensor)]
+
+
+def repeatable_call(func: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of a second run: a normalisation over the batch does without its running statistics."""
+    if not running_statistics(func, args):
+        return args
+    places, _ = _RUNNING_STATISTICS[func.name().partition(".")[0]]
+    return tuple(None if place in places else value for place, value in enumerate(args))
+
+
+def flops(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
+    """Floating-point operations of one run; a multiplication and an addition count as two."""
+    formula = _private.flop_formula(func)
+    if formula is not None:
+        return float(formula(*args, **kwargs, out_val=out))
+    name = func.name().partition("::")[2].partition(".")[0]
+    tensors = [t for t in _private.tree_leaves((args, kwargs, out)) if isinstance(t, torch.Tensor)]
+    elements = max((math.prod(t.shape) for t in tensors), default=0)
+    if name == "mkldnn_rnn_layer":
+        return 2.0 * _rnn_products(args)
+    if name == "mkldnn_rnn_layer_backward":
+        return 6.0 * _rnn_products(args)
+    if name.startswith("_scaled_dot_product_flash_attention_for_cpu"):
+        query, key = args[:2] if "backward" not in name else args[1:3]
+        products = 2.0 * math.prod(query.shape) * key.shape[-2]
+        return products * (5 if "backward" in name else 2)
+    return _FLOPS_PER_ELEMENT.get(name, 1.0) * elements
+
+
+def _rnn_products(args: tuple[Any, ...]) -> float:
+    """Multiplications of a recurrent layer: each step and sample meets every weight of both matrices."""
+    inputs, *weights = [t for t in args[:3] if isinstance(t, torch.Tensor)]
+    return float(inputs.shape[0] * inputs.shape[1] * sum(math.prod(w.shape) for w in weights))

@@ -1,0 +1,168 @@
+"""``plan``: a loss function and its arguments -> a plan that ``apply`` carries out."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from remat.budget import parse_budget
+from remat.closed_loop import infeasible, plan_within
+from remat.cost_model import get_profile
+from remat.errors import InfeasibleBudget
+from remat.graph import Graph
+from remat.plan import Plan, plan_for_schedule
+from remat.plan import plan as plan_graph
+from remat.schedule import Schedule
+from remat.simulator import simulate
+from remat.torch.eager_order import Directions, Units, directions_of, in_eager_order
+from remat.torch.recorder import record_step
+from remat.torch.trace import TracedStep, default_profile, traced_step
+
+_ROUNDS = 6
+_RESERVE = 0.02
+_LAST_ROUNDS = 4
+
+
+@dataclass(frozen=True)
+class StepPlan(Plan):
+    """A plan for a step of PyTorch, with what ``apply`` needs to carry it out.
+
+    Saved and loaded it is a plain ``Plan``; ``plan(loss_fn, *args, plan=loaded)`` makes this of it again.
+
+    Attributes:
+        step: the traced step.
+        directions: what happens to each saved tensor.
+    """
+
+    step: TracedStep = field(kw_only=True, repr=False, compare=False)
+    directions: Directions = field(kw_only=True, repr=False, compare=False)
+
+    @property
+    def graph(self) -> Graph:
+        """The step that the plan is for: ``remat.simulate(plan.graph, plan.schedule)`` shows its memory over time."""
+        return self.step.graph
+
+    __str__ = Plan.__str__
+
+
+@dataclass(frozen=True)
+class _Peak:
+    """What a schedule is expected to need; kernels whose scratch memory nothing tells may take a little more."""
+
+    expected_bytes: int
+
+    @property
+    def highest_bytes(self) -> int:
+        return int(self.expected_bytes * (1 + _RESERVE))
+
+
+def plan(
+    loss_fn: Callable[..., Any],
+    *args: Any,
+    budget: int | str | None = None,
+    plan: Plan | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    accumulates: bool = False,
+    resident: Sequence[torch.Tensor] = (),
+    planner: str = "auto",
+    time_limit_s: float | None = None,
+    device: str | None = None,
+    **options: Any,
+) -> StepPlan:
+    """Plan a training step within a byte budget, without running it and without allocating anything.
+
+    Args:
+        loss_fn: called as ``loss_fn(*args)``, it returns the loss, a tensor of one element.
+        *args: what the step is called with: tensors (their values do not matter, and they may be on the meta device, as
+            the model may), anything else as it is.
+        budget: peak device bytes of the step, everything that it touches counted (parameters, batch, gradients, what
+            lies between, and the optimizer if given): an int, "4GiB", or "60%" of the plain step's own peak. "60%" is
+            also the default.
+        plan: a plan made earlier for the same step, loaded from a file say, instead of a budget.
+        optimizer: its state counts as resident, and its update is part of the step. It is not changed.
+        accumulates: do gradients exist already when the step starts, as they do for every micro-batch but the first?
+        resident: tensors that count although neither the loss nor the optimizer touches them.
+        planner: a planner's name.
+        time_limit_s: wall seconds for each round of planning; there are up to six.
+        device: profile for the predicted times: "cpu", "a100", "h100", "h200" or "measured"; None means that of the
+            device of the tensors.
+        **options: passed on to the planner.
+
+    Returns:
+        The plan, for ``apply``. ``peak_bytes`` is what eager PyTorch will need under it.
+
+    Raises:
+        InvalidBudget: if the budget cannot be read.
+        InfeasibleBudget: if no schedule fits; it names the smallest budget that this function can keep.
+        UnsupportedStep: where the trace would need a tensor's values, or the loss cannot be differentiated.
+        PlanMismatch: where ``plan`` is for another step.
+        ValueError: for both a budget and a plan.
+    """
+    if not callable(loss_fn):
+        raise TypeError(f"remat.torch.plan takes a loss function and its arguments, not {type(loss_fn).__name__}")
+    if budget is not None and plan is not None:
+        raise ValueError(f"plan takes a budget or a plan, not both (budget={budget!r}); leave one out")
+    if budget is None and plan is None:
+        budget = "60%"
+    if budget is not None:
+        parse_budget(budget, baseline_peak_bytes=1 << 60)
+    recording = record_step(loss_fn, args, optimizer, accumulates=accumulates, resident=resident)
+    step = traced_step(recording, get_profile(device or default_profile(recording.device)))
+    units = Units(step)
+    if plan is not None:
+        plan.check_graph(step.graph)
+        return _with_directions(plan, step, units)
+    assert budget is not None
+    return _within(step, units, budget, planner, time_limit_s, options)
+
+
+def _within(
+    step: TracedStep,
+    units: Units,
+    budget: int | str,
+    planner: str,
+    time_limit_s: float | None,
+    options: dict[str, Any],
+) -> StepPlan:
+    graph = step.graph
+    plain = simulate(graph, graph.plain_schedule)
+    budget_bytes = parse_budget(budget, plain.peak_bytes)
+
+    def make_plan(planner_budget: int) -> Plan:
+        return plan_graph(graph, planner_budget, planner=planner, time_limit_s=time_limit_s, **options)
+
+    def real_peak(found: Plan) -> _Peak:
+        return _Peak(simulate(graph, in_eager_order(step, found.schedule, units).schedule).peak_bytes)
+
+    if plain.peak_bytes <= budget_bytes:
+        return _with_directions(make_plan(budget_bytes), step, units)
+    first_guess = int(budget_bytes / (1 + _RESERVE))
+    try:
+        found = plan_within(budget_bytes, first_guess, make_plan, real_peak, rounds=_ROUNDS, last_rounds=_LAST_ROUNDS)
+    except InfeasibleBudget as error:
+        raise infeasible(budget_bytes, error.minimum_bytes, error.binding_op) from None
+    return _with_directions(dataclasses.replace(found, budget_bytes=budget_bytes), step, units)
+
+
+def _with_directions(found: Plan, step: TracedStep, units: Units) -> StepPlan:
+    order = in_eager_order(step, found.schedule, units)
+    eager = _figures_of(found, step.graph, order.schedule)
+    values = {one.name: getattr(eager, one.name) for one in dataclasses.fields(Plan)}
+    return StepPlan(**values, step=step, directions=directions_of(step, order, units))
+
+
+def _figures_of(found: Plan, graph: Graph, schedule: Schedule) -> Plan:
+    """The plan with the schedule that is run, and the figures that follow from it."""
+    run = plan_for_schedule(graph, schedule, planner=found.planner)
+    bound = min(found.overhead_lower_bound, run.overhead)
+    return dataclasses.replace(
+        run,
+        budget_bytes=found.budget_bytes,
+        overhead_lower_bound=bound,
+        lower_bound_meaning=found.lower_bound_meaning,
+        plan_seconds=found.plan_seconds,
+    )

@@ -1,0 +1,157 @@
+"""``recompute``: a function or a module whose activations are dropped and made again in the backward pass."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+
+from remat.torch import _private, op_facts
+from remat.torch.replay import Geometry, Node, NodeTable, new_storages, read_saved, values_of
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def recompute(f: _F) -> _F:
+    """Drop what autograd saves inside of ``f`` and make it again when the backward pass needs it.
+
+    What runs again are the operators below autograd, not the Python of ``f``: its side effects, hooks and BatchNorm
+    updates happen once, autocast stays as it was, and dropout draws the same numbers. Random draws on a GPU, custom
+    operators and whatever else may not run twice are kept.
+
+    Args:
+        f: a function, a module (its ``forward`` is replaced on the instance), or a class of modules.
+
+    Returns:
+        The function, or the same module or class.
+
+    Raises:
+        TypeError: for anything else.
+    """
+    if isinstance(f, torch.nn.Module):
+        f.forward = _wrapped(f.forward)
+        return f
+    if isinstance(f, type) and issubclass(f, torch.nn.Module):
+        f.forward = _wrapped(f.forward)  # type: ignore[method-assign]
+        return cast(_F, f)
+    if isinstance(f, type) or not callable(f):
+        raise TypeError(f"recompute takes a function or a torch.nn.Module, not {f!r}")
+    return cast(_F, _wrapped(f))
+
+
+def _wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        region = _Region()
+        with region, torch.autograd.graph.saved_tensors_hooks(region.pack, _unpack):
+            return function(*args, **kwargs)
+
+    return run
+
+
+class _Memory:
+    """What a region keeps: recipes, and after the first read the values that are still wanted."""
+
+    def __init__(self) -> None:
+        self.wanted: dict[int, tuple[Node, int]] = {}
+        self._is_made = False
+
+    def value_of(self, node: Node) -> torch.Tensor:
+        """The value of a node; the first call makes those of all nodes that autograd will read."""
+        if not self._is_made:
+            self._is_made = True
+            nodes = [one for one, _ in self.wanted.values() if one.value is None]
+            for address, tensor in values_of(nodes).items():
+                if address in self.wanted:
+                    self.wanted[address][0].value = tensor
+        return node.value if node.value is not None else values_of([node])[id(node)]
+
+    def add(self, node: Node) -> None:
+        """One more saved tensor reads this node."""
+        self.wanted[id(node)] = (node, self.wanted.get(id(node), (node, 0))[1] + 1)
+
+    def drop(self, node: Node) -> None:
+        """One saved tensor less."""
+        _, count = self.wanted[id(node)]
+        self.wanted[id(node)] = (node, count - 1)
+        if count == 1:
+            del self.wanted[id(node)]
+            if self._is_made and node.recipe is not None and not node.is_settled:
+                node.value = None
+
+
+class _Saved:
+    __slots__ = ("_geometry", "_memory", "_node", "_version")
+
+    def __init__(self, memory: _Memory, node: Node, tensor: torch.Tensor) -> None:
+        self._memory = memory
+        self._node = node
+        self._geometry = Geometry.of(tensor)
+        self._version = tensor._version
+        memory.add(node)
+
+    def read(self) -> torch.Tensor:
+        """The tensor; called when a backward node needs it."""
+        value = self._memory.value_of(self._node)
+        first_made = self._node.is_settled or self._node.recipe is None
+        return read_saved(value, self._geometry, self._version if first_made else value._version)
+
+    def __del__(self) -> None:
+        self._memory.drop(self._node)
+
+
+def _unpack(saved: Any) -> Any:
+    return saved.read() if isinstance(saved, _Saved) else saved
+
+
+class _Region(_private.TorchDispatchMode):
+    """Sees the operators of one call, below autograd, and notes how each can be run again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._memory = _Memory()
+        self._nodes = NodeTable()
+        self._saved: set[int] = set()
+        self._count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if (func.is_view and not _private.is_mutable(func)) or _private.is_silent(func) or _private.in_backward_pass():
+            return func(*args, **kwargs)
+        inputs = [t for t in _private.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        on_gpu = any(t.device.type not in ("cpu", "meta") for t in inputs)
+        plain = all(t.layout is torch.strided for t in inputs)
+        written = [(t, node) for t in op_facts.written(func, args, kwargs) if (node := self._nodes.of(t)) is not None]
+        untouched = len(written) == 1 and not (written[0][1].is_read or id(written[0][1]) in self._saved)
+        recipe = None
+        if plain and op_facts.may_repeat(func, args, kwargs, on_gpu=on_gpu):
+            self._count += 1
+            recipe = self._nodes.call(self._count, func, args, kwargs)
+        for tensor, node in written:
+            if recipe is not None and node.recipe is not None and untouched:
+                node.recipe.writes.append(recipe)
+                node.is_read = False  # By nobody but itself.
+            else:
+                self._nodes.settle(node, tensor)
+        out = func(*args, **kwargs)
+        for tensor in new_storages(out, inputs):
+            node = Node(self._count)
+            if recipe is not None:
+                node.recipe = recipe
+                recipe.nodes.append(node)
+            else:
+                node.value = _private.alias(tensor)
+            self._nodes.add(tensor, node)
+        return out
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """Called by autograd for each tensor that it saves."""
+        node = self._nodes.of(tensor) if type(tensor) is torch.Tensor else None
+        if node is None or tensor.is_conj() or tensor.is_neg():
+            return tensor
+        self._saved.add(id(node))
+        return _Saved(self._memory, node, tensor)

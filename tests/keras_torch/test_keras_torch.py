@@ -1,0 +1,59 @@
+"""``limit_memory`` on the PyTorch backend of Keras: ``fit`` does what plain ``fit`` does, within the budget."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SPECS = {
+    "short last batch": {"budget": "80%", "samples": 300, "at least": True},
+    "its own train_step": {"budget": "80%", "own": True},
+    "compiled": {"budget": "80%", "compile": {"jit_compile": True}},
+    "too small": {"budget": 1000},
+    "automatic": {"budget": "auto"},
+}
+
+
+@pytest.fixture(scope="module")
+def results():
+    worker = Path(__file__).with_name("worker.py")
+    done = subprocess.run(
+        [sys.executable, str(worker), json.dumps(list(SPECS.values()))],
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+        env={**os.environ, "KERAS_BACKEND": "torch", "CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return dict(zip(SPECS, json.loads(done.stdout.splitlines()[-1]), strict=True))
+
+
+def test_training_is_the_same_to_the_bit(results):
+    result = results["short last batch"]
+    assert "error" not in result, result
+    assert result["limited"] == result["plain"]
+    assert result["same weights"]
+    assert result["recomputed"] > 0
+    assert result["departures"] == [0, 0]
+    assert result["peak_bytes"] <= result["budget_bytes"] < result["plain_bytes"]
+    assert result["detached"]
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "message"),
+    [
+        ("its own train_step", "UnsupportedStep", "remat.torch.apply inside of train_step"),
+        ("compiled", "UnsupportedStep", "jit_compile=True"),
+        ("too small", "InfeasibleBudget", "1000 bytes"),
+        ("automatic", "InvalidBudget", "CPU"),
+    ],
+)
+def test_what_is_refused(results, name, error, message):
+    assert results[name]["error"] == error
+    assert message in results[name]["message"]

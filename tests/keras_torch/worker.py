@@ -1,0 +1,91 @@
+"""One training of a Keras model on PyTorch, plain and limited, in a process of its own; prints one JSON object.
+
+The backend of Keras is fixed when it is imported, so the tests that run TensorFlow in this process cannot run PyTorch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+os.environ["KERAS_BACKEND"] = "torch"
+
+import keras
+import numpy as np
+from keras import layers
+
+import remat.keras
+
+WIDTH, BATCH = 32, 128
+PLANNING: dict[str, Any] = {"planner": "peak_greedy"}
+
+
+def functional() -> keras.Model:
+    inputs = keras.Input((WIDTH,))
+    x = layers.BatchNormalization()(inputs)
+    for _ in range(6):
+        x = layers.Dropout(0.2)(layers.Dense(4 * WIDTH, activation="tanh")(x))
+    return keras.Model(inputs, layers.Dense(10, kernel_regularizer="l2", activity_regularizer="l2")(x))
+
+
+class Own(keras.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = functional()
+
+    def call(self, x, training=None):
+        return self.inner(x, training=training)
+
+    def train_step(self, data):
+        return super().train_step(data)
+
+
+def train(spec: dict[str, Any], limited: bool) -> tuple[dict[str, Any], keras.Model]:
+    keras.utils.set_random_seed(3)
+    rng = np.random.default_rng(1)
+    x = rng.normal(size=(spec.get("samples", 256), WIDTH)).astype("float32")
+    y = rng.integers(0, 10, len(x))
+    model = Own() if spec.get("own") else functional()
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer="adam", loss=loss, metrics=["accuracy"], **spec.get("compile", {}))
+    if limited:
+        try:
+            remat.keras.limit_memory(model, spec["budget"], **PLANNING)
+            history = model.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0)
+        except remat.InfeasibleBudget as error:
+            if not spec.get("at least"):
+                raise
+            return train({**spec, "budget": error.minimum_bytes, "at least": False}, True)
+    else:
+        history = model.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0)
+    return history.history, model
+
+
+def outcome(spec: dict[str, Any]) -> dict[str, Any]:
+    try:
+        limited, model = train(spec, limited=True)
+    except remat.RematError as error:
+        return {"error": type(error).__name__, "message": str(error)}
+    plain, plain_model = train(spec, limited=False)
+    plan = remat.keras.plan_of(model)
+    assert plan is not None
+    same = all(np.array_equal(a, b) for a, b in zip(plain_model.get_weights(), model.get_weights(), strict=True))
+    departures = [applied.departures for applied in remat.keras.limit._limits[model]._applied.values()]
+    remat.keras.limit_memory(model, None)
+    return {
+        "plain": plain,
+        "limited": limited,
+        "same weights": same,
+        "departures": departures,
+        "recomputed": plan.recomputed,
+        "peak_bytes": plan.peak_bytes,
+        "budget_bytes": plan.budget_bytes,
+        "plain_bytes": plan.baseline_peak_bytes,
+        "detached": "train_step" not in vars(model),
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps([outcome(spec) for spec in json.loads(sys.argv[1])]))

@@ -1,0 +1,67 @@
+"""A plain step and a planned one, and their comparison to the bit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch_models import Case
+
+import remat.torch
+
+# A method that ends by itself: the time limit of others passes in full, round after round.
+QUICK = {"planner": "peak_greedy", "time_limit_s": 0.2}
+
+
+@dataclass
+class Outcome:
+    """What a step leaves behind."""
+
+    loss: torch.Tensor
+    gradients: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+    random_state: torch.Tensor
+
+    def same_as(self, other: Outcome) -> bool:
+        """Equal to the last bit in everything."""
+        pairs = [(self.gradients, other.gradients), (self.buffers, other.buffers)]
+        return (
+            torch.equal(self.loss, other.loss)
+            and torch.equal(self.random_state, other.random_state)
+            and all(a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a) for a, b in pairs)
+        )
+
+
+def run(case: Case, applied: remat.torch.Applied | None = None, seed: int = 7) -> Outcome:
+    """One step from the module's present state, which is put back; plain, or under a plan."""
+    before = {name: value.clone() for name, value in case.module.state_dict().items()}
+    case.module.zero_grad()
+    torch.manual_seed(seed)
+    if applied is None:
+        loss = case.loss(*case.args)
+    else:
+        with applied:
+            loss = case.loss(*case.args)
+    loss.backward()
+    outcome = Outcome(
+        loss.detach(),
+        {name: p.grad.clone() for name, p in case.module.named_parameters() if p.grad is not None},
+        {name: b.clone() for name, b in case.module.named_buffers()},
+        torch.get_rng_state(),
+    )
+    case.module.zero_grad()
+    case.module.load_state_dict(before)
+    return outcome
+
+
+def peak_bytes(case: Case, applied: remat.torch.Applied | None = None) -> int:
+    """Measured peak of a step, plain or under a plan."""
+
+    def planned(*args):
+        if applied is None:
+            return case.loss(*args)
+        with applied:
+            return case.loss(*args)
+
+    case.module.zero_grad()
+    return remat.torch.measure(planned, *case.args, repeats=1).peak_bytes

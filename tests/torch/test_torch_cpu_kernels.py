@@ -1,0 +1,67 @@
+"""Scratch memory of kernels on a CPU: what is predicted, and what the profiler sees."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from remat.torch import _private, cpu_kernels
+
+ATEN = torch.ops.aten
+
+
+def measured(func, *args):
+    """Bytes that a call takes in passing, and the storages that it makes."""
+    func(*args)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        out = func(*args)
+    now = peak = 0
+    for _, size in _private.memory_events(profiled):
+        now += size
+        peak = max(peak, now)
+    return peak - now, out
+
+
+def convolution(channels, out_channels, size, kernel=3):
+    x, weight = torch.randn(8, channels, size, size), torch.randn(out_channels, channels, kernel, kernel)
+    return x, weight, None, [1, 1], [kernel // 2] * 2, [1, 1], False, [0, 0], 1
+
+
+@pytest.mark.parametrize(("channels", "out_channels"), [(3, 32), (32, 32), (64, 32), (48, 16)])
+def test_convolutions(channels, out_channels):
+    args = convolution(channels, out_channels, 32)
+    scratch, out = measured(ATEN.convolution.default, *args)
+    assert cpu_kernels.workspace_bytes(ATEN.convolution.default, args, out) == pytest.approx(scratch, rel=0.05)
+
+    args = (torch.randn_like(out), *args[:2], [0], *args[3:], [channels > 3, True, False])
+    scratch, out = measured(ATEN.convolution_backward.default, *args)
+    assert cpu_kernels.workspace_bytes(ATEN.convolution_backward.default, args, out) == pytest.approx(scratch, rel=0.05)
+
+
+def test_copies_of_what_is_not_contiguous():
+    x, weight = torch.randn(64, 32, 64).transpose(1, 2), torch.ones(32)
+    args = (x, [32], weight, weight, 1e-5)
+    scratch, out = measured(ATEN.native_layer_norm.default, *args)
+    assert cpu_kernels.workspace_bytes(ATEN.native_layer_norm.default, args, out) == pytest.approx(scratch, rel=0.02)
+    args = (x.contiguous(), *args[1:])
+    assert cpu_kernels.workspace_bytes(ATEN.native_layer_norm.default, args, out) == 0
+
+
+def test_a_loss_stands_in_the_storage_of_all_losses():
+    x, y = torch.randn(1000), torch.randn(1000)
+    out = ATEN.mse_loss.default(x, y)
+    assert cpu_kernels.real_sizes(ATEN.mse_loss.default, (x, y), [5]) == {5: out.untyped_storage().nbytes()}
+
+
+def test_what_a_recurrent_layer_keeps():
+    length, batch, features, hidden = 128, 8, 64, 96
+    x = torch.randn(length, batch, features)
+    weights = [torch.randn(4 * hidden, n) for n in (features, hidden)] + [torch.randn(4 * hidden)] * 2
+    states = [torch.zeros(batch, hidden)] * 2
+    args = (x, *weights, *states, False, [], 2, hidden, 1, True, False, False, True)
+    scratch, out = measured(ATEN.mkldnn_rnn_layer.default, *args)
+    kept = cpu_kernels.real_sizes(ATEN.mkldnn_rnn_layer.default, args, [0, 1, 2, 3])[3]
+    assert kept == pytest.approx(out[3].untyped_storage().nbytes(), rel=0.02)
+    predicted = cpu_kernels.workspace_bytes(ATEN.mkldnn_rnn_layer.default, args, out)
+    assert predicted == pytest.approx(scratch, rel=0.2)

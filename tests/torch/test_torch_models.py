@@ -1,0 +1,52 @@
+"""Models of every kind: gradients equal to the bit, measured peak within the budget and as predicted."""
+
+from __future__ import annotations
+
+import pytest
+from steps import peak_bytes, run
+from torch_models import CASES, gpt2, resnet, unet
+
+import remat
+import remat.torch
+
+
+def check(case, budget, **options):
+    plain = run(case)
+    try:
+        plan = remat.torch.plan(case.loss, *case.args, budget=budget, **options)
+    except remat.InfeasibleBudget as error:
+        # Below what is possible: the smallest budget that it names must do.
+        plan = remat.torch.plan(case.loss, *case.args, budget=error.minimum_bytes, **options)
+    applied = remat.torch.apply(plan)
+
+    assert plan.recomputed > 0
+    assert run(case, applied).same_as(plain)
+    measured = peak_bytes(case, applied)
+    assert applied.departures == 0
+    assert measured <= plan.budget_bytes
+    assert measured == pytest.approx(plan.peak_bytes, rel=0.05)
+    return plan
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: resnet(blocks=1), lambda: unet(8), lambda: gpt2(2, 64, 4)], ids=["resnet", "unet", "gpt2"]
+)
+@pytest.mark.parametrize("budget", ["70%", "1%"], ids=["70", "minimum"])
+def test_small(make, budget):
+    check(make(), budget, time_limit_s=0.3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("budget", ["70%", "50%", "30%", "1%"], ids=["70", "50", "30", "minimum"])
+@pytest.mark.parametrize("name", CASES)
+def test_every_model_at_every_budget(name, budget):
+    check(CASES[name](), budget, time_limit_s=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_the_plain_peak_is_predicted(name):
+    case = CASES[name]()
+    graph = remat.torch.trace(case.loss, *case.args)
+
+    assert remat.simulate(graph, graph.plain_schedule).peak_bytes == pytest.approx(peak_bytes(case), rel=0.03)

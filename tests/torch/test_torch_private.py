@@ -1,0 +1,112 @@
+"""Symbols of PyTorch that are not documented: each fails here first when a release moves it."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from remat.torch import _private, op_facts
+
+
+class Seen(_private.TorchDispatchMode):
+    """Runs a function inside of each operator."""
+
+    def __init__(self, look):
+        super().__init__()
+        self.look, self.found = look, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.found.append((func.name(), self.look(out)))
+        return out
+
+
+def test_a_storage_is_one_object_as_long_as_it_lives():
+    x = torch.randn(4)
+    storage = x.untyped_storage()
+    weak, key = _private.weak(storage), _private.storage_key(storage)
+    del storage
+    gc.collect()
+    assert weak() is x.view(2, 2).untyped_storage()
+    assert _private.storage_key(x[1:].untyped_storage()) == key
+    del x
+    assert weak() is None
+
+
+def test_an_alias_shares_the_version_and_holds_no_graph():
+    x = torch.randn(4, requires_grad=True)
+    with Seen(_private.alias) as seen:
+        y = x.exp()
+    (_, alias), *_ = seen.found
+    with torch.no_grad():
+        y.add_(1)
+    assert alias._version == y._version == 1
+    assert alias.grad_fn is None
+    assert alias.data_ptr() == y.data_ptr()
+
+
+def test_the_backward_pass_tells_where_it_is():
+    x = torch.randn(4, requires_grad=True)
+    numbers = []
+    with Seen(lambda out: _private.forward_sequence_number()) as seen:
+        y = x.exp()
+    assert not _private.in_backward_pass()
+    assert _private.running_node() is None
+    kept = []
+    y.register_hook(lambda g: kept.append((_private.in_backward_pass(), _private.keeps_graph())))
+    with Seen(lambda out: _private.running_node()) as backward:
+        y.sum().backward(retain_graph=True)
+    numbers = dict(node for _, node in backward.found if node is not None)
+    assert numbers["ExpBackward0"] == seen.found[0][1]
+    y.sum().backward()
+    assert kept == [(True, True), (True, False)]
+
+
+def test_operators_run_below_autograd_and_autocast():
+    x = torch.randn(4, 4, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        with _private.below_autograd(True):
+            y = torch.ops.aten.mm.default(x, x)
+            assert torch.is_grad_enabled()
+        assert torch.is_autocast_enabled("cpu")
+    assert y.dtype is torch.float32
+    assert y.grad_fn is None
+
+
+def test_schemas():
+    aten = torch.ops.aten
+    x = torch.randn(3)
+    assert _private.is_mutable(aten.relu_.default)
+    assert _private.written_arguments(aten.add_.Tensor, (x, x.clone()), {}) == [x]
+    assert _private.takes_generator(aten.bernoulli_.float)
+    assert not _private.takes_generator(aten.native_dropout.default)
+    assert _private.flop_formula(aten.mm.default) is not None
+    assert _private.is_silent(torch.ops.prim.device.default)
+
+
+def test_what_draws_at_random():
+    aten, x = torch.ops.aten, torch.randn(2, 2, 4, 4)
+    attention = aten._scaled_dot_product_flash_attention_for_cpu.default
+    assert not op_facts.is_random(attention, (x, x, x), {})
+    assert op_facts.is_random(attention, (x, x, x, 0.1), {})
+    assert op_facts.is_random(aten.bernoulli_.float, (x, 0.5), {})
+    assert not op_facts.may_repeat(aten.native_dropout.default, (x, 0.5, True), {}, on_gpu=True)
+    assert not op_facts.may_repeat(aten.nonzero.default, (x,), {}, on_gpu=False)
+    assert not op_facts.may_repeat(aten.index_put.default, (x, [], x), {}, on_gpu=True)
+
+
+def test_the_profiler_tells_allocations():
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        x = torch.empty(1 << 18)
+        del x
+    sizes = [size for _, size in _private.memory_events(profiled)]
+    assert sizes == [1 << 20, -(1 << 20)]
+
+
+def test_fake_tensors_take_no_modes_inside():
+    with _private.FakeTensorMode():
+        assert isinstance(torch.zeros(2), _private.FakeTensor)
+        with _private.no_modes():
+            assert type(torch.zeros(2)) is torch.Tensor
