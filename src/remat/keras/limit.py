@@ -77,8 +77,8 @@ def limit_memory(
         ValueError: for both a budget and checkpoints, a layer that the model does not have, or ``micro_batches`` that
             is neither a whole number of at least 1 nor "auto" with a budget.
         UnsupportedStep: for another backend than TensorFlow, JAX and PyTorch, checkpoints or "auto" on the latter two,
-            micro-batches on PyTorch, a budget on several replicas, or ``run_eagerly`` on the first two; on PyTorch for a
-            model with its own ``train_step``; with a number of micro-batches likewise, and by ``fit`` for a loss of
+            micro-batches on PyTorch, a budget on several replicas, or ``run_eagerly`` on the first two; on PyTorch for
+            a model with its own ``train_step``; with a number of micro-batches likewise, and by ``fit`` for a loss of
             which it cannot be known what it divides by.
         InfeasibleBudget: by ``fit``, at the first step, if no schedule fits; it names the smallest budget.
     """
