@@ -22,6 +22,7 @@ demo: $(STAMP) ## Train two real models under byte budgets; writes remat-demo/
 	$(BIN)/remat demo --out remat-demo
 
 test: $(STAMP) ## Run the tests, two files at a time; ARGS='-k name' is passed on to pytest
+	@sh tests/report/install_browser.sh
 	$(BIN)/python -m pytest -q -m "not slow" -n 2 --dist loadfile tests $(ARGS)
 
 test-slow: $(STAMP) ## Run the longer checks

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from selenium import webdriver
+from selenium.common.exceptions import NoSuchDriverException
 from selenium.webdriver.chrome.service import Service
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
@@ -18,9 +19,9 @@ _MAC = (
     "/Applications/Chromium.app/Contents/MacOS/Chromium",
 )
 MISSING = (
-    "the report is tested in a real browser, and neither Chromium nor Chrome was found: on Debian or Ubuntu "
-    "`apt install chromium chromium-driver`, on macOS install Google Chrome; elsewhere set REMAT_TEST_BROWSER to "
-    "its path"
+    "the report is tested in a real browser; neither Chromium nor Chrome was found, nor could one be fetched: on Debian "
+    "or Ubuntu `apt install chromium chromium-driver`, on macOS install Google Chrome; elsewhere set REMAT_TEST_BROWSER "
+    "to its path"
 )
 
 
@@ -42,17 +43,21 @@ class Browser:
 
     def __init__(self) -> None:
         path = browser_path()
-        if path is None:
-            pytest.fail(MISSING, pytrace=False)
         options = webdriver.ChromeOptions()
-        options.binary_location = path
+        if path is None:
+            options.browser_version = "stable"  # Selenium fetches one into the user's cache.
+        else:
+            options.binary_location = path
         # A container has no user namespaces for the sandbox, no GPU and little shared memory.
         for flag in ("headless=new", "no-sandbox", "disable-gpu", "disable-dev-shm-usage", "window-size=1200,900"):
             options.add_argument(f"--{flag}")
         options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
         # Where there is no chromedriver on the path, Selenium fetches the one for this browser.
-        driver = shutil.which("chromedriver")
-        self.driver = webdriver.Chrome(options=options, service=Service(driver) if driver else Service())
+        driver = shutil.which("chromedriver") if path else None
+        try:
+            self.driver = webdriver.Chrome(options=options, service=Service(driver) if driver else Service())
+        except NoSuchDriverException:
+            pytest.fail(MISSING, pytrace=False)
 
     def open(self, page: Path, *, width: int = 1200, dark: bool = False) -> None:
         """Open a file at a width in CSS pixels, under a light or a dark system."""
