@@ -19,9 +19,9 @@ _MAC = (
     "/Applications/Chromium.app/Contents/MacOS/Chromium",
 )
 MISSING = (
-    "the report is tested in a real browser; neither Chromium nor Chrome was found, nor could one be fetched: on Debian "
-    "or Ubuntu `apt install chromium chromium-driver`, on macOS install Google Chrome; elsewhere set REMAT_TEST_BROWSER "
-    "to its path"
+    "the report is tested in a real browser; neither Chromium nor Chrome was found, and none could be fetched: on "
+    "Debian or Ubuntu `apt install chromium chromium-driver`, on macOS install Google Chrome; elsewhere set "
+    "REMAT_TEST_BROWSER to its path"
 )
 
 
