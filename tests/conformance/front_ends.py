@@ -6,6 +6,8 @@ A new front end adds a class here and its name to ``FRONT_ENDS``; the checks sta
 from __future__ import annotations
 
 import abc
+import contextlib
+import functools
 import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -219,4 +221,80 @@ class _TensorFlowStep(Step):
         return self._function.get_concrete_function
 
 
-FRONT_ENDS: dict[str, type[FrontEnd]] = {"jax": Jax, "tensorflow": TensorFlow}
+class Torch(FrontEnd):
+    name = "torch"
+    accuracy = 0.05
+
+    def __init__(self) -> None:
+        import torch
+
+        self.torch = torch
+
+    def array(self, value: Any) -> Any:
+        return self.torch.from_numpy(value.copy())
+
+    def tanh(self, x: Any) -> Any:
+        return self.torch.tanh(x)
+
+    def mean(self, x: Any) -> Any:
+        return self.torch.mean(x)
+
+    def sum(self, x: Any, axis: int | None = None) -> Any:
+        return self.torch.sum(x) if axis is None else self.torch.sum(x, axis)
+
+    def dropout(self, seed: int) -> tuple[Callable[[Any, Any], Any], tuple[Any, ...]]:
+        # From the generator of the process, which planning must leave as it is.
+        self.torch.manual_seed(seed)
+
+        def drop(x: Any, _: Any = None) -> Any:
+            return self.torch.nn.functional.dropout(x, 0.2)
+
+        return drop, ()
+
+    def step(self, loss: Loss, *, budget: int | str | None = None, plan: Any = None) -> Step:
+        return _TorchStep(self, loss, budget, plan)
+
+    def micro_batched(self, loss: Loss, count: int, reduction: str) -> Callable[..., tuple[Any, Sequence[Any]]]:
+        def run(params: Sequence[Any], *batch: Any) -> tuple[Any, Sequence[Any]]:
+            _without_gradients(params)
+            step = self.verbs.micro_batches(functools.partial(loss, params), count, reduction=reduction)
+            return step(*batch), [p.grad for p in params]
+
+        return run
+
+    def traced(self, loss: Loss, params: Sequence[Any], *batch: Any) -> Any:
+        _without_gradients(params)
+        return self.verbs.trace(functools.partial(loss, params), *batch)
+
+
+class _TorchStep(Step):
+    def __init__(self, front_end: Torch, loss: Loss, budget: int | str | None, plan: Any) -> None:
+        self._front_end = front_end
+        self._loss = loss
+        self._budget = budget
+        self._given = plan
+        self._plan: Any = None
+
+    def __call__(self, params: Sequence[Any], *batch: Any) -> tuple[Any, Sequence[Any]]:
+        verbs = self._front_end.verbs
+        _without_gradients(params)
+        loss = functools.partial(self._loss, params)
+        if self._plan is None and (self._budget is not None or self._given is not None):
+            self._plan = verbs.plan(loss, *batch, budget=self._budget, plan=self._given, **PLANNING)
+        with contextlib.nullcontext() if self._plan is None else verbs.apply(self._plan):
+            value = loss(*batch)
+        value.backward()
+        return value.detach(), [p.grad for p in params]
+
+    @property
+    def plan(self) -> Any:
+        return self._plan
+
+
+def _without_gradients(params: Sequence[Any]) -> None:
+    for parameter in params:
+        parameter.requires_grad_()
+        parameter.grad = None
+
+
+FRONT_ENDS: dict[str, type[FrontEnd]] = {"jax": Jax, "tensorflow": TensorFlow, "torch": Torch}
