@@ -211,6 +211,7 @@ _TIMES_LARGER = {
     "loop": 4,
     "mixed_float16": 6,
     "MobileNetV2": 3,
+    "ResNet50": 2,
     "EfficientNetB0": 3,
 }
 LARGE = {

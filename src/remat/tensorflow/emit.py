@@ -169,7 +169,7 @@ class _XlaEmitter(_Emitter):
     def _make_late(self, index: int, operation: tf.Operation) -> None:
         outputs = self.graph.ops[index].outputs
         # An output of the function is in its reader's hands already.
-        if outputs and outputs[0] not in self.kept and (late := xla_late.made_late(operation)) is not None:
+        if outputs and outputs[0] not in self.kept and (late := xla_late.in_slices(operation)) is not None:
             if operation.outputs[0].name in self.elements:
                 self.elements[late.name] = self.elements[operation.outputs[0].name]
             self.newest[outputs[0]] = late

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
@@ -20,6 +21,8 @@ def resident_elsewhere_bytes(graph: _private.FuncGraph, input_shapes: Mapping[st
         graph: the function.
         input_shapes: real shapes of inputs traced with unknown dimensions, by tensor name.
     """
+    # What a trace that failed left behind, such as one whose budget was refused, sits in cycles.
+    gc.collect()
     device = current_device()
     counted = device.allocator.counted
     known = 0

@@ -12,8 +12,11 @@ import tensorflow as tf
 from remat.tensorflow import _private
 from remat.tensorflow.xla_ties import can_be_tied_to, can_tie, late_zero, tie
 
-# By kind: the number of the input that is the incoming gradient.
-_GRADIENT_OF_POOLING = {"MaxPool3DGrad": 2, "MaxPoolGrad": 2, "MaxPoolGradV2": 2}
+# By kind: the attributes that its function takes.
+_GRADIENTS_OF_POOLING = {
+    "MaxPool3DGrad": ("ksize", "strides", "padding", "data_format"),
+    "MaxPoolGrad": ("ksize", "strides", "padding", "explicit_paddings", "data_format"),
+}
 # By kind: the numbers of the incoming gradient and of the filter.
 _GRADIENT_OF_CONVOLUTION = {
     "Conv2DBackpropInput": (2, 1),
@@ -22,23 +25,40 @@ _GRADIENT_OF_CONVOLUTION = {
 }
 
 
-def made_late(operation: tf.Operation) -> tf.Tensor | None:
-    """What to read in place of the operation's output, where XLA's own tensors have to wait; None where none do.
+def in_slices(operation: tf.Operation) -> tf.Tensor | None:
+    """What to read in place of a gradient of pooling: the same numbers, made sample by sample in a loop.
 
-    A gradient of pooling becomes a branch, whose tensors live no longer than it runs; the condition, which the
-    compiler cannot foresee, always holds.
+    The index tensors are then those of one sample, and none is made before the incoming gradient exists.
+
+    Returns:
+        The loop's result; None where ``operation`` is no gradient of pooling, or samples have no known shape.
     """
-    number = _GRADIENT_OF_POOLING.get(operation.type)
-    if number is None or not can_be_tied_to(operation.inputs[number]):
+    names = _GRADIENTS_OF_POOLING.get(operation.type)
+    if names is None:
         return None
+    pooled = operation.inputs[0]
+    attributes = {name: operation.get_attr(name) for name in names}
+    if any(t.shape.rank is None or not t.shape[1:].is_fully_defined() for t in operation.inputs):
+        return None
+    if not can_be_tied_to(operation.inputs[2]):
+        return None
+
+    def sample(tensor: tf.Tensor, number: tf.Tensor) -> tf.Tensor:
+        return tf.slice(tensor, [number, *[0] * (tensor.shape.rank - 1)], [1, *tensor.shape[1:]])
+
+    def body(number: tf.Tensor, made: tf.TensorArray) -> tuple[tf.Tensor, tf.TensorArray]:
+        before, after, incoming = (sample(t, number) for t in operation.inputs)
+        gradient_of = getattr(tf.raw_ops, operation.type)
+        part = gradient_of(orig_input=before, orig_output=after, grad=incoming, **attributes)
+        return number + 1, made.write(number, part[0])
+
     with _private.building_freely(operation.graph):
-        holds = tf.equal(late_zero(operation.inputs[number]), 0)
-        inputs = list(operation.inputs)
-        output: tf.Tensor = tf.cond(
-            holds,
-            lambda: _private.copy_into(tf.compat.v1.get_default_graph(), operation, inputs, []).outputs[0],
-            lambda: tf.zeros_like(inputs[0]),
-        )
+        samples = tf.shape(pooled)[0]
+        # The loop's own result waits, too.
+        zeros = tie(tf.zeros_like(pooled), late_zero(operation.inputs[2]))
+        made = tf.TensorArray(pooled.dtype, samples, element_shape=pooled.shape[1:]).unstack(zeros)
+        output: tf.Tensor = tf.while_loop(lambda number, _: number < samples, body, [0, made])[1].stack()
+        output.set_shape(pooled.shape)
     return output
 
 
