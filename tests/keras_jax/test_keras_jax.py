@@ -21,6 +21,7 @@ SLOW = {
     "subclassed": {"model": "subclassed", "budget": "80%"},
     "several steps": {"model": "functional", "budget": "80%", "steps_per_execution": 2},
     "too small": {"model": "functional", "budget": 1000},
+    "retried": {"model": "functional", "budget": 1000, "retried": True},
     "micro-batches": {"model": "dense", "budget": "80%", "micro_batches": 3, "batch": 1536, "samples": 3700},
 }
 DISTRIBUTED = {
@@ -115,6 +116,12 @@ def test_several_steps_per_execution(slow):
 @pytest.mark.slow
 def test_a_budget_that_nothing_fits(slow):
     check_refusal(slow["too small"], "InfeasibleBudget", "no schedule within 1000 bytes")
+
+
+@pytest.mark.slow
+def test_the_smallest_budget_after_a_refusal(slow):
+    """The refused step leaves the model as it was."""
+    check_training(slow["retried"])
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ import keras
 import numpy as np
 from keras import layers
 
+import remat
 import remat.keras
 from remat.keras.jax_micro_batch_step import JaxMicroBatchedStep
 
@@ -91,16 +92,26 @@ def train(spec: dict[str, Any], limited: bool) -> dict[str, Any]:
     batch = spec.get("batch", BATCH)
     x, y = data(spec.get("samples", 3 * batch))
     weights = np.linspace(0.1, 2, len(x)) if spec.get("weighted") else None
-    history = model.fit(
-        x,
-        y,
-        sample_weight=weights,
-        batch_size=batch,
-        epochs=2,
-        shuffle=False,
-        verbose=0,
-        validation_data=data(50) if spec.get("validation") else None,
-    )
+
+    def fit() -> Any:
+        return model.fit(
+            x,
+            y,
+            sample_weight=weights,
+            batch_size=batch,
+            epochs=2,
+            shuffle=False,
+            verbose=0,
+            validation_data=data(50) if spec.get("validation") else None,
+        )
+
+    try:
+        history = fit()
+    except remat.InfeasibleBudget as error:
+        if not spec.get("retried"):
+            raise
+        remat.keras.limit_memory(model, error.minimum_bytes, **PLANNING)
+        history = fit()
     variables = [np.asarray(v) for v in [*model.variables, *model.optimizer.variables]]
     result: dict[str, Any] = {"history": history.history, "variables": variables, "plan": None}
     plan, graph = (remat.keras.plan_of(model), remat.keras.graph_of(model)) if limited else (None, None)

@@ -22,6 +22,7 @@ __all__ = [
     "all_layers",
     "call_in_training",
     "compile_loss_of",
+    "give_state_back",
     "jit_options_of_distribution",
     "losses_replaced",
     "of_one_replica",
@@ -114,6 +115,16 @@ def stateless_call_in_training(model: keras.Model, trainable: Any, others: Any, 
     options = {"training": True} if model._call_has_training_arg else {}
     y_pred, others, losses = model.stateless_call(trainable, others, x, return_losses=True, **options)
     return y_pred, others, losses
+
+
+def give_state_back(model: keras.Model, state: Sequence[Sequence[Any]]) -> None:
+    """Put the values of a step that failed on JAX back into the variables, unless the step has consumed them."""
+    if any(value.is_deleted() for part in state for value in part):
+        return
+    names = ("trainable_variables", "non_trainable_variables", "optimizer_variables", "metrics_variables")
+    model._jax_state = dict(zip(names, state, strict=True))
+    model._jax_state_synced = False
+    model.jax_state_sync()
 
 
 def jit_options_of_distribution(model: keras.Model) -> dict[str, Any]:

@@ -78,7 +78,17 @@ class JaxLimit(Attachment):
         model.train_function = model._make_function(self._train_step)
 
     def _train_step(self, state: Any, data: Any) -> Any:
-        """Keras' compiled training step; a share of the plain peak means that of the largest batch."""
+        """Keras' compiled training step."""
+        try:
+            return self._planned_step(state, data)
+        except Exception:
+            # While it trains, Keras takes the values out of the variables; whoever catches InfeasibleBudget and asks
+            # for more wants them back.
+            _private.give_state_back(self._required_model(), state)
+            raise
+
+    def _planned_step(self, state: Any, data: Any) -> Any:
+        """Plans for the largest batch, of whose plain peak a share is a share."""
         data_bytes = sum(int(getattr(leaf, "nbytes", 0)) for leaf in jax.tree.leaves(data))
         if data_bytes > self._largest_bytes:
             self._largest_bytes = data_bytes
