@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,6 +21,9 @@ _log = logging.getLogger("remat")
 
 _CLOSE_ENOUGH = 0.05
 _SMALLEST_STEP = 0.02
+# Between two guesses the real peak may fall by less than the guesses do; more than this is not believed.
+_SMALLEST_RATE = 0.4
+_MOST_OF_THE_WAY = 0.8
 # The schedule of least tensors is not always the one of least chunks. Later ones cost less time.
 _NEAR_THE_SMALLEST = (1.0, 1.02, 1.05, 1.1)
 
@@ -52,7 +56,7 @@ def plan_within(
 ) -> Plan:
     """The cheapest plan found whose highest real peak is at most ``target_bytes``.
 
-    Where there is none, the plan whose highest real peak is smallest among those that are expected to fit.
+    Where there is none, the plan whose highest real peak is smallest among those that are more likely to fit than not.
 
     Args:
         target_bytes: what the real peak may be.
@@ -60,75 +64,143 @@ def plan_within(
         make_plan: planner's budget -> plan; raises InfeasibleBudget.
         real_peak: plan -> what the device will show.
         rounds: how many budgets to try at first.
-        last_rounds: how many of the smallest plans to try where none of the first fits, at most four.
+        last_rounds: how many more where none of the first fits: the smallest plans, and cheaper ones once one fits.
 
     Returns:
         The plan, its ``peak_bytes`` being the real one that is expected.
 
     Raises:
-        InfeasibleBudget: no plan is even expected to fit; ``minimum_bytes`` is the smallest target that can be held.
+        InfeasibleBudget: no plan is even likely to fit; ``minimum_bytes`` is the smallest target that can be held.
     """
-    found: list[_Found] = []
-    fails_at: int | None = None
+    tried: list[_Found] = []
     guess = max(1, first_guess_bytes)
-    tried: set[tuple[int, ...]] = set()
     for _ in range(rounds):
-        try:
-            plan = make_plan(guess)
-        except InfeasibleBudget as error:
-            guess = error.minimum_bytes
-            plan = make_plan(guess)
-        if plan.schedule in tried:
+        one = _try(guess, make_plan, real_peak, tried)
+        if one is None:
             break
-        tried.add(plan.schedule)
-        peak = real_peak(plan)
-        found.append(_Found(plan, peak))
-        if peak.highest_bytes <= target_bytes:
-            if peak.highest_bytes >= target_bytes * (1 - _CLOSE_ENOUGH) or plan.overhead == 0:
-                break
-            # Rounding jumps, so a higher guess may fail: go half of the way that is left.
-            room = target_bytes - peak.highest_bytes
-            guess = guess + room if fails_at is None else (guess + fails_at) // 2
-        else:
-            fails_at = guess if fails_at is None else min(fails_at, guess)
-            excess = peak.highest_bytes - target_bytes
-            guess = min(guess, plan.peak_bytes) - max(excess, int(_SMALLEST_STEP * target_bytes))
+        tried.append(one)
+        highest = one.peak.highest_bytes
+        if highest <= target_bytes and (highest >= target_bytes * (1 - _CLOSE_ENOUGH) or one.plan.overhead == 0):
+            break
+        guess = _next_guess(target_bytes, tried)
         if guess < 1:
             break
-    if fits := [one for one in found if one.peak.highest_bytes <= target_bytes]:
-        return min(fits, key=lambda one: one.plan.time_s).with_real_peak()
     binding_op = ""
-    try:
-        make_plan(1)  # No planner keeps one byte: the error says what the planner can reach.
-    except InfeasibleBudget as error:
-        binding_op = error.binding_op
-        for factor in _NEAR_THE_SMALLEST[:last_rounds]:
-            plan = make_plan(int(error.minimum_bytes * factor))
-            found.append(_Found(plan, real_peak(plan)))
-            if found[-1].peak.highest_bytes <= target_bytes:
-                return found[-1].with_real_peak()
-    if expected_to_fit := [one for one in found if one.peak.expected_bytes <= target_bytes]:
-        best = min(expected_to_fit, key=lambda one: one.peak.highest_bytes)
+    if not any(one.peak.highest_bytes <= target_bytes for one in tried):
+        try:
+            make_plan(1)  # No planner keeps one byte: the error says what the planner can reach.
+        except InfeasibleBudget as error:
+            binding_op = error.binding_op
+            _try_the_smallest(error.minimum_bytes, target_bytes, make_plan, real_peak, tried, last_rounds)
+    if fits := [one for one in tried if one.peak.highest_bytes <= target_bytes]:
+        return min(fits, key=lambda one: one.plan.time_s).with_real_peak()
+    if likely_to_fit := [one for one in tried if one.likely_bytes <= target_bytes]:
+        best = min(likely_to_fit, key=lambda one: one.peak.highest_bytes)
         _log.warning(
-            "The step is expected to stay within the budget, but the allocator's rounding may take it to %s where %s "
+            "The step is likely to stay within the budget, but the allocator's rounding may take it to %s where %s "
             "were to be held: the budget is close to the smallest possible one.",
             format_bytes(best.peak.highest_bytes),
             format_bytes(target_bytes),
         )
         return best.with_real_peak()
-    minimum_bytes = min(one.peak.highest_bytes for one in found)
+    smallest = min(tried, key=lambda one: one.peak.highest_bytes)
+    _remember(smallest.plan)
     raise InfeasibleBudget(
-        f"the smallest peak found is {minimum_bytes} bytes",
-        minimum_bytes=minimum_bytes,
+        f"the smallest peak found is {smallest.peak.highest_bytes} bytes",
+        minimum_bytes=smallest.peak.highest_bytes,
         budget_bytes=target_bytes,
         binding_op=binding_op,
     )
 
 
+# The plans of which errors gave the peak as the smallest possible budget. Whoever then asks for it gets that plan: an
+# anytime planner may find another, which a compiler or an allocator makes larger.
+_behind_minima: OrderedDict[str, Plan] = OrderedDict()
+_MOST_REMEMBERED = 16
+
+
+def _remember(plan: Plan) -> None:
+    _behind_minima[plan.fingerprint] = plan
+    _behind_minima.move_to_end(plan.fingerprint)
+    while len(_behind_minima) > _MOST_REMEMBERED:
+        _behind_minima.popitem(last=False)
+
+
+def _try(
+    guess_bytes: int, make_plan: Callable[[int], Plan], real_peak: Callable[[Plan], PeakRange], tried: Sequence[_Found]
+) -> _Found | None:
+    """What a planner's budget comes to; None where it leads to a schedule that has been tried."""
+    try:
+        plan = make_plan(guess_bytes)
+    except InfeasibleBudget as error:
+        guess_bytes = error.minimum_bytes
+        plan = make_plan(guess_bytes)
+    if any(plan.schedule == one.plan.schedule for one in tried):
+        return None
+    return _Found(guess_bytes, plan, real_peak(plan))
+
+
+def _try_the_smallest(
+    minimum_bytes: int,
+    target_bytes: int,
+    make_plan: Callable[[int], Plan],
+    real_peak: Callable[[Plan], PeakRange],
+    tried: list[_Found],
+    rounds: int,
+) -> None:
+    """Try the smallest plans until one fits, then cheaper ones between it and what failed."""
+    factors = iter(_NEAR_THE_SMALLEST)
+    remembered = _behind_minima.get(tried[0].plan.fingerprint)
+    if remembered is not None and all(remembered.schedule != one.plan.schedule for one in tried):
+        tried.append(_Found(minimum_bytes, remembered, real_peak(remembered)))
+        rounds -= 1
+    for _ in range(rounds):
+        if any(one.peak.highest_bytes <= target_bytes for one in tried):
+            guess = _next_guess(target_bytes, tried)
+        elif (factor := next(factors, None)) is not None:
+            guess = int(minimum_bytes * factor)
+        else:
+            return
+        one = _try(guess, make_plan, real_peak, tried)
+        if one is not None:
+            tried.append(one)
+
+
+def _next_guess(target_bytes: int, tried: Sequence[_Found]) -> int:
+    """The planner's budget to try next. The real peak grows with it, by leaps and not at the same rate."""
+    fits = max((one for one in tried if one.peak.highest_bytes <= target_bytes), key=_Found.order, default=None)
+    failed = sorted((one for one in tried if one.peak.highest_bytes > target_bytes), key=_Found.order)
+    if fits is None:
+        lowest = failed[0]
+        rate = 1.0
+        if len(failed) > 1 and failed[1].guess_bytes > lowest.guess_bytes:
+            fallen = failed[1].peak.highest_bytes - lowest.peak.highest_bytes
+            rate = min(1.0, max(_SMALLEST_RATE, fallen / (failed[1].guess_bytes - lowest.guess_bytes)))
+        excess = max(lowest.peak.highest_bytes - target_bytes, int(_SMALLEST_STEP * target_bytes))
+        return min(lowest.guess_bytes, lowest.plan.peak_bytes) - int(excess / rate)
+    room = target_bytes - fits.peak.highest_bytes
+    above = [one for one in failed if one.guess_bytes > fits.guess_bytes]
+    if not above:
+        return fits.guess_bytes + room
+    share = room / (above[0].peak.highest_bytes - fits.peak.highest_bytes)
+    share = min(_MOST_OF_THE_WAY, max(1 - _MOST_OF_THE_WAY, share))
+    return fits.guess_bytes + int(share * (above[0].guess_bytes - fits.guess_bytes))
+
+
 @dataclass(frozen=True)
 class _Found:
+    guess_bytes: int
     plan: Plan
     peak: PeakRange
+
+    def order(self) -> int:
+        """By the planner's budget."""
+        return self.guess_bytes
+
+    @property
+    def likely_bytes(self) -> int:
+        """What most runs stay below."""
+        return (self.peak.expected_bytes + self.peak.highest_bytes) // 2
 
     def with_real_peak(self) -> Plan:
         return dataclasses.replace(self.plan, peak_bytes=self.peak.expected_bytes)

@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -67,8 +68,16 @@ def two_towers(x: tf.Tensor) -> tf.Tensor:
     return left * right
 
 
+def two_devices(x: tf.Tensor) -> tf.Tensor:
+    """A chain that changes devices every ten operations."""
+    for number in range(DEPTH):
+        with tf.device(f"/CPU:{number // 10 % 2}"):
+            x = tf.tanh(x)
+    return x
+
+
 NETWORKS: dict[str, Callable[[tf.Tensor], tf.Tensor]] = {
-    f.__name__: f for f in (chain, residual_chain, u_net, dense_net, two_towers)
+    f.__name__: f for f in (chain, residual_chain, u_net, dense_net, two_towers, two_devices)
 }
 
 
@@ -82,7 +91,7 @@ def gradients(way: str, y: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
     return remat.tensorflow.gradients(y, x, budget=way)[0]
 
 
-def in_a_function(network: str, way: str, values: np.ndarray[Any, Any]) -> tuple[Callable[[], Any], float]:
+def in_a_function(network: str, way: str, values: np.ndarray[Any, Any]) -> tuple[Callable[[], Any], float, tf.Graph]:
     x = tf.constant(values)
 
     @tf.function(autograph=False)
@@ -91,27 +100,34 @@ def in_a_function(network: str, way: str, values: np.ndarray[Any, Any]) -> tuple
         return gradients(way, y, x)
 
     started = time.perf_counter()
-    step.get_concrete_function(x)
-    return lambda: step(x).numpy(), time.perf_counter() - started
+    graph = step.get_concrete_function(x).graph
+    return lambda: step(x).numpy(), time.perf_counter() - started, graph
 
 
-def in_a_session(network: str, way: str, values: np.ndarray[Any, Any]) -> tuple[Callable[[], Any], float]:
-    with tf.Graph().as_default():
+def in_a_session(network: str, way: str, values: np.ndarray[Any, Any]) -> tuple[Callable[[], Any], float, tf.Graph]:
+    with tf.Graph().as_default() as graph:
         x = tf.compat.v1.placeholder(tf.float32, [ELEMENTS])
         started = time.perf_counter()
         gradient = gradients(way, NETWORKS[network](x), x)
         built_s = time.perf_counter() - started
         session = tf.compat.v1.Session()
-    return lambda: session.run(gradient, {x: values}), built_s
+    return lambda: session.run(gradient, {x: values}), built_s, graph
+
+
+def copies_by_device(graph: tf.Graph) -> dict[str, int]:
+    return dict(Counter(op.device[-5:] for op in graph.get_operations() if "/recomputed_" in op.name))
 
 
 def main(network: str, kind: str, ways: list[str]) -> list[dict[str, Any]]:
+    if network == "two_devices":
+        (cpu,) = tf.config.list_physical_devices("CPU")
+        tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
     device = current_device()
     values = np.random.default_rng(0).normal(size=ELEMENTS).astype("float32")
     plain = None
     found = []
     for way in ways:
-        run, built_s = (in_a_function if kind == "function" else in_a_session)(network, way, values)
+        run, built_s, graph = (in_a_function if kind == "function" else in_a_session)(network, way, values)
         run()
         in_use_bytes = device.in_use_bytes
         device.reset_peak()
@@ -129,6 +145,7 @@ def main(network: str, kind: str, ways: list[str]) -> list[dict[str, Any]]:
                 "recomputed": plan.recomputed if plan else 0,
                 "budget_bytes": plan.budget_bytes if plan else 0,
                 "overhead": plan.overhead if plan else 0.0,
+                "copies_by_device": copies_by_device(graph),
             }
         )
         del run

@@ -20,7 +20,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 import keras
 import numpy as np
 import tensorflow as tf
-from models import CASES, Case
+from models import CASES, LARGE, Case
 
 import remat
 from remat.keras.limit import _limits
@@ -330,7 +330,7 @@ def compare(budget: str, found: Trained, plain: Trained, sensitivity: Difference
 def main(name: str, how: str, budgets: list[str], jit: bool) -> list[dict[str, Any]]:
     if not jit:  # Keras leaves XLA off where determinism is asked for; XLA's programs for a CPU are deterministic.
         tf.config.experimental.enable_op_determinism()
-    trainer = Trainer(CASES[name], jit)
+    trainer = Trainer((CASES | LARGE)[name], jit)
     # Under XLA all temporary memory is one block, and which chunk it gets depends on what ran before: nothing does.
     early = [_limited(trainer, how, budget) for budget in budgets] if jit else []
     plain = trainer.train(how, None)

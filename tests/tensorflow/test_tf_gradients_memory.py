@@ -57,3 +57,15 @@ def test_two_towers(kind: str) -> None:
     found = measured("two_towers", kind, "plain", "memory")
     assert found["memory"]["peak_bytes"] <= 0.25 * found["plain"]["peak_bytes"]
     assert found["memory"]["difference"] <= 1e-6
+
+
+@pytest.mark.parametrize("kind", SLOWLY)
+def test_operations_on_two_devices_are_recomputed_where_they_ran(kind: str) -> None:
+    found = measured("two_devices", kind, "plain", "memory", "30%")
+    assert found["plain"]["peak_bytes"] >= 100 * MB
+    for way in ("memory", "30%"):
+        copies = found[way]["copies_by_device"]
+        assert set(copies) == {"CPU:0", "CPU:1"}
+        assert sum(copies.values()) == found[way]["recomputed"]
+        assert found[way]["peak_bytes"] <= 0.3 * found["plain"]["peak_bytes"]
+        assert found[way]["difference"] == 0.0

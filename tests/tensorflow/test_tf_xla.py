@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 import remat.tensorflow
-from remat.tensorflow import _private, xla_memory, xla_ties
+from remat.tensorflow import _private, xla_late, xla_memory, xla_ties
 from remat.tensorflow.device import current_device
 
 LAYERS, WIDTH, BATCH = 24, 512, 4096
@@ -112,3 +112,67 @@ def test_program_memory_is_what_a_call_allocates() -> None:
     needed = sum(memory.output_bytes) + sum(memory.temporary_bytes)
     # The allocator may hand out up to twice what a block needs.
     assert needed - 4096 <= device.peak_bytes - in_use <= 2 * needed
+
+
+def pooled_chain(images: tf.Tensor, filters: tf.Tensor, depth: int = 12) -> list[tf.Tensor]:
+    with tf.GradientTape() as tape:
+        tape.watch([images, filters])
+        hidden = tf.nn.max_pool2d(tf.nn.relu(images * 1.5), 3, 2, "SAME")
+        for _ in range(depth):
+            hidden = tf.tanh(tf.nn.conv2d(hidden, filters, 1, "SAME"))
+        loss = tf.reduce_sum(hidden * hidden)
+    return tape.gradient(loss, [images, filters])
+
+
+def make_all_late(_named: object) -> None:
+    graph = tf.compat.v1.get_default_graph()
+    for operation in graph.get_operations():
+        readers = operation.outputs[0].consumers() if operation.type.startswith("MaxPool") else []
+        xla_late.hold_filter(operation)
+        late = xla_late.in_slices(operation)
+        for reader in readers if late is not None else []:
+            _private.update_input(reader, list(reader.inputs).index(operation.outputs[0]), late)
+
+
+def test_what_xla_adds_to_gradients_does_not_live_through_the_program() -> None:
+    """Five index tensors as large as the pooling's input: one from the program's start, five at a time."""
+    images, filters = tf.TensorSpec((16, 64, 64, 32)), tf.TensorSpec((3, 3, 32, 32))
+    pooled_bytes = 4 * 16 * 64 * 64 * 32
+
+    def temporary_bytes(depth: int, change) -> int:
+        graph = tf.function(pooled_chain).get_concrete_function(images, filters, depth).graph
+        return sum(xla_memory.program_memory(_private.compiled_program(graph, {}, change)).temporary_bytes)
+
+    # With few layers the pooling's gradient is the peak, with many it is where the backward pass begins.
+    assert temporary_bytes(3, lambda _: None) - temporary_bytes(3, make_all_late) >= 4 * pooled_bytes
+    assert temporary_bytes(12, lambda _: None) - temporary_bytes(12, make_all_late) >= 0.9 * pooled_bytes
+
+
+def pooled_volume(volume: tf.Tensor) -> list[tf.Tensor]:
+    with tf.GradientTape() as tape:
+        tape.watch(volume)
+        pooled = tf.nn.max_pool3d(tf.nn.relu(volume), 3, 2, "VALID")
+        loss = tf.reduce_sum(pooled * pooled)
+    return [tape.gradient(loss, volume)]
+
+
+@pytest.mark.parametrize("batch", [4, None])
+@pytest.mark.parametrize("network", [pooled_chain, pooled_volume])
+def test_late_gradients_are_the_same_numbers(network, batch: int | None) -> None:
+    """Equal values in a window included: half of what relu gives is zero."""
+    random = np.random.default_rng(0)
+    shapes = [(4, 8, 8, 3), (3, 3, 3, 3)] if network is pooled_chain else [(4, 6, 6, 6, 2)]
+    arrays = [tf.constant(random.normal(size=shape).astype("float32")) for shape in shapes]
+    specs = [tf.TensorSpec((batch, *shapes[0][1:])), *map(tf.TensorSpec, shapes[1:])]
+
+    @tf.function(jit_compile=True, input_signature=specs)
+    def late(*arrays: tf.Tensor) -> list[tf.Tensor]:
+        gradients = [tf.identity(g) for g in network(*arrays)]
+        make_all_late(None)
+        return gradients
+
+    plain = tf.function(network, jit_compile=True)(*arrays)
+    for want, got in zip(plain, late(*arrays), strict=True):
+        np.testing.assert_allclose(got.numpy(), want.numpy(), rtol=1e-6, atol=1e-6 * float(np.abs(want).max()))
+    kinds = {op.type for op in late.get_concrete_function().graph.get_operations()}
+    assert kinds & {"While", "StatelessWhile"}

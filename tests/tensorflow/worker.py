@@ -25,7 +25,7 @@ def outcomes(case: str, how: str, *budgets: str, jit: bool = False) -> list[dict
     """
     command = [sys.executable, _HERE / "step_worker.py", case, how, *budgets, *(["--jit"] if jit else [])]
     environment = {**os.environ, "KERAS_BACKEND": "tensorflow"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1200, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=3000, env=environment)
     assert done.returncode == 0, f"{case} {how} {budgets}:\n{done.stderr[-4000:]}"
     found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
     return found

@@ -30,8 +30,8 @@ class PeakRange:
     """What a device's counter will show as the peak of a step.
 
     Attributes:
-        expected_bytes: what a run of a few steps is expected to show: a high value among heaps whose pinned inputs lie
-            side by side, as those of a program that makes its variables first do.
+        expected_bytes: what a run of a few steps is expected to show: the middle of what heaps show whose pinned inputs
+            lie side by side, as those of a program that makes its variables first do.
         highest_bytes: the most on these and on heaps whose pinned inputs lie anywhere; what a budget should hold.
     """
 
@@ -79,7 +79,7 @@ class AllocatorModel:
 
         to_expect = added(_HEAPS_TO_EXPECT, pinned_first=True)
         highest = max(to_expect[-1], added(_HEAPS_TO_HOLD, pinned_first=False)[-1])
-        return PeakRange(sum(pinned) + to_expect[-2], sum(pinned) + highest)
+        return PeakRange(sum(pinned) + to_expect[_HEAPS_TO_EXPECT // 2], sum(pinned) + highest)
 
     def peak_on_a_new_heap(self, graph: Graph, schedule: Sequence[int]) -> int:
         """As ``peak_range`` for a step that is the first thing on the device."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import tensorflow as tf
 
 from remat.plan import Plan
-from remat.tensorflow import _private, op_facts, xla_ties
+from remat.tensorflow import _private, op_facts, xla_late, xla_ties
 from remat.tensorflow.trace import TracedStep
 
 # Tensors this small may float: holding their ops in order would cost edges and gain nothing.
@@ -149,12 +149,32 @@ class _XlaEmitter(_Emitter):
         self.trigger: tf.Tensor | None = None
         self.late: set[str] = set()
         self.tied: dict[str, tf.Tensor] = {}
+        self.kept = frozenset(self.graph.outputs)
         # The batch dimension may be unknown in the function; the trace knows it.
         self.elements = {
             tensor.name: math.prod(traced.shape)
             for tensor, traced in zip(step.tensors, self.graph.tensors, strict=True)
             if traced.shape is not None
         }
+
+    def _rebind(self, index: int) -> tf.Operation:
+        operation = super()._rebind(index)
+        xla_late.hold_filter(operation)
+        self._make_late(index, operation)
+        return operation
+
+    def _copy(self, index: int) -> tf.Operation:
+        copy = super()._copy(index)
+        self._make_late(index, copy)
+        return copy
+
+    def _make_late(self, index: int, operation: tf.Operation) -> None:
+        outputs = self.graph.ops[index].outputs
+        # An output of the function is in its reader's hands already.
+        if outputs and outputs[0] not in self.kept and (late := xla_late.in_slices(operation)) is not None:
+            if operation.outputs[0].name in self.elements:
+                self.elements[late.name] = self.elements[operation.outputs[0].name]
+            self.newest[outputs[0]] = late
 
     def _keep_in_order(self, operation: tf.Operation) -> None:
         if self.copies and operation is self.copies[-1]:

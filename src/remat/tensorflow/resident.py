@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Collection, Mapping, Sequence
 
 import tensorflow as tf
@@ -23,6 +24,8 @@ def resident_elsewhere_bytes(
         input_shapes: real shapes of inputs traced with unknown dimensions, by tensor name.
         carried: names of inputs that do not exist yet while the function is traced; see ``carried_inputs``.
     """
+    # What a trace that failed left behind, such as one whose budget was refused, sits in cycles.
+    gc.collect()
     device = current_device()
     counted = device.allocator.counted
     known = 0

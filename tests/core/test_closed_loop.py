@@ -1,0 +1,162 @@
+"""The search for a planner's budget, on plans and peaks made up by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import pytest
+
+from remat import Graph, InfeasibleBudget, Op, Tensor, closed_loop
+from remat.closed_loop import plan_within
+from remat.plan import Plan, plan_for_schedule
+
+
+@dataclass(frozen=True)
+class PeakRange:
+    expected_bytes: int
+    highest_bytes: int
+
+
+# A chain whose last op reads what the first one made: it can be kept, or made again at 10 bytes less.
+GRAPH = Graph(
+    ops=(
+        Op(outputs=(0,), time_s=1.0),
+        Op(inputs=(0,), outputs=(1,), time_s=1.0),
+        Op(inputs=(1,), outputs=(2,), time_s=1.0),
+        Op(inputs=(0, 2), outputs=(3,), time_s=1.0),
+    ),
+    tensors=(Tensor(10), Tensor(40), Tensor(40), Tensor(10)),
+    outputs=(3,),
+    free_order=False,
+)
+KEEP, REMAKE = (0, 1, 2, 3), (0, 1, 2, 0, 3)
+KEPT_BYTES, REMADE_BYTES = 90, 80
+
+
+@pytest.fixture(autouse=True)
+def nothing_remembered(monkeypatch):
+    monkeypatch.setattr(closed_loop, "_behind_minima", OrderedDict())
+
+
+def planned(budget_bytes: int) -> Plan:
+    if budget_bytes >= KEPT_BYTES:
+        return plan_for_schedule(GRAPH, KEEP, planner="by hand")
+    if budget_bytes >= REMADE_BYTES:
+        return plan_for_schedule(GRAPH, REMAKE, planner="by hand")
+    raise InfeasibleBudget("too small", minimum_bytes=REMADE_BYTES, budget_bytes=budget_bytes, binding_op="op 2")
+
+
+def search(target_bytes: int, **peaks: PeakRange) -> Plan:
+    def real_peak(plan: Plan) -> PeakRange:
+        return peaks["keep" if plan.schedule == KEEP else "remake"]
+
+    return plan_within(target_bytes, target_bytes, planned, real_peak, rounds=6, last_rounds=4)
+
+
+def test_the_cheapest_plan_that_holds_is_taken():
+    found = search(100, keep=PeakRange(95, 99), remake=PeakRange(85, 88))
+
+    assert found.schedule == KEEP
+    assert found.peak_bytes == 95
+
+
+def test_a_plan_that_the_device_rounds_above_the_target_is_given_up():
+    found = search(100, keep=PeakRange(105, 120), remake=PeakRange(90, 97))
+
+    assert found.schedule == REMAKE
+    assert found.peak_bytes == 90
+
+
+def test_what_is_only_likely_to_fit_is_taken_with_a_warning(caplog):
+    found = search(100, keep=PeakRange(99, 130), remake=PeakRange(88, 110))
+
+    assert found.schedule == REMAKE
+    assert found.peak_bytes == 88
+    assert "close to the smallest possible one" in caplog.text
+    assert "110 bytes" in caplog.text or "110 B" in caplog.text
+
+
+def test_what_is_as_likely_to_overrun_is_refused():
+    with pytest.raises(InfeasibleBudget) as caught:
+        search(100, keep=PeakRange(99, 130), remake=PeakRange(95, 110))
+
+    assert caught.value.minimum_bytes == 110
+
+
+def test_the_error_names_a_target_that_can_be_held():
+    peaks = {"keep": PeakRange(130, 140), "remake": PeakRange(110, 125)}
+    with pytest.raises(InfeasibleBudget) as caught:
+        search(100, **peaks)
+
+    assert caught.value.minimum_bytes == 125
+    assert caught.value.binding_op == "op 2"
+    assert search(125, **peaks).schedule == REMAKE
+
+
+@dataclass
+class SmoothPlanner:
+    """Meets every budget from 40 to 200 bytes, each saved byte at the same price; counts how often it is asked."""
+
+    price_s: float = 0.1
+    asked: int = 0
+
+    def plan(self, budget_bytes: int) -> Plan:
+        if budget_bytes < 40:
+            raise InfeasibleBudget("too small", minimum_bytes=40, budget_bytes=budget_bytes, binding_op="op 0")
+        self.asked += 1
+        spent = min(160, 200 - budget_bytes)
+        return dataclasses.replace(
+            plan_for_schedule(GRAPH, (0,) * spent + KEEP, planner="by hand"),
+            peak_bytes=budget_bytes,
+            time_s=4.0 + self.price_s * spent,
+        )
+
+
+@pytest.mark.parametrize("rate", [0.4, 0.7, 1.0, 1.3])
+def test_a_real_peak_that_falls_more_slowly_than_the_budget_is_met_closely(rate: float):
+    """A compiler adds buffers of its own, which no budget of the planner takes away."""
+    planner = SmoothPlanner()
+
+    def real_peak(plan: Plan) -> PeakRange:
+        return PeakRange(*[int(150 + rate * (plan.peak_bytes - 200))] * 2)
+
+    found = plan_within(110, 140, planner.plan, real_peak, rounds=4, last_rounds=0)
+
+    assert 100 <= found.peak_bytes <= 110
+    assert planner.asked <= 4
+
+
+def test_between_the_smallest_plan_and_one_that_failed_a_cheaper_one_is_looked_for():
+    def real_peak(plan: Plan) -> PeakRange:
+        return PeakRange(*[plan.peak_bytes if plan.peak_bytes < 90 else 300] * 2)
+
+    found = plan_within(120, 180, SmoothPlanner().plan, real_peak, rounds=1, last_rounds=4)
+
+    assert 70 <= found.peak_bytes < 90
+
+
+def test_the_minimum_that_an_error_names_can_be_asked_for_though_the_planner_finds_another_plan():
+    peaks = iter([130, 115, 140, 125])
+    real: dict[tuple[int, ...], int] = {}
+    numbers = itertools.count()
+
+    def never_the_same(budget_bytes: int) -> Plan:
+        if budget_bytes < 40:
+            raise InfeasibleBudget("too small", minimum_bytes=40, budget_bytes=budget_bytes, binding_op="op 0")
+        schedule = (0,) * next(numbers) + KEEP
+        return dataclasses.replace(plan_for_schedule(GRAPH, schedule, planner="by hand"), peak_bytes=budget_bytes)
+
+    def real_peak(plan: Plan) -> PeakRange:
+        if plan.schedule not in real:
+            real[plan.schedule] = next(peaks)
+        return PeakRange(*[real[plan.schedule]] * 2)
+
+    with pytest.raises(InfeasibleBudget) as caught:
+        plan_within(100, 100, never_the_same, real_peak, rounds=1, last_rounds=1)
+
+    assert caught.value.minimum_bytes == 115
+    found = plan_within(115, 115, never_the_same, real_peak, rounds=1, last_rounds=1)
+    assert found.peak_bytes == 115
