@@ -363,6 +363,7 @@ def test_a_batch_that_fits_is_not_split(capsys):
     assert "the whole batch fits as it is" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_fused_batch_normalization_is_recomputed(capsys):
     weight = tf.Variable(np.random.default_rng(0).normal(size=(1, 1, 8, 8)).astype("float32"))
     data = tf.constant(np.random.default_rng(1).normal(size=(64, 32, 32, 8)).astype("float32"))
