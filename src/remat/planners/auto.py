@@ -46,8 +46,8 @@ def auto(graph: Graph, budget_bytes: int, *, time_limit_s: float | None = None) 
     Args:
         graph: the training step.
         budget_bytes: peak bytes of the step.
-        time_limit_s: seconds; None allows 2 s and 0.6 ms per op, at most 20 s; where the order is free, 2 s and 60 ms per
-            op, at most 50 s.
+        time_limit_s: seconds; None allows 2 s and 0.6 ms per op, at most 20 s; where the order is free, 2 s and 60 ms
+            per op, at most 50 s.
     """
     if time_limit_s is None:
         seconds_per_op, most_s = (
