@@ -22,6 +22,7 @@ _MARGIN: Final = 1.05
 _MOST_TRIES: Final = 1000
 _OFFERS: Final = 3
 _MOST_OPS_NESTED: Final = 6000
+_MOST_OPS_TWICE: Final = 6000
 _MOST_MISSED: Final = 5e-3
 
 
@@ -148,7 +149,14 @@ def _find_smallest_peak(problem: Problem) -> list[tuple[int, ...]]:
         found[whole] = simulate(problem.graph, whole).peak_bytes
         return found[whole]
 
+    def note_whole(schedule: tuple[int, ...]) -> int:
+        found[schedule] = simulate(problem.graph, schedule).peak_bytes
+        return found[schedule]
+
     _evict_to_the_smallest(condensed.problem, problem.largest_step_bytes, note)
+    if problem.count <= _MOST_OPS_TWICE:
+        # Neither form is always the better one for a rule of thumb.
+        _evict_to_the_smallest(problem, problem.largest_step_bytes, note_whole)
     if condensed.problem.count <= _MOST_OPS_NESTED:
         nested = BlockChain.of(condensed.problem).smallest()
         if nested is not None:
