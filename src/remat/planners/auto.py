@@ -26,7 +26,7 @@ CHAIN_STRATEGIES: Final[tuple[Strategy, ...]] = (nest_blocks, drop_greedily, evi
 STRATEGIES: Final[tuple[Strategy, ...]] = (drop_greedily, evict, round_keep_milp, round_gap_lp, anneal)
 """For any other graph."""
 
-_SECONDS_PER_OP: Final = 1e-3
+_SECONDS_PER_OP: Final = 6e-4
 _SECONDS_PER_FREE_OP: Final = 0.06
 _MOST_FREE_S: Final = 50.0
 # The rest is for the lower bound and the replays.
@@ -46,14 +46,14 @@ def auto(graph: Graph, budget_bytes: int, *, time_limit_s: float | None = None) 
     Args:
         graph: the training step.
         budget_bytes: peak bytes of the step.
-        time_limit_s: seconds; None allows 1 ms per op, at least 2 s and at most 20 s; where the order is free, 60 ms
-            per op and at most 50 s.
+        time_limit_s: seconds; None allows 2 s and 0.6 ms per op, at most 20 s; where the order is free, 2 s and 60 ms
+            per op, at most 50 s.
     """
     if time_limit_s is None:
         seconds_per_op, most_s = (
             (_SECONDS_PER_FREE_OP, _MOST_FREE_S) if graph.free_order else (_SECONDS_PER_OP, _MOST_S)
         )
-        time_limit_s = min(most_s, max(_LEAST_S, seconds_per_op * len(graph.ops)))
+        time_limit_s = min(most_s, _LEAST_S + seconds_per_op * len(graph.ops))
     search = Search(Problem.of(graph), budget_bytes, time.monotonic() + _SHARE_FOR_SEARCH * time_limit_s)
     search.offer(graph.plain_schedule)
     if search.best is None and budget_bytes >= search.problem.largest_step_bytes:

@@ -20,6 +20,7 @@ from remat.planners.search import Search, smallest_peak_schedules
 _LEVELS: Final = 400
 _TRIES: Final = 5
 _CAUTION: Final = 0.997
+_DEAREST: Final = 3.0
 _SPLIT: Final = 1000
 _NONE: Final = -1
 
@@ -33,7 +34,9 @@ def block_chain(graph: Graph, budget_bytes: int, *, time_limit_s: float | None =
     to 400 levels, for the options known. Complexity: O(blocks^2 (blocks + options) levels) numpy work, and one menu
     for each structure of block.
     """
-    search = Search(Problem.of(graph), budget_bytes, time.monotonic() + (time_limit_s or 10.0))
+    # Its work is bounded, so that without a limit the result is the same however busy the machine is.
+    deadline_s = None if time_limit_s is None else time.monotonic() + time_limit_s
+    search = Search(Problem.of(graph), budget_bytes, deadline_s)
     search.offer(graph.plain_schedule)
     if search.best is None and budget_bytes >= search.problem.largest_step_bytes:
         nest_blocks(search)
@@ -166,13 +169,16 @@ class BlockChain:
             self._prepare()
 
     def smallest(self) -> tuple[int, ...] | None:
-        """The schedule with the smallest peak in the model, after the blocks that bind it were squeezed."""
+        """The schedule with the smallest peak in the model that takes at most four times as long as the plain step.
+
+        The blocks that bind the peak are squeezed first.
+        """
         self.squeeze()
         budget_bytes = self.problem.plain.peak_bytes
         schedule = None
         for _ in range(3):
             program = self.program(budget_bytes)
-            feasible = np.flatnonzero(np.isfinite(program.first_cost[0]))
+            feasible = np.flatnonzero(program.first_cost[0] <= _DEAREST * self.problem.graph.time_s)
             if not len(feasible):
                 break
             schedule = program.schedule(int(feasible[0]))

@@ -136,7 +136,8 @@ class _Chain:
             width = np.maximum(width, [arriving[cut] for cut in ends[1:-1]])
             inside = np.diff(np.array([stored[max(e, 0)] if e >= 0 else 0 for e in ends], dtype=np.float64))
             worth = width / np.maximum(np.minimum(inside[:-1], inside[1:]), 1.0)
-            worst = int(np.argmax(worth))
+            # Of equal cuts the one between the smallest blocks goes, so that a uniform chain gets equal blocks.
+            worst = int(np.lexsort((inside[:-1] + inside[1:], -np.round(worth, 9)))[0])
             if worth[worst] <= _WORTH and len(ends) - 1 <= MOST_BLOCKS:
                 break
             del ends[worst + 1]

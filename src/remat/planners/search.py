@@ -21,6 +21,8 @@ _BISECTIONS: Final = 8
 _MARGIN: Final = 1.05
 _MOST_TRIES: Final = 1000
 _OFFERS: Final = 3
+_MOST_OPS_NESTED: Final = 6000
+_MOST_OPS_TWICE: Final = 6000
 _MOST_MISSED: Final = 5e-3
 
 
@@ -147,16 +149,31 @@ def _find_smallest_peak(problem: Problem) -> list[tuple[int, ...]]:
         found[whole] = simulate(problem.graph, whole).peak_bytes
         return found[whole]
 
+    def note_whole(schedule: tuple[int, ...]) -> int:
+        found[schedule] = simulate(problem.graph, schedule).peak_bytes
+        return found[schedule]
+
     _evict_to_the_smallest(condensed.problem, problem.largest_step_bytes, note)
-    nested = BlockChain.of(condensed.problem).smallest()
-    if nested is not None:
-        note(nested)
+    if problem.count <= _MOST_OPS_TWICE:
+        # Neither form is always the better one for a rule of thumb.
+        _evict_to_the_smallest(problem, problem.largest_step_bytes, note_whole)
+    if condensed.problem.count <= _MOST_OPS_NESTED:
+        nested = BlockChain.of(condensed.problem).smallest()
+        if nested is not None:
+            note(nested)
     smallest = min(found.values(), default=problem.plain.peak_bytes)
     reached = next((s for s, peak in found.items() if peak == smallest), problem.graph.plain_schedule)
     squeezed = squeeze(problem, reached)
     smallest = simulate(problem.graph, squeezed).peak_bytes
     candidates = [squeezed, *(schedule for schedule, peak in found.items() if peak == smallest)]
-    return [undrop(problem, schedule, smallest, most_tries=_MOST_TRIES) for schedule in dict.fromkeys(candidates)]
+    return [_spared(problem, schedule, smallest) for schedule in dict.fromkeys(candidates)]
+
+
+def _spared(problem: Problem, schedule: tuple[int, ...], budget_bytes: int) -> tuple[int, ...]:
+    """Without the runs that the budget can spare, unless the schedule is so long that looking takes too much time."""
+    if len(schedule) > _MOST_RUNS_PER_OP * problem.count:
+        return schedule
+    return undrop(problem, schedule, budget_bytes, most_tries=_MOST_TRIES)
 
 
 def _evict_to_the_smallest(problem: Problem, least_bytes: int, note: Callable[[tuple[int, ...]], int]) -> None:
