@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import random
 import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from remat.calibration import op_samples
 from remat.checking import check_workload
@@ -21,6 +24,7 @@ from remat.workload import Workload
 
 RESULT_FILE = "result.json"
 PLAN_FILE = "plan.json.gz"
+_SEED = 11
 # Which front end's operations are timed for a step of each framework.
 _KERNELS = {"jax": "jax", "tensorflow": "tensorflow", "torch": "torch"}
 
@@ -31,6 +35,9 @@ def main() -> int:
 
 
 def _work(request: dict[str, Any], folder: Path) -> None:
+    # Keras draws its default seeds here: the plain and the planned process then begin with the same weights.
+    random.seed(_SEED)
+    np.random.seed(_SEED)
     workload = workload_from_source(Source(**request["source"]))
     jobs = {"train": _train, "check": _check, "calibrate": _calibrate}
     write_json(folder / RESULT_FILE, jobs[request["job"]](request, workload, folder))
