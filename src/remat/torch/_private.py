@@ -111,7 +111,8 @@ def flop_formula(func: OpOverload) -> Callable[..., Any] | None:
     """PyTorch's own count of an operator's floating-point operations, where it has one."""
     from torch.utils.flop_counter import flop_registry
 
-    return flop_registry.get(func._overloadpacket)
+    formula: Callable[..., Any] | None = flop_registry.get(func._overloadpacket)
+    return formula
 
 
 def is_mutable(func: OpOverload) -> bool:

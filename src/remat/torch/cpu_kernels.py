@@ -17,7 +17,8 @@ from remat.torch import _private
 from remat.torch._private import OpOverload
 
 _BLOCK: Final = 16
-"""oneDNN stores channels in blocks of this many; fewer channels are read as they are."""
+"""oneDNN stores channels in blocks of this many."""
+_SMALL_BLOCK: Final = 8
 
 _RNN: Final = torch.ops.aten.mkldnn_rnn_layer.default
 _RNN_BACKWARD: Final = torch.ops.aten.mkldnn_rnn_layer_backward.default
@@ -46,7 +47,7 @@ def workspace_bytes(func: OpOverload, args: tuple[Any, ...], out: Any) -> int:
     if name == "convolution":
         return _convolution(tensors[0], tensors[1], out)
     if name == "convolution_backward":
-        return _convolution_backward(tensors[0], tensors[1])
+        return _convolution_backward(tensors[0], tensors[1], tensors[2], args[4])
     if name == "native_batch_norm_backward":
         return _bytes(tensors[1])
     if name in ("upsample_nearest2d", "upsample_bilinear2d"):
@@ -54,7 +55,7 @@ def workspace_bytes(func: OpOverload, args: tuple[Any, ...], out: Any) -> int:
     if name in _LOSSES:
         return _bytes(tensors[0]) if out.numel() == 1 else 0
     if name == "_safe_softmax":
-        return math.prod(out.shape)
+        return int(math.prod(out.shape))
     if name in ("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"):
         backward = name.endswith("backward")
         return _rnn_line(args, backward).workspace_bytes(args[0].shape[0])
@@ -75,23 +76,36 @@ def real_sizes(func: OpOverload, args: tuple[Any, ...], made: Sequence[int]) -> 
 
 
 def _bytes(tensor: torch.Tensor) -> int:
-    return math.prod(tensor.shape) * tensor.element_size()
+    size: int = math.prod(tensor.shape) * tensor.element_size()
+    return size
 
 
 def _blocked(tensor: torch.Tensor) -> int:
     """Bytes of a copy in blocks of channels."""
-    channels = tensor.shape[1]
+    channels = int(tensor.shape[1])
     return _bytes(tensor) // max(1, channels) * (-(-channels // _BLOCK) * _BLOCK)
 
 
+def _read_in_blocks(inputs: torch.Tensor) -> int:
+    """Bytes of the copy of what a convolution reads: few channels are read as they are, up to 8 are one block."""
+    channels = inputs.shape[1]
+    if channels < _SMALL_BLOCK:
+        return 0
+    return _bytes(inputs) if channels == _SMALL_BLOCK else _blocked(inputs)
+
+
 def _convolution(inputs: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> int:
-    if inputs.shape[1] < _BLOCK:
-        return _blocked(out)
-    return _bytes(inputs) + _bytes(weight) + _blocked(out) - _bytes(out)
+    copied = _read_in_blocks(inputs)
+    return copied + _bytes(weight) + _blocked(out) - _bytes(out) if copied else _blocked(out)
 
 
-def _convolution_backward(gradient: torch.Tensor, inputs: torch.Tensor) -> int:
-    return _blocked(gradient) + (_bytes(inputs) if inputs.shape[1] >= _BLOCK else 0)
+def _convolution_backward(
+    gradient: torch.Tensor, inputs: torch.Tensor, weight: torch.Tensor, stride: Sequence[int]
+) -> int:
+    copied, own = _read_in_blocks(inputs), _bytes(weight)
+    for_weights = _blocked(gradient) + copied + own
+    # A strided one makes the inputs' gradient in blocks and not.
+    return max(for_weights, 2 * copied - own) if max(stride) > 1 else for_weights
 
 
 class _Line:

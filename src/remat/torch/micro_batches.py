@@ -150,7 +150,8 @@ def micro_batches(
     Raises:
         ValueError: for a count below 1 or an unknown reduction.
     """
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+    given: Any = count
+    if isinstance(given, bool) or not isinstance(given, int) or given < 1:
         raise ValueError(f"micro_batches takes a number of parts of at least 1, not {count!r}")
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction={reduction!r} is unknown; choose one of {', '.join(REDUCTIONS)}")

@@ -155,14 +155,14 @@ def flops(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: 
         return float(formula(*args, **kwargs, out_val=out))
     name = func.name().partition("::")[2].partition(".")[0]
     tensors = [t for t in _private.tree_leaves((args, kwargs, out)) if isinstance(t, torch.Tensor)]
-    elements = max((math.prod(t.shape) for t in tensors), default=0)
+    elements: int = max((math.prod(t.shape) for t in tensors), default=0)
     if name == "mkldnn_rnn_layer":
         return 2.0 * _rnn_products(args)
     if name == "mkldnn_rnn_layer_backward":
         return 6.0 * _rnn_products(args)
     if name.startswith("_scaled_dot_product_flash_attention_for_cpu"):
         query, key = args[:2] if "backward" not in name else args[1:3]
-        products = 2.0 * math.prod(query.shape) * key.shape[-2]
+        products = 2.0 * math.prod(query.shape) * int(key.shape[-2])
         return products * (5 if "backward" in name else 2)
     return _FLOPS_PER_ELEMENT.get(name, 1.0) * elements
 

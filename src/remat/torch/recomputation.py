@@ -30,12 +30,10 @@ def recompute(f: _F) -> _F:
     Raises:
         TypeError: for anything else.
     """
-    if isinstance(f, torch.nn.Module):
-        f.forward = _wrapped(f.forward)
+    if isinstance(f, torch.nn.Module) or (isinstance(f, type) and issubclass(f, torch.nn.Module)):
+        module: Any = f
+        module.forward = _wrapped(module.forward)
         return f
-    if isinstance(f, type) and issubclass(f, torch.nn.Module):
-        f.forward = _wrapped(f.forward)  # type: ignore[method-assign]
-        return cast(_F, f)
     if isinstance(f, type) or not callable(f):
         raise TypeError(f"recompute takes a function or a torch.nn.Module, not {f!r}")
     return cast(_F, _wrapped(f))

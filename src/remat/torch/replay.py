@@ -211,12 +211,12 @@ class NodeTable:
     def call(self, number: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recipe:
         """A call about to be made, so that it can be run again: what has a node by reference, all else as it is."""
         state = op_facts.random_state(func, args, kwargs) if op_facts.is_random(func, args, kwargs) else None
-        again = _private.tree_map_only(
+        again_args, again_kwargs = _private.tree_map_only(
             torch.Tensor,
             lambda tensor: argument(tensor, self.of(tensor)),
             (op_facts.repeatable_call(func, args), kwargs),
         )
-        return Recipe(number, func, *again, state)
+        return Recipe(number, func, again_args, again_kwargs, state)
 
 
 def new_storages(out: Any, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
