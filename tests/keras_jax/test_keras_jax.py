@@ -26,7 +26,7 @@ SLOW = {
 }
 DISTRIBUTED = {
     "batches": {"model": "functional", "budget": "85%", "distribution": "batches"},
-    "units": {"model": "functional", "budget": "90%", "distribution": "units"},
+    "units": {"model": "functional", "budget": 1000, "distribution": "units"},
     "in micro-batches": {"model": "dense", "budget": None, "micro_batches": 2, "distribution": "batches"},
 }
 
@@ -139,10 +139,16 @@ def test_micro_batches_without_a_budget(quick):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["batches", "units"])
-def test_several_devices(distributed, kind):
+def test_several_devices(distributed):
     """Sums over the devices are those of plain training; the budget is one of each device."""
-    check_training(distributed[kind])
+    check_training(distributed["batches"])
+
+
+@pytest.mark.slow
+def test_units_over_several_devices_name_a_real_minimum(distributed):
+    """Where every plan would send more than the plain step, the plain peak is the smallest budget."""
+    check_refusal(distributed["units"], "InfeasibleBudget", "no schedule within 1000 bytes")
+    assert "TiB" not in distributed["units"]["message"]
 
 
 @pytest.mark.slow

@@ -286,7 +286,9 @@ def plan_for_variants(
                 last_rounds=ROUNDS[1],
             )
         except InfeasibleBudget as error:
-            raise infeasible(budget_bytes, error.minimum_bytes, error.binding_op) from None
+            # Where every plan was refused for what it sends, the plain step is what can be kept.
+            smallest_bytes = min(error.minimum_bytes, baseline.highest_bytes)
+            raise infeasible(budget_bytes, smallest_bytes, error.binding_op) from None
     of = {variant.graph.fingerprint: variant for variant in variants}
     return dataclasses.replace(
         found,
