@@ -41,7 +41,7 @@ def tagger():
     hidden = layers.Dense(8, activation="tanh", kernel_regularizer="l2")(embedded)
     model = keras.Model(words, {"tags": layers.Dense(3, name="tags")(hidden)})
     loss = {"tags": keras.losses.SparseCategoricalCrossentropy(from_logits=True)}
-    optimizer = keras.optimizers.SGD(0.2, momentum=0.9, global_clipnorm=0.1)
+    optimizer = keras.optimizers.SGD(0.2, momentum=0.9)
     model.compile(optimizer, loss, metrics={"tags": ["accuracy"]}, jit_compile=False)
     return model
 
