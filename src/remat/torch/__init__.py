@@ -6,6 +6,7 @@ with remat.torch.apply(plan):
 loss.backward()                            # and the rest of the loop as ever
 """
 
+from remat.torch.check import check
 from remat.torch.emit import Applied, apply
 from remat.torch.measure import Measurement, measure
 from remat.torch.micro_batches import MicroBatches, micro_batches
@@ -19,6 +20,7 @@ __all__ = [
     "MicroBatches",
     "StepPlan",
     "apply",
+    "check",
     "measure",
     "micro_batches",
     "plan",
