@@ -68,7 +68,7 @@ class Applied:
     def __enter__(self) -> Applied:
         watch = _Watch(self._planned, self)
         hooks = torch.autograd.graph.saved_tensors_hooks(watch.pack, _unpack)
-        watch.__enter__()
+        watch.__enter__()  # type: ignore[no-untyped-call]
         hooks.__enter__()
         self._open.append((watch, hooks))
         return self
@@ -78,7 +78,7 @@ class Applied:
     ) -> None:
         watch, hooks = self._open.pop()
         hooks.__exit__(kind, error, trace)
-        watch.__exit__(kind, error, trace)
+        watch.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         if kind is None:
             watch.finish()
 
@@ -141,7 +141,7 @@ class _Watch(_private.TorchDispatchMode):
     """Sees the operators of one forward pass, below autograd and autocast, and keeps what the plan needs of them."""
 
     def __init__(self, planned: _PlannedForward, owner: Applied) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._planned = planned
         self._owner = owner
         self._state = StepState(planned.directions)

@@ -18,7 +18,7 @@ _OWN_NAMESPACES: Final = frozenset({"aten"})
 
 # They update running statistics, which their schema does not tell. Positions of those arguments, and of the flag that
 # says whether they are written.
-_RUNNING_STATISTICS: Final = {
+_RUNNING_STATISTICS: Final[dict[str, tuple[tuple[int, ...], int | None]]] = {
     "aten::native_batch_norm": ((3, 4), 5),
     "aten::cudnn_batch_norm": ((3, 4), 5),
     "aten::miopen_batch_norm": ((3, 4), 5),
@@ -163,8 +163,8 @@ def flops(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: 
     if name.startswith("_scaled_dot_product_flash_attention_for_cpu"):
         query, key = args[:2] if "backward" not in name else args[1:3]
         products = 2.0 * math.prod(query.shape) * int(key.shape[-2])
-        return products * (5 if "backward" in name else 2)
-    return _FLOPS_PER_ELEMENT.get(name, 1.0) * elements
+        return float(products * (5 if "backward" in name else 2))
+    return float(_FLOPS_PER_ELEMENT.get(name, 1.0) * elements)
 
 
 def _rnn_products(args: tuple[Any, ...]) -> float:

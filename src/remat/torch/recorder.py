@@ -136,7 +136,7 @@ class StepRecorder(_private.TorchDispatchMode):
     """Sees every operator below autograd and autocast. Fake tensors are not kept alive by it."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.fake_mode = _private.FakeTensorMode(allow_non_fake_inputs=True)
         self.recording = Recording()
         self.names = ModuleNames()
