@@ -166,7 +166,7 @@ class _Watch(_private.TorchDispatchMode):
         out = func(*args, **kwargs)
         made = new_storages(out, _tensors_in(args, kwargs))
         is_view = not made and not writes and (isinstance(out, torch.Tensor) or _tensors_in((out,), {}))
-        if is_view or func.name() == "aten::lift_fresh":
+        if is_view or op_facts.base_name(func) == "aten::lift_fresh":
             return out
         shapes = [tuple(t.shape) for t in made]
         if not planned.has(func, shapes):
