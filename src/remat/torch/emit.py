@@ -68,7 +68,7 @@ class Applied:
     def __enter__(self) -> Applied:
         watch = _Watch(self._planned, self)
         hooks = torch.autograd.graph.saved_tensors_hooks(watch.pack, _unpack)
-        watch.__enter__()
+        watch.__enter__()  # type: ignore[no-untyped-call]
         hooks.__enter__()
         self._open.append((watch, hooks))
         return self
@@ -78,7 +78,7 @@ class Applied:
     ) -> None:
         watch, hooks = self._open.pop()
         hooks.__exit__(kind, error, trace)
-        watch.__exit__(kind, error, trace)
+        watch.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         if kind is None:
             watch.finish()
 
@@ -141,7 +141,7 @@ class _Watch(_private.TorchDispatchMode):
     """Sees the operators of one forward pass, below autograd and autocast, and keeps what the plan needs of them."""
 
     def __init__(self, planned: _PlannedForward, owner: Applied) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._planned = planned
         self._owner = owner
         self._state = StepState(planned.directions)
@@ -166,7 +166,7 @@ class _Watch(_private.TorchDispatchMode):
         out = func(*args, **kwargs)
         made = new_storages(out, _tensors_in(args, kwargs))
         is_view = not made and not writes and (isinstance(out, torch.Tensor) or _tensors_in((out,), {}))
-        if is_view or func.name() == "aten::lift_fresh":
+        if is_view or op_facts.base_name(func) == "aten::lift_fresh":
             return out
         shapes = [tuple(t.shape) for t in made]
         if not planned.has(func, shapes):

@@ -74,7 +74,7 @@ def _run(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) 
         for leaf in leaves:
             leaf.grad = None
         try:
-            result.backward()  # type: ignore[no-untyped-call]
+            result.backward()
         finally:
             for leaf, gradient in before:
                 leaf.grad = gradient
@@ -101,7 +101,7 @@ class _Resident(_private.TorchDispatchMode):
     """Counts the storages from before the step that it reads."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._sizes: dict[int, tuple[Any, int]] = {}
         self._made: dict[int, Any] = {}
         self.is_on_gpu = False

@@ -7,6 +7,7 @@ Everything unknown is kept: an operator may run twice only if it is one of PyTor
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import Any, Final
 
 import torch
@@ -18,7 +19,7 @@ _OWN_NAMESPACES: Final = frozenset({"aten"})
 
 # They update running statistics, which their schema does not tell. Positions of those arguments, and of the flag that
 # says whether they are written.
-_RUNNING_STATISTICS: Final = {
+_RUNNING_STATISTICS: Final[dict[str, tuple[tuple[int, ...], int | None]]] = {
     "aten::native_batch_norm": ((3, 4), 5),
     "aten::cudnn_batch_norm": ((3, 4), 5),
     "aten::miopen_batch_norm": ((3, 4), 5),
@@ -71,11 +72,17 @@ _FLOPS_PER_ELEMENT: Final = {
 }
 
 
+@cache
+def base_name(func: OpOverload) -> str:
+    """The operator without its overload: ``aten::add``. Asking PyTorch takes longer than many an operator."""
+    return str(func.name()).partition(".")[0]
+
+
 def is_random(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Does this call draw random numbers?"""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
-    place = _DROPOUT_ARGUMENT.get(func.name().partition(".")[0])
+    place = _DROPOUT_ARGUMENT.get(base_name(func))
     if place is None:
         return True
     probability = args[place] if place < len(args) else kwargs.get("dropout_p", 0.0)
@@ -84,7 +91,7 @@ def is_random(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 def may_repeat(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], *, on_gpu: bool) -> bool:
     """May this call run a second time with the same result and no other effect than on what it writes to?"""
-    base = func.name().partition(".")[0]
+    base = base_name(func)
     if func.namespace not in _OWN_NAMESPACES or base in _NEVER_REPEATED:
         return False
     if torch.Tag.dynamic_output_shape in func.tags or torch.Tag.data_dependent_output in func.tags:
@@ -134,7 +141,7 @@ def written(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 def running_statistics(func: OpOverload, args: tuple[Any, ...]) -> list[torch.Tensor]:
     """The buffers that a normalisation updates without saying so in its schema."""
-    places, flag = _RUNNING_STATISTICS.get(func.name().partition(".")[0], ((), None))
+    places, flag = _RUNNING_STATISTICS.get(base_name(func), ((), None))
     if flag is not None and not (flag < len(args) and args[flag]):
         return []
     return [args[place] for place in places if place < len(args) and isinstance(args[place], torch.Tensor)]
@@ -144,7 +151,7 @@ def repeatable_call(func: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments of a second run: a normalisation over the batch does without its running statistics."""
     if not running_statistics(func, args):
         return args
-    places, _ = _RUNNING_STATISTICS[func.name().partition(".")[0]]
+    places, _ = _RUNNING_STATISTICS[base_name(func)]
     return tuple(None if place in places else value for place, value in enumerate(args))
 
 
@@ -163,8 +170,8 @@ def flops(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: 
     if name.startswith("_scaled_dot_product_flash_attention_for_cpu"):
         query, key = args[:2] if "backward" not in name else args[1:3]
         products = 2.0 * math.prod(query.shape) * int(key.shape[-2])
-        return products * (5 if "backward" in name else 2)
-    return _FLOPS_PER_ELEMENT.get(name, 1.0) * elements
+        return float(products * (5 if "backward" in name else 2))
+    return float(_FLOPS_PER_ELEMENT.get(name, 1.0) * elements)
 
 
 def _rnn_products(args: tuple[Any, ...]) -> float:

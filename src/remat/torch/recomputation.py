@@ -110,7 +110,7 @@ class _Region(_private.TorchDispatchMode):
     """Sees the operators of one call, below autograd, and notes how each can be run again."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._memory = _Memory()
         self._nodes = NodeTable()
         self._saved: set[int] = set()

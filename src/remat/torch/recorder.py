@@ -136,7 +136,7 @@ class StepRecorder(_private.TorchDispatchMode):
     """Sees every operator below autograd and autocast. Fake tensors are not kept alive by it."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.fake_mode = _private.FakeTensorMode(allow_non_fake_inputs=True)
         self.recording = Recording()
         self.names = ModuleNames()
@@ -249,7 +249,7 @@ class StepRecorder(_private.TorchDispatchMode):
         written = [t for t in op_facts.written(func, args, kwargs) if self._has_storage(t)]
         writes = tuple(dict.fromkeys(self._storage_of(t) for t in written))
         outputs_are_views = bool(outputs) and not made and not writes
-        if outputs_are_views or (func.namespace == "aten" and func.name() == "aten::lift_fresh"):
+        if outputs_are_views or op_facts.base_name(func) == "aten::lift_fresh":
             return
         statistics = {self._storage_of(t) for t in op_facts.running_statistics(func, args)}
         on_gpu = any(t.device.type not in ("cpu", "meta") for t in inputs)

@@ -56,7 +56,7 @@ class Geometry:
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Geometry:
         """The geometry of a tensor."""
-        return cls(tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype)
+        return cls(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
 
     def within(self, base: torch.Tensor) -> torch.Tensor:
         """The tensor that lies there in the storage of ``base``."""
