@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import torch
+
+from remat.graph import Graph
 from remat.torch.emit import apply
 from remat.torch.measure import measure
 from remat.torch.planning import plan
 from remat.torch.trace import trace
-
-from remat.graph import Graph
 from remat.workload import Array, NotAStep, StepOptions, Training, Workload, nudge
 
 _SEED = 11
