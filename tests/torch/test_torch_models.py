@@ -49,4 +49,4 @@ def test_the_plain_peak_is_predicted(name):
     case = CASES[name]()
     graph = remat.torch.trace(case.loss, *case.args)
 
-    assert remat.simulate(graph, graph.plain_schedule).peak_bytes == pytest.approx(peak_bytes(case), rel=0.03)
+    assert remat.simulate(graph, graph.plain_schedule).peak_bytes == pytest.approx(peak_bytes(case), rel=0.05)
