@@ -23,6 +23,8 @@ _MOST_TRIES: Final = 1000
 _OFFERS: Final = 3
 _MOST_OPS_NESTED: Final = 6000
 _MOST_OPS_TWICE: Final = 6000
+_MOST_OPS_ASKED: Final = 200
+_SHARES_ASKED: Final = (0.9, 0.97)
 _MOST_MISSED: Final = 5e-3
 
 
@@ -163,10 +165,33 @@ def _find_smallest_peak(problem: Problem) -> list[tuple[int, ...]]:
             note(nested)
     smallest = min(found.values(), default=problem.plain.peak_bytes)
     reached = next((s for s, peak in found.items() if peak == smallest), problem.graph.plain_schedule)
-    squeezed = squeeze(problem, reached)
+    squeezed = _ask_for_less(problem, squeeze(problem, reached))
     smallest = simulate(problem.graph, squeezed).peak_bytes
     candidates = [squeezed, *(schedule for schedule, peak in found.items() if peak == smallest)]
     return [_spared(problem, schedule, smallest) for schedule in dict.fromkeys(candidates)]
+
+
+def _ask_for_less(problem: Problem, reached: tuple[int, ...]) -> tuple[int, ...]:
+    """On a small graph, where a rule of thumb easily misses: what the methods find for ever smaller budgets."""
+    from remat.planners.dtr import evict
+    from remat.planners.gap_lp import round_gap_lp
+    from remat.planners.keep_milp import round_keep_milp
+    from remat.planners.peak_greedy import drop_greedily
+
+    if problem.count > _MOST_OPS_ASKED:
+        return reached
+    peak_bytes = simulate(problem.graph, reached).peak_bytes
+    for share in _SHARES_ASKED:
+        while peak_bytes > problem.largest_step_bytes:
+            search = Search(problem, max(problem.largest_step_bytes, int(share * peak_bytes)))
+            for strategy in (drop_greedily, evict, round_keep_milp, round_gap_lp):
+                if search.best is None:
+                    strategy(search)
+            if search.best is None:
+                break
+            reached = search.best
+            peak_bytes = simulate(problem.graph, reached).peak_bytes
+    return reached
 
 
 def _spared(problem: Problem, schedule: tuple[int, ...], budget_bytes: int) -> tuple[int, ...]:

@@ -1,0 +1,50 @@
+"""On steps of a dozen ops the smallest budget that an error names is near what the exact planner reaches."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from remat import Graph, InfeasibleBudget, Op, Tensor, plan
+
+
+def training_chain(layers: int, seed: int) -> Graph:
+    """Layers of random sizes; the gradient of each reads its input, its output and the gradient behind it."""
+    draw = random.Random(seed)
+    tensors = [Tensor(draw.randint(1, 20))]
+    ops: list[Op] = []
+
+    def made(size_bytes: int, *inputs: int) -> int:
+        tensors.append(Tensor(size_bytes))
+        ops.append(Op(inputs=inputs, outputs=(len(tensors) - 1,), time_s=draw.random()))
+        return len(tensors) - 1
+
+    activations = [0]
+    for _ in range(layers):
+        activations.append(made(draw.randint(1, 30), activations[-1]))
+    gradient = made(1, activations[-1])
+    for layer in range(layers, 0, -1):
+        before = activations[layer - 1]
+        gradient = made(tensors[before].size_bytes, gradient, activations[layer], before)
+    return Graph(tuple(ops), tuple(tensors), inputs=(0,), outputs=(gradient,), free_order=False)
+
+
+def smallest_bytes(graph: Graph, planner: str, budget_bytes: int = 1) -> int | None:
+    try:
+        return plan(graph, budget_bytes, planner=planner, time_limit_s=2).peak_bytes
+    except InfeasibleBudget as error:
+        return error.minimum_bytes if budget_bytes == 1 else None
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_smallest_peak_is_near_the_exact_one(seed: int) -> None:
+    graph = training_chain(6, seed)
+    named = smallest_bytes(graph, "auto")
+    assert named is not None
+    assert plan(graph, named, time_limit_s=0.5).peak_bytes <= named
+
+    exact: int | None = named
+    while exact is not None:
+        reached, exact = exact, smallest_bytes(graph, "milp", exact - 1)
+    assert named <= 1.1 * reached
