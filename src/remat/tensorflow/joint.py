@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -32,7 +33,7 @@ Result = TypeVar("Result")
 
 TIMED_PIECES = 2
 _TIMED_SIZES = 3
-_REPEATS = 3
+_REPEATS = 5
 
 
 @dataclass(frozen=True)
@@ -87,14 +88,25 @@ class Pieces:
             self._candidates[size] = Candidate.of(traced.body, known, self._in_xla, carried_inputs(traced.body))
         return self._candidates[size]
 
-    def time_s(self, size: int) -> float:
-        """Measured seconds of one micro-batch of ``size`` samples: the least of a few runs of two of them."""
-        function = self._traced(size).function
-        rows = tf.range(TIMED_PIECES * size)
-        batch = [tf.gather(leaf, rows % tf.maximum(1, tf.shape(leaf)[0])) for leaf in self._leaves]
-        with _unchanged(function.graph.variables):
-            _seconds(function, batch)
-            return min(_seconds(function, batch) for _ in range(_REPEATS)) / TIMED_PIECES
+    def times_s(self, sizes: Iterable[int]) -> dict[int, float]:
+        """Measured seconds of one micro-batch, by its number of samples: the least of a few runs of two of them.
+
+        The sizes take turns, so that whatever else the machine does for a while disturbs all of them alike.
+        """
+        timed = []
+        for size in sizes:
+            rows = tf.range(TIMED_PIECES * size)
+            batch = [tf.gather(leaf, rows % tf.maximum(1, tf.shape(leaf)[0])) for leaf in self._leaves]
+            timed.append((size, self._traced(size).function, batch))
+        least = {size: math.inf for size, _, _ in timed}
+        variables = {id(v): v for _, function, _ in timed for v in function.graph.variables}
+        with _unchanged(list(variables.values())):
+            for turn in range(1 + _REPEATS):
+                for size, function, batch in timed:
+                    seconds = _seconds(function, batch)
+                    if turn:  # The first one warms up.
+                        least[size] = min(least[size], seconds)
+        return {size: seconds / TIMED_PIECES for size, seconds in least.items()}
 
     def _traced(self, size: int) -> _Traced:
         key = size if self._in_xla else 0
@@ -181,7 +193,7 @@ def _piece_times(cut: Pieces, batch_size: int, counts: Sequence[int], budget_byt
     if first == len(several):
         return None
     sizes = {max(1, size_of_largest(batch_size, several[first]) >> halved) for halved in range(_TIMED_SIZES)}
-    return PieceTimes({size: cut.time_s(size) for size in sizes})
+    return PieceTimes(cut.times_s(sorted(sizes)))
 
 
 def outside(function: Callable[[], Result]) -> Result:
