@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -104,7 +104,7 @@ def plan_within(
         )
         return best.with_real_peak()
     smallest = min(tried, key=lambda one: one.peak.highest_bytes)
-    _remember(smallest.plan)
+    _remember(smallest.plan, {one.plan.fingerprint for one in tried})
     raise InfeasibleBudget(
         f"the smallest peak found is {smallest.peak.highest_bytes} bytes",
         minimum_bytes=smallest.peak.highest_bytes,
@@ -119,9 +119,11 @@ _behind_minima: OrderedDict[str, Plan] = OrderedDict()
 _MOST_REMEMBERED = 16
 
 
-def _remember(plan: Plan) -> None:
-    _behind_minima[plan.fingerprint] = plan
-    _behind_minima.move_to_end(plan.fingerprint)
+def _remember(plan: Plan, fingerprints: Iterable[str]) -> None:
+    """For each of the graphs that the step was looked at as, since there may be several variants of it."""
+    for fingerprint in fingerprints:
+        _behind_minima[fingerprint] = plan
+        _behind_minima.move_to_end(fingerprint)
     while len(_behind_minima) > _MOST_REMEMBERED:
         _behind_minima.popitem(last=False)
 
@@ -150,7 +152,7 @@ def _try_the_smallest(
 ) -> None:
     """Try the smallest plans until one fits, then cheaper ones between it and what failed."""
     factors = iter(_NEAR_THE_SMALLEST)
-    remembered = _behind_minima.get(tried[0].plan.fingerprint)
+    remembered = next((plan for one in tried if (plan := _behind_minima.get(one.plan.fingerprint))), None)
     if remembered is not None and all(remembered.schedule != one.plan.schedule for one in tried):
         tried.append(_Found(minimum_bytes, remembered, real_peak(remembered)))
         rounds -= 1

@@ -130,6 +130,7 @@ def test_runs_of_different_models_cannot_be_compared(runs: dict[str | None, Run]
         weight_difference(runs[None].weights, {"other": np.zeros(3)})
 
 
+@pytest.mark.slow
 def test_a_budget_that_no_schedule_keeps_is_named_with_the_smallest_that_does() -> None:
     with pytest.raises(DemoFailed, match=r"training residual under 1MiB: .*smallest budget that can be kept is \d+"):
         train("residual", "1MiB", quick=True)

@@ -239,6 +239,7 @@ def test_a_larger_batch_is_planned_again():
     assert remat.keras.plan_of(model).baseline_peak_bytes > 1.5 * first.baseline_peak_bytes
 
 
+@pytest.mark.slow
 def test_a_larger_batch_in_a_later_fit_is_planned_again():
     model = limit(compiled(functional))
     fit(*data(), epochs=1)(model)
@@ -248,6 +249,7 @@ def test_a_larger_batch_in_a_later_fit_is_planned_again():
     assert remat.keras.plan_of(model).baseline_peak_bytes > 1.5 * first.baseline_peak_bytes
 
 
+@pytest.mark.slow
 def test_compiling_again_keeps_the_limit():
     def run(model):
         first = fit(*data())(model)

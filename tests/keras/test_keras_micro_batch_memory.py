@@ -81,6 +81,7 @@ def test_checkpoints_in_each_micro_batch():
     assert kept["loss"] == pytest.approx(alone["loss"], rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:micro_batches=")
 def test_a_budget_changes_no_number():
     def training(model):

@@ -21,7 +21,7 @@ def load(path):
 
 @pytest.mark.parametrize(
     "build",
-    [b if b.__name__ in ("functional", "OwnTrainStep") else pytest.param(b, marks=pytest.mark.slow) for b in BUILDERS],
+    [b if b.__name__ == "functional" else pytest.param(b, marks=pytest.mark.slow) for b in BUILDERS],
     ids=lambda b: b.__name__,
 )
 def test_save_and_load(build, tmp_path):
@@ -44,6 +44,7 @@ def test_save_and_load(build, tmp_path):
     assert_same_variables(limited, plain)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_callback_works(tmp_path):
     model = limit(compiled(BUILDERS[0]))
     callback = keras.callbacks.ModelCheckpoint(tmp_path / "{epoch}.keras")
@@ -63,6 +64,7 @@ def test_weights_file(tmp_path):
         np.testing.assert_array_equal(a.numpy(), b.numpy())
 
 
+@pytest.mark.slow
 def test_a_clone_is_plain():
     model = limit(compiled(BUILDERS[0]))
     train(model)

@@ -41,7 +41,9 @@ def build(way: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    "how", [{}, pytest.param({"jit_compile": True}, marks=pytest.mark.slow), {"run_eagerly": True}], ids=str
+    "how",
+    [{}, *(pytest.param({way: True}, marks=pytest.mark.slow) for way in ("jit_compile", "run_eagerly"))],
+    ids=str,
 )
 @pytest.mark.parametrize("way", ["decorator", "layer"])
 def test_fit_is_the_same(way: str, how: dict[str, Any]) -> None:

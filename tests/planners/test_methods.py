@@ -30,7 +30,7 @@ def test_sqrt_memory_on_a_chain(name: str) -> None:
     layers = 225
     graph = chain(layers)
     budget_bytes = 2 * math.isqrt(layers) + 5
-    timeline = simulate(graph, get_planner(name)(graph, budget_bytes))
+    timeline = simulate(graph, get_planner(name)(graph, budget_bytes, time_limit_s=4))
     assert timeline.peak_bytes <= budget_bytes
     assert timeline.time_s - graph.time_s <= 1.3 * layers
 

@@ -29,7 +29,12 @@ def check(case, budget, **options):
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: resnet(blocks=1), lambda: unet(16, 2), lambda: gpt2(2, 64, 4)], ids=["resnet", "unet", "gpt2"]
+    "make",
+    [
+        pytest.param(lambda: resnet(blocks=1), id="resnet"),
+        pytest.param(lambda: unet(16, 2), id="unet", marks=pytest.mark.slow),
+        pytest.param(lambda: gpt2(2, 64, 4), id="gpt2"),
+    ],
 )
 @pytest.mark.parametrize("budget", ["70%", "1%"], ids=["70", "minimum"])
 def test_small(make, budget):
