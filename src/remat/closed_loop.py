@@ -137,7 +137,7 @@ def _try(
     except InfeasibleBudget as error:
         guess_bytes = error.minimum_bytes
         plan = make_plan(guess_bytes)
-    if any(plan.schedule == one.plan.schedule for one in tried):
+    if any(one.is_of(plan) for one in tried):
         return None
     return _Found(guess_bytes, plan, real_peak(plan))
 
@@ -153,7 +153,7 @@ def _try_the_smallest(
     """Try the smallest plans until one fits, then cheaper ones between it and what failed."""
     factors = iter(_NEAR_THE_SMALLEST)
     remembered = next((plan for one in tried if (plan := _behind_minima.get(one.plan.fingerprint))), None)
-    if remembered is not None and all(remembered.schedule != one.plan.schedule for one in tried):
+    if remembered is not None and not any(one.is_of(remembered) for one in tried):
         tried.append(_Found(minimum_bytes, remembered, real_peak(remembered)))
         rounds -= 1
     for _ in range(rounds):
@@ -194,6 +194,10 @@ class _Found:
     guess_bytes: int
     plan: Plan
     peak: PeakRange
+
+    def is_of(self, plan: Plan) -> bool:
+        """Is it what ``plan`` comes to? Variants of a step may share a schedule."""
+        return (self.plan.fingerprint, self.plan.schedule) == (plan.fingerprint, plan.schedule)
 
     def order(self) -> int:
         """By the planner's budget."""
