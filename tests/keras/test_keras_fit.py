@@ -270,6 +270,7 @@ def test_a_model_may_be_limited_before_it_is_compiled():
     assert remat.keras.plan_of(model).recomputed > 0
 
 
+@pytest.mark.slow
 def test_a_second_limit_replaces_the_first():
     model = limit(compiled(functional), "95%")
     fit(*data())(model)
