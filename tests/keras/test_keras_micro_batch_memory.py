@@ -36,8 +36,8 @@ def measured(count, budget=None, *options):
 def test_the_peak_falls_with_the_number_of_micro_batches():
     whole, quarter = measured(1), measured(4)
     assert quarter["loss"] == pytest.approx(whole["loss"], rel=1e-5)
-    # Seen: 18 to 26 MB of 38 to 52. Nothing is planned, so that the executor's order decides.
-    assert quarter["peak"] < 0.8 * whole["peak"]
+    # Nothing is planned, so that the executor's order decides: peaks of a step were 38 to 52 MB, and 17 to 26.
+    assert quarter["least"] < 0.7 * whole["peak"]
 
 
 @pytest.mark.slow
