@@ -116,7 +116,7 @@ def check_workload(workload: Workload, budget: int | str = "60%", steps: int = 3
     """Train some steps plainly and planned, from the same weights on the same batches, and compare everything.
 
     How far apart rounding may bring two ways to compute the same is measured on the model itself: plain training runs a
-    second time from weights that are half a rounding off.
+    second time from weights that are half a rounding off. Weights and states are set back at the end, whatever happens.
 
     Args:
         workload: the step.
@@ -129,6 +129,13 @@ def check_workload(workload: Workload, budget: int | str = "60%", steps: int = 3
     """
     if steps < 1:
         raise ValueError(f"steps={steps} compares nothing; give 1 or more")
+    try:
+        return _check(workload, budget, steps)
+    finally:
+        workload.restore()
+
+
+def _check(workload: Workload, budget: int | str, steps: int) -> CheckResult:
     plain = workload.train(None, steps)
     nudged = workload.train(None, steps, nudged=True)
     planned = workload.train(budget, steps)

@@ -118,6 +118,17 @@ def test_training_that_is_random_is_undecided() -> None:
     assert result.verdict.startswith("undecided: plain training gives other numbers each time")
 
 
+def test_everything_is_set_back_also_after_an_error() -> None:
+    step, failing = Step(), Step({"no such value": 1.0})
+
+    check_workload(step)
+    with pytest.raises(KeyError, match="no such value"):
+        check_workload(failing)
+
+    assert step.restored
+    assert failing.restored
+
+
 def test_no_step_is_refused() -> None:
     with pytest.raises(ValueError, match="steps=0 compares nothing"):
         check_workload(Step(), steps=0)

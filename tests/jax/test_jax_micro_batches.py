@@ -160,7 +160,7 @@ def test_batches_that_do_not_agree():
     with pytest.raises(remat.UnsupportedStep, match=r"argument 1 of shape \(8, 32\) and argument 2 of shape \(9, 32\)"):
         remat.jax.value_and_grad(mean_loss, micro_batches=2)(weights(), batch(8)[0], batch(9)[1])
     scaled = functools.partial(lambda params, x, scale: jnp.mean(hidden(params, x)) * scale)
-    with pytest.raises(remat.UnsupportedStep, match="argument 2 holds a scalar, which has no batch axis"):
+    with pytest.raises(remat.UnsupportedStep, match="argument 2 holds a value without a batch axis"):
         remat.jax.value_and_grad(scaled, micro_batches=2)(weights(), batch(8)[0], 2.0)
 
 

@@ -144,9 +144,13 @@ def test_a_budget_holds_and_changes_no_number():
             remat.UnsupportedStep,
             "several sizes",
         ),
-        (lambda: remat.torch.micro_batches(len, 2)(torch.tensor(1.0)), remat.UnsupportedStep, "no batch axis"),
+        (
+            lambda: remat.torch.micro_batches(len, 2)(torch.tensor(1.0)),
+            remat.UnsupportedStep,
+            "argument 0 holds a value without a batch axis",
+        ),
         (lambda: remat.torch.micro_batches(len, 2)(torch.ones(0, 3)), ValueError, "no samples"),
-        (lambda: remat.torch.micro_batches(len, 2)("x"), ValueError, "needs a tensor"),
+        (lambda: remat.torch.micro_batches(len, 2)("x"), ValueError, "needs an argument that holds the batch"),
         (lambda: remat.torch.micro_batches(len, 2, batch_argnums=[4])(torch.ones(3)), ValueError, "argument 4"),
     ],
 )

@@ -25,8 +25,4 @@ def check(loss_fn: Callable[..., Any], *args: Any, budget: int | str = "60%", st
         NotAStep: if the function returns no scalar.
         InfeasibleBudget: where no schedule fits; it names the smallest budget.
     """
-    workload = make_workload((loss_fn, *args), StepOptions())
-    try:
-        return check_workload(workload, budget, steps)
-    finally:
-        workload.restore()
+    return check_workload(make_workload((loss_fn, *args), StepOptions()), budget, steps)

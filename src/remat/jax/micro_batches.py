@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from remat.batch_axis import count_samples
 from remat.errors import UnsupportedStep
 
 REDUCTIONS: Final = ("mean", "sum", "ratio")
@@ -82,7 +83,8 @@ def sizes_of_parts(split: Split, args: Sequence[Any]) -> tuple[int, int, int]:
     Raises:
         UnsupportedStep: where the arguments do not agree on the size of the batch.
     """
-    samples = _samples(args, split.batch_of(args))
+    shapes = [[jnp.shape(leaf) for leaf in jax.tree.leaves(argument)] for argument in args]
+    samples = count_samples(shapes, split.batch_of(args))
     size = -(-samples // split.count)
     return size, samples // size, samples % size
 
@@ -153,32 +155,6 @@ def _wide(leaf: Any) -> Any:
     if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
         return leaf
     return leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
-
-
-def _samples(args: Sequence[Any], places: Sequence[int]) -> int:
-    sizes: dict[int, str] = {}
-    for place in places:
-        if not 0 <= place < len(args):
-            raise ValueError(f"batch_argnums names argument {place}, but {len(args)} positional arguments were given")
-        for leaf in jax.tree.leaves(args[place]):
-            shape = jnp.shape(leaf)
-            if not shape:
-                raise UnsupportedStep(
-                    f"argument {place} holds a scalar, which has no batch axis to split; name the arguments that hold "
-                    "the batch with batch_argnums="
-                )
-            sizes.setdefault(shape[0], f"argument {place} of shape {shape}")
-    if not sizes:
-        raise ValueError("micro_batches needs an argument that holds the batch; name it with batch_argnums=")
-    if len(sizes) > 1:
-        raise UnsupportedStep(
-            f"the batch has several sizes: {' and '.join(list(sizes.values())[:2])}; their first axes must agree. Name "
-            "the arguments that hold the batch with batch_argnums="
-        )
-    (samples,) = sizes
-    if samples == 0:
-        raise ValueError("the batch has no samples")
-    return samples
 
 
 def _check_denominator(parts: Any, args: Sequence[Any], kwargs: Any, argnums: Sequence[int]) -> None:

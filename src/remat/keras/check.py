@@ -41,11 +41,7 @@ def check(
         raise ValueError(f"batch_size={batch_size} was asked for, and there are {samples} samples")
     starts = range(0, samples - size + 1, size)
     data = [(_rows(x, start, size), _rows(y, start, size)) for start in starts]
-    workload = make_workload(model, StepOptions(batch_size=size), data)
-    try:
-        return check_workload(workload, budget, steps)
-    finally:
-        workload.restore()
+    return check_workload(make_workload(model, StepOptions(batch_size=size), data), budget, steps)
 
 
 def _rows(values: Any, start: int, count: int) -> Any:

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import torch
 
+from remat.batch_axis import count_samples
 from remat.budget import parse_budget
 from remat.errors import UnsupportedStep
 from remat.plan import Plan
@@ -236,27 +237,9 @@ class _Total:
 
 
 def _batch_of(args: Sequence[Any], given: tuple[int, ...] | None) -> tuple[tuple[int, ...], int]:
+    """Positions of the arguments that hold the batch, and its samples."""
     places = given
     if places is None:
         places = tuple(n for n, a in enumerate(args) if isinstance(a, torch.Tensor))
-    sizes: dict[int, str] = {}
-    for place in places:
-        if not 0 <= place < len(args):
-            raise ValueError(f"batch_argnums names argument {place}, but {len(args)} arguments were given")
-        shape = tuple(getattr(args[place], "shape", ()))
-        if not shape:
-            raise UnsupportedStep(
-                f"argument {place} has no batch axis to split; name the arguments that have one with batch_argnums="
-            )
-        sizes.setdefault(shape[0], f"argument {place} of shape {shape}")
-    if not sizes:
-        raise ValueError("micro_batches needs a tensor that holds the batch; name it with batch_argnums=")
-    if len(sizes) > 1:
-        raise UnsupportedStep(
-            f"the batch has several sizes: {' and '.join(list(sizes.values())[:2])}; their first axes must agree. Name "
-            "the arguments that hold the batch with batch_argnums="
-        )
-    (samples,) = sizes
-    if samples == 0:
-        raise ValueError("the batch has no samples")
-    return places, samples
+    # Only tensors have a first axis to slice; anything else counts as a scalar.
+    return places, count_samples([[tuple(getattr(a, "shape", ()))] for a in args], places)
