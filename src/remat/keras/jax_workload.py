@@ -18,33 +18,15 @@ from remat.jax.labels import label_graph
 from remat.jax.program import program_of, trace_jaxpr
 from remat.jax.trace import graph_of_program
 from remat.keras.example_batch import batch_spec
+from remat.keras.model_workload import ModelWorkload
 from remat.keras.training_data import Variables, batches
-from remat.workload import Array, StepOptions, Training
+from remat.workload import Array, Training
 
 _ROLES = ("parameter", "parameter", "optimizer_state", "state")
 
 
-class JaxWorkload:
-    """See ``remat.workload.Workload``.
-
-    Args:
-        model: compiled.
-        options: batch size and shapes of the inputs.
-        data: batches (inputs, targets) to train on, random ones if None.
-    """
-
-    framework = "keras"
-
-    def __init__(self, model: keras.Model, options: StepOptions, data: Sequence[tuple[Any, Any]] | None = None) -> None:
-        self._model = model
-        self._options = options
-        self._data = data
-        self._variables: Variables | None = None
-
-    @property
-    def batch_size(self) -> int | None:
-        """Samples in a batch."""
-        return self._options.samples
+class JaxWorkload(ModelWorkload):
+    """See ``remat.workload.Workload`` and ``ModelWorkload``."""
 
     def graph(self, device: str) -> Graph:
         """The step, traced."""
@@ -86,15 +68,8 @@ class JaxWorkload:
         """Nothing: Keras' step on JAX does not give gradients out; the optimizer's slots hold them."""
         return {}
 
-    def restore(self) -> None:
-        """Give the variables their first values."""
-        self._set_back(nudged=False)
-
-    def _set_back(self, nudged: bool) -> None:
-        if self._variables is None:
-            return
-        for variable, value in zip(self._variables.all, self._variables.first_values(nudged), strict=True):
-            variable.assign(value)
+    def _build_for(self, batch: tuple[Any, Any]) -> None:
+        self._build(keras.tree.map_structure(_spec_of, batch))
 
     def _build(self, spec: tuple[Any, Any]) -> None:
         model = self._model
@@ -123,13 +98,6 @@ class JaxWorkload:
             for variable, value in zip(group, values, strict=True)
         }
         return [by_id.get(id(v), v.value) for v in variables.all]
-
-    def _reset(self, batch: tuple[Any, Any], nudged: bool) -> Variables:
-        if self._variables is None:
-            self._build(keras.tree.map_structure(_spec_of, batch))
-            self._variables = Variables(self._model)
-        self._set_back(nudged)
-        return self._variables
 
 
 def _shape_of_spec(spec: keras.KerasTensor) -> Any:

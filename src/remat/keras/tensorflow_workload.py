@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import keras
@@ -16,33 +16,15 @@ from remat.budget import parse_budget
 from remat.graph import Graph
 from remat.keras.limit import graph_of, limit_memory, plan_of
 from remat.keras.model_trace import trace_model
+from remat.keras.model_workload import ModelWorkload
 from remat.keras.tensorflow_backend import build
-from remat.keras.training_data import Variables, batches
+from remat.keras.training_data import batches
 from remat.tensorflow.device import current_device
-from remat.workload import Array, StepOptions, Training
+from remat.workload import Array, Training
 
 
-class TensorFlowWorkload:
-    """See ``remat.workload.Workload``.
-
-    Args:
-        model: compiled.
-        options: batch size and shapes of the inputs.
-        data: batches (inputs, targets) to train on, random ones if None.
-    """
-
-    framework = "keras"
-
-    def __init__(self, model: keras.Model, options: StepOptions, data: Sequence[tuple[Any, Any]] | None = None) -> None:
-        self._model = model
-        self._options = options
-        self._data = data
-        self._variables: Variables | None = None
-
-    @property
-    def batch_size(self) -> int | None:
-        """Samples in a batch."""
-        return self._options.samples
+class TensorFlowWorkload(ModelWorkload):
+    """See ``remat.workload.Workload`` and ``ModelWorkload``."""
 
     def graph(self, device: str) -> Graph:
         """The step, traced."""
@@ -88,24 +70,16 @@ class TensorFlowWorkload:
             model.train_function = None
         return {f"gradient/{path}": variable.numpy() for path, variable in kept.items()}
 
-    def restore(self) -> None:
-        """Give the variables their first values."""
-        self._set_back(nudged=False)
+    def _build_for(self, batch: tuple[Any, Any]) -> None:
+        build(self._model, batch)
+
+    def _assign(self, variable: keras.Variable, value: Array) -> None:
+        # Handed over as it is, an array may become the variable's memory, which the device then does not count.
+        variable.assign(tf.raw_ops.DeepCopy(x=value))
 
     def _set_back(self, nudged: bool) -> None:
-        if self._variables is None:
-            return
-        for variable, value in zip(self._variables.all, self._variables.first_values(nudged), strict=True):
-            # Handed over as it is, an array may become the variable's memory, which the device then does not count.
-            variable.assign(tf.raw_ops.DeepCopy(x=value))
+        super()._set_back(nudged)
         gc.collect()
-
-    def _reset(self, batch: tuple[Any, Any], nudged: bool) -> Variables:
-        if self._variables is None:
-            build(self._model, batch)
-            self._variables = Variables(self._model)
-        self._set_back(nudged)
-        return self._variables
 
 
 @contextlib.contextmanager
