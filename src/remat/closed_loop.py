@@ -170,9 +170,10 @@ def _try_the_smallest(
 
 def _next_guess(target_bytes: int, tried: Sequence[_Found]) -> int:
     """The planner's budget to try next. The real peak grows with it, by leaps and not at the same rate."""
-    fits = max((one for one in tried if one.peak.highest_bytes <= target_bytes), key=_Found.order, default=None)
-    failed = sorted((one for one in tried if one.peak.highest_bytes > target_bytes), key=_Found.order)
-    if fits is None:
+    by_guess = sorted(tried, key=lambda one: one.guess_bytes)
+    fitting = [one for one in by_guess if one.peak.highest_bytes <= target_bytes]
+    failed = [one for one in by_guess if one.peak.highest_bytes > target_bytes]
+    if not fitting:
         lowest = failed[0]
         rate = 1.0
         if len(failed) > 1 and failed[1].guess_bytes > lowest.guess_bytes:
@@ -180,6 +181,7 @@ def _next_guess(target_bytes: int, tried: Sequence[_Found]) -> int:
             rate = min(1.0, max(_SMALLEST_RATE, fallen / (failed[1].guess_bytes - lowest.guess_bytes)))
         excess = max(lowest.peak.highest_bytes - target_bytes, int(_SMALLEST_STEP * target_bytes))
         return min(lowest.guess_bytes, lowest.plan.peak_bytes) - int(excess / rate)
+    fits = fitting[-1]
     room = target_bytes - fits.peak.highest_bytes
     above = [one for one in failed if one.guess_bytes > fits.guess_bytes]
     if not above:
@@ -198,10 +200,6 @@ class _Found:
     def is_of(self, plan: Plan) -> bool:
         """Is it what ``plan`` comes to? Variants of a step may share a schedule."""
         return (self.plan.fingerprint, self.plan.schedule) == (plan.fingerprint, plan.schedule)
-
-    def order(self) -> int:
-        """By the planner's budget."""
-        return self.guess_bytes
 
     @property
     def likely_bytes(self) -> int:

@@ -17,12 +17,10 @@ _GRADIENTS_OF_POOLING = {
     "MaxPool3DGrad": ("ksize", "strides", "padding", "data_format"),
     "MaxPoolGrad": ("ksize", "strides", "padding", "explicit_paddings", "data_format"),
 }
-# By kind: the numbers of the incoming gradient and of the filter.
-_GRADIENT_OF_CONVOLUTION = {
-    "Conv2DBackpropInput": (2, 1),
-    "Conv3DBackpropInputV2": (2, 1),
-    "DepthwiseConv2dNativeBackpropInput": (2, 1),
-}
+# Each reads its input's sizes, the filter and the incoming gradient.
+_GRADIENTS_OF_CONVOLUTIONS = frozenset(
+    {"Conv2DBackpropInput", "Conv3DBackpropInputV2", "DepthwiseConv2dNativeBackpropInput"}
+)
 
 
 def in_slices(operation: tf.Operation) -> tf.Tensor | None:
@@ -64,11 +62,10 @@ def in_slices(operation: tf.Operation) -> tf.Tensor | None:
 
 def hold_filter(operation: tf.Operation) -> None:
     """Let a gradient of a convolution read its filter no sooner than the incoming gradient exists."""
-    numbers = _GRADIENT_OF_CONVOLUTION.get(operation.type)
-    if numbers is None:
+    if operation.type not in _GRADIENTS_OF_CONVOLUTIONS:
         return
-    gradient, weights = (operation.inputs[n] for n in numbers)
+    _, weights, gradient = operation.inputs
     if can_be_tied_to(gradient) and can_tie(weights):
         with _private.building_freely(operation.graph):
             tied = tie(weights, late_zero(gradient))
-        _private.update_input(operation, numbers[1], tied)
+        _private.update_input(operation, 1, tied)
