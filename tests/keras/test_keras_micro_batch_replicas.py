@@ -37,7 +37,8 @@ def test_the_numbers_of_plain_training(trained, case, count):
     for name, values in plain["history"].items():
         np.testing.assert_allclose(found["history"][name], values, rtol=1e-5, err_msg=name)
     for one, other in zip(found["variables"], plain["variables"], strict=True):
-        scale = max(1e-2, np.max(np.abs(other)))
+        # The momentum of a bias sums terms of this size that cancel: what is left has their rounding, not its own.
+        scale = max(5e-2, np.max(np.abs(other)))
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-5 * scale)
 
 
