@@ -139,6 +139,18 @@ def test_an_impossible_budget_gives_a_small_peak(name: str) -> None:
     assert simulate(graph, get_planner(name)(graph, 0)).peak_bytes <= 15
 
 
+@pytest.mark.parametrize("free_order", [True, False])
+def test_no_time_is_no_reason_for_the_dearest_plan(free_order: bool) -> None:
+    """A busy machine lets no method end; the schedule of least memory runs the chain three times."""
+    graph = chain(200, free_order=free_order)
+    budget_bytes = math.ceil(0.6 * simulate(graph, graph.plain_schedule).peak_bytes)
+
+    hurried = simulate(graph, get_planner("auto")(graph, budget_bytes, time_limit_s=1e-6))
+
+    assert hurried.peak_bytes <= budget_bytes
+    assert hurried.time_s <= 1.25 * graph.time_s
+
+
 def test_undrop_counts_the_bytes_of_a_longer_life() -> None:
     """Of ten equal recomputations the sweep takes out exactly as many as the budget has room for."""
     count = 10

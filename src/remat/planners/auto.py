@@ -11,7 +11,7 @@ from remat.planners.block_chain import BlockChain, nest_blocks
 from remat.planners.dtr import evict
 from remat.planners.gap_lp import round_gap_lp
 from remat.planners.keep_milp import round_keep_milp
-from remat.planners.peak_greedy import drop_greedily
+from remat.planners.peak_greedy import drop_greedily, drop_unhurried
 from remat.planners.problem import Problem
 from remat.planners.registry import register
 from remat.planners.search import Search, smallest_peak_schedules
@@ -62,4 +62,7 @@ def auto(graph: Graph, budget_bytes: int, *, time_limit_s: float | None = None) 
         for strategy in strategies:
             if not search.expired:
                 strategy(inner)
+        if search.expired:
+            # On a busy machine no method may have come to an end, and the schedule of least memory is the dearest.
+            drop_unhurried(inner)
     return search.result(smallest_peak_schedules(search.problem) if search.best is None else ())

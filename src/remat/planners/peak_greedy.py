@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 
 import numpy as np
@@ -37,6 +38,20 @@ def drop_greedily(search: Search) -> None:
                 search.problem, pinned + int((search.budget_bytes - pinned) * deflation), search.deadline_s
             )
             search.offer_decision(drop, search.budget_bytes)
+
+
+def drop_unhurried(search: Search) -> None:
+    """Offer the greedy's first schedule that fits, however late it is, to a search that has none yet."""
+    if search.best is not None:
+        return
+    unhurried = dataclasses.replace(search, deadline_s=None)
+    pinned = search.problem.graph.pinned_bytes
+    for deflation in _DEFLATIONS:
+        if unhurried.best is None:
+            drop = greedy_drops(search.problem, pinned + int((search.budget_bytes - pinned) * deflation))
+            unhurried.offer_decision(drop, search.budget_bytes)
+    if unhurried.best is not None:
+        search.offer(unhurried.best)
 
 
 def greedy_drops(problem: Problem, budget_bytes: int, deadline_s: float | None = None) -> BoolArray:
