@@ -342,6 +342,10 @@ def compiled_program(
     captured = {name: outer for name, outer in resolved.items() if outer is not None}
     given = [t for t in func_graph.inputs if t.name not in captured and t.name not in carried]
     handed_on = [t for t in func_graph.inputs if t.name in carried]
+    outputs = list(func_graph.outputs)
+    if handed_on:
+        # The body of a finished loop also returns what it captured, unchanged; one that is being traced does not yet.
+        outputs = [after for before, after in zip(func_graph.inputs, outputs, strict=False) if before.name in carried]
 
     def copied(replaced: Mapping[str, tf.Tensor]) -> list[tf.Tensor]:
         graph = tf.compat.v1.get_default_graph()
@@ -352,7 +356,7 @@ def compiled_program(
         used = {name: value for name, value in replaced.items() if name.partition(":")[0] in read}
         tf.graph_util.import_graph_def(definition, input_map=used, name="")
         change(tensor_named)
-        return [tensor_named(t.name) for t in func_graph.outputs]
+        return [tensor_named(t.name) for t in outputs]
 
     def program(*values: tf.Tensor) -> list[tf.Tensor]:
         outside = dict(zip((t.name for t in given), values, strict=True)) | captured
