@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from accumulation import SMALLEST_SCALE
 
 WORKER = Path(__file__).parent / "mirrored_worker.py"
 
@@ -37,8 +38,7 @@ def test_the_numbers_of_plain_training(trained, case, count):
     for name, values in plain["history"].items():
         np.testing.assert_allclose(found["history"][name], values, rtol=1e-5, err_msg=name)
     for one, other in zip(found["variables"], plain["variables"], strict=True):
-        # The momentum of a bias sums terms of this size that cancel: what is left has their rounding, not its own.
-        scale = max(5e-2, np.max(np.abs(other)))
+        scale = max(SMALLEST_SCALE, np.max(np.abs(other)))
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-5 * scale)
 
 

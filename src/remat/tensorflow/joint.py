@@ -10,7 +10,7 @@ import bisect
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -34,6 +34,8 @@ Result = TypeVar("Result")
 TIMED_PIECES = 2
 _TIMED_SIZES = 3
 _REPEATS = 5
+# A run on one core of an idle machine takes as long by the wall as by the processor, and a little for the clocks.
+_ALONE = 1.1
 
 
 @dataclass(frozen=True)
@@ -91,22 +93,26 @@ class Pieces:
     def times_s(self, sizes: Iterable[int]) -> dict[int, float]:
         """Measured seconds of one micro-batch, by its number of samples: the least of a few runs of two of them.
 
-        The sizes take turns, so that whatever else the machine does for a while disturbs all of them alike.
+        The sizes take turns, so that whatever else the machine does for a while disturbs all of them alike. On a CPU
+        that is busy all the time with something else, seconds are those of the processor.
         """
         timed = []
         for size in sizes:
             rows = tf.range(TIMED_PIECES * size)
             batch = [tf.gather(leaf, rows % tf.maximum(1, tf.shape(leaf)[0])) for leaf in self._leaves]
             timed.append((size, self._traced(size).function, batch))
-        least = {size: math.inf for size, _, _ in timed}
+        wall_s = {size: math.inf for size, _, _ in timed}
+        processor_s = dict(wall_s)
         variables = {id(v): v for _, function, _ in timed for v in function.graph.variables}
         with _unchanged(list(variables.values())):
             for turn in range(1 + _REPEATS):
                 for size, function, batch in timed:
-                    seconds = _seconds(function, batch)
+                    wall, processor = _seconds(function, batch)
                     if turn:  # The first one warms up.
-                        least[size] = min(least[size], seconds)
-        return {size: seconds / TIMED_PIECES for size, seconds in least.items()}
+                        wall_s[size] = min(wall_s[size], wall)
+                        processor_s[size] = min(processor_s[size], processor)
+        is_busy = not current_device().is_gpu and _has_waited(wall_s, processor_s)
+        return {size: s / TIMED_PIECES for size, s in (processor_s if is_busy else wall_s).items()}
 
     def _traced(self, size: int) -> _Traced:
         key = size if self._in_xla else 0
@@ -216,8 +222,14 @@ def _unchanged(variables: Sequence[tf.Variable]) -> Iterator[None]:
             variable.assign(value)
 
 
-def _seconds(function: Any, batch: Sequence[tf.Tensor]) -> float:
-    started = time.perf_counter()
+def _seconds(function: Any, batch: Sequence[tf.Tensor]) -> tuple[float, float]:
+    """Of the wall and of all this process's threads together."""
+    wall, processor = time.perf_counter(), time.process_time()
     function(*batch)
     tf.test.experimental.sync_devices()
-    return time.perf_counter() - started
+    return time.perf_counter() - wall, time.process_time() - processor
+
+
+def _has_waited(wall_s: Mapping[int, float], processor_s: Mapping[int, float]) -> bool:
+    """Did even the quickest runs of some size wait for a processor?"""
+    return any(wall > _ALONE * processor_s[size] for size, wall in wall_s.items())
