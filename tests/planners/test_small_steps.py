@@ -30,6 +30,29 @@ def training_chain(layers: int, seed: int) -> Graph:
     return Graph(tuple(ops), tuple(tensors), inputs=(0,), outputs=(gradient,), free_order=False)
 
 
+def dense_layers(layers: int) -> Graph:
+    """A product with a weight, then tanh, of 4 bytes each; the gradients of weights are outputs."""
+    tensors = [Tensor(4), *[Tensor(1) for _ in range(layers)]]
+    ops: list[Op] = []
+
+    def made(size_bytes: int, *inputs: int) -> int:
+        tensors.append(Tensor(size_bytes))
+        ops.append(Op(inputs=inputs, outputs=(len(tensors) - 1,), time_s=1.0))
+        return len(tensors) - 1
+
+    activations = [0]
+    for weight in range(1, layers + 1):
+        activations.append(made(4, made(4, activations[-1], weight)))
+    gradient = made(4, activations[-1])
+    outputs: list[int] = []
+    for weight in range(layers, 0, -1):
+        gradient = made(4, activations[weight], gradient)
+        outputs.append(made(1, gradient, activations[weight - 1]))
+        if weight > 1:
+            gradient = made(4, gradient, weight)
+    return Graph(tuple(ops), tuple(tensors), inputs=tuple(range(layers + 1)), outputs=tuple(outputs), free_order=False)
+
+
 def smallest_bytes(graph: Graph, planner: str, budget_bytes: int = 1) -> int | None:
     try:
         return plan(graph, budget_bytes, planner=planner, time_limit_s=2).peak_bytes
@@ -48,3 +71,21 @@ def test_the_smallest_peak_is_near_the_exact_one(seed: int) -> None:
     while exact is not None:
         reached, exact = exact, smallest_bytes(graph, "milp", exact - 1)
     assert named <= 1.1 * reached
+
+
+def test_room_above_the_smallest_budget_is_used_even_where_no_method_has_time() -> None:
+    graph = training_chain(12, 0)
+    named = smallest_bytes(graph, "auto")
+    assert named is not None
+
+    tightest, hurried = plan(graph, named), plan(graph, int(1.2 * named), time_limit_s=1e-6)
+
+    assert hurried.overhead < 0.9 * tightest.overhead
+
+
+def test_what_annealing_reaches_counts_for_the_smallest_budget() -> None:
+    """On layers of equal size eviction and the linear programs stop at 30 bytes."""
+    named = smallest_bytes(dense_layers(6), "auto")
+
+    assert named is not None
+    assert named <= 28

@@ -108,7 +108,7 @@ class Search:
         self.offer_improved(schedule)
 
     def result(self, fallbacks: Iterable[Sequence[int]]) -> tuple[int, ...]:
-        """The best schedule, or the fallback with the smallest peak where none fits.
+        """The best schedule; else the best of what the budget makes of the fallbacks, or the one of the smallest peak.
 
         Fallbacks must not depend on the budget: the smallest peak that they reach is then reached again when it
         is asked for as a budget.
@@ -118,6 +118,8 @@ class Search:
         reached = []
         for schedule in (self.problem.graph.plain_schedule, *fallbacks):
             peak_bytes = self.offer(schedule)
+            if peak_bytes <= self.budget_bytes:
+                self.offer(_spared(self.problem, tuple(schedule), self.budget_bytes))
             reached.append((peak_bytes, simulate(self.problem.graph, schedule).time_s, tuple(schedule)))
         return self._chosen() or min(reached)[2]
 
@@ -177,6 +179,7 @@ def _ask_for_less(problem: Problem, reached: tuple[int, ...]) -> tuple[int, ...]
     from remat.planners.gap_lp import round_gap_lp
     from remat.planners.keep_milp import round_keep_milp
     from remat.planners.peak_greedy import drop_greedily
+    from remat.planners.simulated_annealing import anneal
 
     if problem.count > _MOST_OPS_ASKED:
         return reached
@@ -184,7 +187,7 @@ def _ask_for_less(problem: Problem, reached: tuple[int, ...]) -> tuple[int, ...]
     for share in _SHARES_ASKED:
         while peak_bytes > problem.largest_step_bytes:
             search = Search(problem, max(problem.largest_step_bytes, int(share * peak_bytes)))
-            for strategy in (drop_greedily, evict, round_keep_milp, round_gap_lp):
+            for strategy in (drop_greedily, evict, round_keep_milp, round_gap_lp, anneal):
                 if search.best is None:
                     strategy(search)
             if search.best is None:
