@@ -220,7 +220,7 @@ def _lower_bound(
 
     if overhead == 0.0:
         return 0.0, "reached; no schedule takes less time than the plain step"
-    found = overhead_lower_bound(graph, budget_bytes, time_limit_s=time_limit_s)
+    found = overhead_lower_bound(graph, budget_bytes, time_limit_s, reached_s=overhead * graph.time_s)
     bound = _share(found.time_s, graph.time_s)
     if bound - overhead <= _ROUNDING * overhead:
         return min(bound, overhead), found.meaning

@@ -9,7 +9,8 @@ import numpy as np
 from remat.graph import Graph
 from remat.jax import op_facts
 from remat.jax.program import Program
-from remat.planners.highs import LinearModel, solve
+from remat.planners.highs import solve
+from remat.planners.linear_model import LinearModel
 from remat.planners.problem import FloatArray
 
 _TIME_LIMIT_S = 2.0

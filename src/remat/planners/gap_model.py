@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from remat.planners.highs import LinearModel, solve
+from remat.planners.highs import solve
+from remat.planners.linear_model import LinearModel
 from remat.planners.problem import FloatArray, IntArray, Problem
 
 
@@ -45,16 +46,7 @@ def build_gap_model(problem: Problem, budget_bytes: int) -> GapModel:
     taken off, and the seconds of an op with several outputs are shared between them.
     """
     graph = problem.graph
-    touched = np.array(
-        [
-            sum(problem.size[s] for s in (*problem.storages_read[i], *problem.storages_made[i]))
-            + op.workspace_bytes
-            - problem.most_taken_over[i]
-            for i, op in enumerate(graph.ops)
-        ],
-        dtype=np.int64,
-    )
-    room = budget_bytes - graph.pinned_bytes - touched
+    room = budget_bytes - graph.pinned_bytes - np.array(problem.own_bytes, dtype=np.int64)
     steps = np.flatnonzero(problem.kept_bytes > room)
     start, end = problem.gap_start, np.minimum(problem.gap_end, problem.count)
     first = np.searchsorted(steps, start + 1)

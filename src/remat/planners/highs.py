@@ -7,26 +7,8 @@ from dataclasses import dataclass
 import highspy
 import numpy as np
 
-from remat.planners.problem import FloatArray, IntArray
-
-
-@dataclass(frozen=True, eq=False)
-class LinearModel:
-    """Minimise ``cost @ x`` subject to ``row_low <= A x <= row_high`` and ``low <= x <= high``.
-
-    A is given as triplets, of which each (row, column) pair stands once. ``is_integer`` marks the columns
-    that are whole numbers; None makes the model an LP.
-    """
-
-    cost: FloatArray
-    low: FloatArray
-    high: FloatArray
-    row_low: FloatArray
-    row_high: FloatArray
-    rows: IntArray
-    columns: IntArray
-    values: FloatArray
-    is_integer: IntArray | None = None
+from remat.planners.linear_model import LinearModel
+from remat.planners.problem import FloatArray
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +22,28 @@ class Solution:
 
 def solve(model: LinearModel, *, time_limit_s: float, gap: float = 0.0) -> Solution | None:
     """The solution that HiGHS finds within the time limit, or None if it finds none. One thread, fixed seed."""
+    solver = _solver(model, time_limit_s)
+    solver.setOptionValue("mip_rel_gap", gap)
+    solver.run()
+    solution = solver.getSolution()
+    if not solution.value_valid or solver.getInfo().primal_solution_status != 2:
+        return None
+    duals = np.array(solution.col_dual) if model.is_integer is None and solution.dual_valid else None
+    optimal = solver.getModelStatus() == highspy.HighsModelStatus.kOptimal
+    return Solution(np.array(solution.col_value), duals, optimal)
+
+
+def row_multipliers(model: LinearModel, *, time_limit_s: float) -> FloatArray | None:
+    """What an LP's rows are worth, by interior point and therefore not exactly; None where the time ends first."""
+    solver = _solver(model, time_limit_s)
+    solver.setOptionValue("solver", "ipm")
+    solver.setOptionValue("run_crossover", "off")
+    solver.run()
+    solution = solver.getSolution()
+    return np.array(solution.row_dual) if solution.dual_valid else None
+
+
+def _solver(model: LinearModel, time_limit_s: float) -> highspy.Highs:
     order = np.lexsort((model.rows, model.columns))
     lp = highspy.HighsLp()
     lp.num_col_ = len(model.cost)
@@ -63,12 +67,5 @@ def solve(model: LinearModel, *, time_limit_s: float, gap: float = 0.0) -> Solut
     solver.setOptionValue("threads", 1)
     solver.setOptionValue("random_seed", 0)
     solver.setOptionValue("time_limit", max(time_limit_s, 0.01))
-    solver.setOptionValue("mip_rel_gap", gap)
     solver.passModel(lp)
-    solver.run()
-    solution = solver.getSolution()
-    if not solution.value_valid or solver.getInfo().primal_solution_status != 2:
-        return None
-    duals = np.array(solution.col_dual) if model.is_integer is None and solution.dual_valid else None
-    optimal = solver.getModelStatus() == highspy.HighsModelStatus.kOptimal
-    return Solution(np.array(solution.col_value), duals, optimal)
+    return solver

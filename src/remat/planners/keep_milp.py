@@ -8,7 +8,8 @@ from typing import Final
 import numpy as np
 
 from remat.graph import Graph
-from remat.planners.highs import LinearModel, solve
+from remat.planners.highs import solve
+from remat.planners.linear_model import ModelBuilder
 from remat.planners.problem import BoolArray, FloatArray, IntArray, Problem
 from remat.planners.registry import register
 from remat.planners.search import Search, smallest_peak_schedules
@@ -105,46 +106,25 @@ class _KeepModel:
         cost = np.array([problem.op_time_s[problem.made_by[self.forward[i]]] for i in needed], dtype=np.float64)
         first, last = np.array([self.first[i] for i in needed]), np.array([self.last[i] for i in needed])
         load = np.array(problem.plain.bytes, dtype=np.float64)[self.steps] - self._stored(size, needed)
-        rows, columns, values = [], [], []
-        low: list[float] = []
-        high: list[float] = []
-
-        def add_row(entries: list[tuple[int, float]], least: float, most: float) -> None:
-            for k, value in entries:
-                rows.append(len(low))
-                columns.append(k)
-                values.append(value)
-            low.append(least)
-            high.append(most)
-
+        model = ModelBuilder()
+        for _ in range(count):
+            model.add_column(1e-7, is_integer=True)
+        for k in range(count):
+            model.add_column(cost[k] / max(cost.max(), 1e-300), is_integer=True)
         for k, i in enumerate(needed):
             if self.is_read[i]:
-                add_row([(k, 1.0), (count + k, 1.0)], 1.0, np.inf)
+                model.add_row([(k, 1.0), (count + k, 1.0)], low=1.0)
             for u in problem.storages_read[problem.made_by[self.forward[i]]]:
                 j = column.get(self.place.get(u, -1))
                 if j is not None:
-                    add_row([(count + k, 1.0), (j, -1.0), (count + j, -1.0)], -np.inf, 0.0)
+                    model.add_row([(count + k, 1.0), (j, -1.0), (count + j, -1.0)], high=0.0)
         for step, other in zip(self.steps, load, strict=True):
             kept = np.flatnonzero(last >= step)
             held = kept[first[kept] <= step]
             entries = [(int(k), size[k] / size.max()) for k in kept]
             entries += [(count + int(k), size[k] / size.max()) for k in held]
-            add_row(entries, -np.inf, (budget_bytes - other) / size.max())
-        solution = solve(
-            LinearModel(
-                cost=np.concatenate([np.full(count, 1e-7), cost / max(cost.max(), 1e-300)]),
-                low=np.zeros(2 * count),
-                high=np.ones(2 * count),
-                row_low=np.array(low),
-                row_high=np.array(high),
-                rows=np.array(rows, dtype=np.int64),
-                columns=np.array(columns, dtype=np.int64),
-                values=np.array(values, dtype=np.float64),
-                is_integer=np.concatenate([np.ones(count, np.int64), np.ones(count, np.int64)]),
-            ),
-            time_limit_s=time_limit_s,
-            gap=_GAP,
-        )
+            model.add_row(entries, high=(budget_bytes - other) / size.max())
+        solution = solve(model.build(), time_limit_s=time_limit_s, gap=_GAP)
         return None if solution is None else self._decision(solution.values[:count] > 0.5)
 
     def _stored(self, size: FloatArray, needed: list[int]) -> FloatArray:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass
 
 from remat.graph import Graph
+from remat.planners.chain_bound import chain_lower_bound_s
 from remat.planners.gap_model import build_gap_model, solve_gap_model
 from remat.planners.problem import Problem
 
@@ -23,19 +25,26 @@ class LowerBound:
     meaning: str
 
 
-def overhead_lower_bound(graph: Graph, budget_bytes: int, time_limit_s: float | None = None) -> LowerBound:
-    """A lower bound on the extra seconds of every schedule within a budget, from the gap LP.
+def overhead_lower_bound(
+    graph: Graph, budget_bytes: int, time_limit_s: float | None = None, reached_s: float = math.inf
+) -> LowerBound:
+    """A lower bound on the extra seconds of every schedule within a budget: the better of two LPs'.
 
-    Why it holds: where a storage lies idle between two uses a and b in program order, either it is alive at
+    The *gap LP*: where a storage lies idle between two uses a and b in program order, either it is alive at
     every first run between them, or the op that makes it runs again after a and up to b. The gaps of
     one storage do not overlap, so each dropped gap has a run of its own. Exact where recomputed ops read
     pinned tensors only; loose where a recomputation pulls a chain of others.
 
+    The *chain LP* (:mod:`remat.planners.chain_bound`) knows that what a recomputation reads must be there, too, but
+    looks at few steps.
+
     Args:
         graph: the training step.
         budget_bytes: peak bytes of the step.
-        time_limit_s: seconds for the LP, 10 if None; when they run out the bound is the trivial 0.
+        time_limit_s: seconds for both, 10 if None; when they run out the bound is what is proved by then, 0 at first.
+        reached_s: extra seconds of a schedule; a bound near it is not made better.
     """
+    deadline_s = time.monotonic() + (10.0 if time_limit_s is None else time_limit_s)
     problem = Problem.of(graph)
     order = (
         "for schedules that keep first runs in program order; this graph allows others, which may cost less"
@@ -47,7 +56,13 @@ def overhead_lower_bound(graph: Graph, budget_bytes: int, time_limit_s: float | 
     model = build_gap_model(problem, budget_bytes)
     if (model.capacity < 0).any():
         return LowerBound(math.inf, f"some step alone exceeds the budget; holds {order}")
-    solution = solve_gap_model(model, time_limit_s=10.0 if time_limit_s is None else time_limit_s)
+    solution = solve_gap_model(model, time_limit_s=deadline_s - time.monotonic())
+    gap_s = 0.0 if solution is None else solution.bound_s
+    chain_s = 0.0
+    if gap_s < reached_s:
+        chain_s = chain_lower_bound_s(problem, budget_bytes, reached_s, deadline_s - time.monotonic())
+    if chain_s > gap_s:
+        return LowerBound(chain_s, f"chain LP, proven {order}")
     if solution is None:
         return LowerBound(0.0, "trivial: the gap LP did not finish in time")
-    return LowerBound(solution.bound_s, f"gap LP, proven {order}")
+    return LowerBound(gap_s, f"gap LP, proven {order}")

@@ -10,7 +10,8 @@ import numpy as np
 
 from remat.graph import Graph
 from remat.planners.board import Board, expand
-from remat.planners.highs import LinearModel, solve
+from remat.planners.highs import solve
+from remat.planners.linear_model import ModelBuilder
 from remat.planners.peak_greedy import drop_greedily
 from remat.planners.problem import Problem
 from remat.planners.registry import register
@@ -51,7 +52,7 @@ def milp(graph: Graph, budget_bytes: int, *, time_limit_s: float | None = None) 
 def solve_stages(problem: Problem, budget_bytes: int, deadline_s: float) -> tuple[int, ...] | None:
     """The optimum of the stage MILP as a schedule; None where there is none, or the time ends first."""
     model = _Stages(problem, budget_bytes)
-    if not model.cost:
+    if not model.again and not model.kept:
         return problem.graph.plain_schedule if problem.plain.peak_bytes <= budget_bytes else None
     for _ in range(_ROUNDS):
         left_s = deadline_s - time.monotonic()
@@ -72,15 +73,7 @@ class _Stages:
     problem: Problem
     budget_bytes: int
     board: Board = field(init=False)
-    cost: list[float] = field(default_factory=list)
-    low: list[float] = field(default_factory=list)
-    high: list[float] = field(default_factory=list)
-    is_integer: list[int] = field(default_factory=list)
-    row_low: list[float] = field(default_factory=list)
-    row_high: list[float] = field(default_factory=list)
-    rows: list[int] = field(default_factory=list)
-    columns: list[int] = field(default_factory=list)
-    values: list[float] = field(default_factory=list)
+    builder: ModelBuilder = field(default_factory=ModelBuilder)
     again: dict[tuple[int, int], int] = field(default_factory=dict)
     kept: dict[tuple[int, int], int] = field(default_factory=dict)
     known_rows: set[tuple[int, int]] = field(default_factory=set)
@@ -100,30 +93,14 @@ class _Stages:
         for s in problem.storages:
             final = problem.count if board.forever[s] else min(last[s], problem.count)
             for stage in range(problem.made_by[s] + 1, final + 1):
-                self.kept[stage, s] = self._variable(0.0, 1)
+                self.kept[stage, s] = self.builder.add_column(is_integer=True)
         for op, made in enumerate(board.makes):
             if board.repeatable[op]:
                 final = max(problem.count if board.forever[s] else last[s] for s in made)
                 for stage in range(op + 1, min(final, problem.count) + 1):
-                    self.again[stage, op] = self._variable(board.repeat_time_s[op] / self.time_unit, 1)
-
-    def _variable(self, cost: float, is_integer: int) -> int:
-        self.cost.append(cost)
-        self.low.append(0.0)
-        self.high.append(1.0)
-        self.is_integer.append(is_integer)
-        return len(self.cost) - 1
-
-    def _row(self, entries: list[tuple[int, float]], low: float, high: float) -> None:
-        merged: dict[int, float] = {}
-        for column, value in entries:
-            merged[column] = merged.get(column, 0.0) + value
-        for column, value in merged.items():
-            self.rows.append(len(self.row_low))
-            self.columns.append(column)
-            self.values.append(value)
-        self.row_low.append(low)
-        self.row_high.append(high)
+                    self.again[stage, op] = self.builder.add_column(
+                        board.repeat_time_s[op] / self.time_unit, is_integer=True
+                    )
 
     def _there(self, stage: int, s: int) -> list[tuple[int, float]]:
         """What makes a storage present in a stage."""
@@ -133,20 +110,20 @@ class _Stages:
     def _add_stage(self, stage: int) -> None:
         problem, board = self.problem, self.board
         for s in board.reads[stage] if stage < problem.count else ():
-            self._row(self._there(stage, s), 1.0, np.inf)
+            self.builder.add_row(self._there(stage, s), 1.0, np.inf)
         for s in problem.storages:
             made = problem.made_by[s]
             if stage == problem.count and board.forever[s]:
-                self._row(self._there(stage, s), 1.0, np.inf)
+                self.builder.add_row(self._there(stage, s), 1.0, np.inf)
             later = self.kept.get((stage + 1, s))
             if later is not None and made < stage:
-                self._row([(later, 1.0), *((c, -1.0) for c, _ in self._there(stage, s))], -np.inf, 0.0)
+                self.builder.add_row([(later, 1.0), *((c, -1.0) for c, _ in self._there(stage, s))], -np.inf, 0.0)
         for op in range(min(stage, problem.count)):
             column = self.again.get((stage, op))
             if column is None:
                 continue
             for s in board.reads[op]:
-                self._row([(column, 1.0), *((c, -1.0) for c, _ in self._there(stage, s))], -np.inf, 0.0)
+                self.builder.add_row([(column, 1.0), *((c, -1.0) for c, _ in self._there(stage, s))], -np.inf, 0.0)
         if stage < problem.count:
             touched = {*board.reads[stage], *board.makes[stage]}
             held = [
@@ -154,27 +131,14 @@ class _Stages:
                 for s in problem.storages
                 if s not in touched and problem.made_by[s] < stage and (stage + 1, s) in self.kept
             ]
-            self._row(held, -np.inf, (self.room - self._own_bytes(stage)) / self.unit)
+            self.builder.add_row(held, -np.inf, (self.room - self._own_bytes(stage)) / self.unit)
 
     def _own_bytes(self, op: int) -> int:
         own = {*self.board.reads[op], *self.board.makes[op]}
         return sum(self.problem.size[s] for s in own) + self.problem.graph.ops[op].workspace_bytes
 
     def solve(self, time_limit_s: float) -> list[bool] | None:
-        solution = solve(
-            LinearModel(
-                cost=np.array(self.cost),
-                low=np.array(self.low),
-                high=np.array(self.high),
-                row_low=np.array(self.row_low),
-                row_high=np.array(self.row_high),
-                rows=np.array(self.rows, dtype=np.int64),
-                columns=np.array(self.columns, dtype=np.int64),
-                values=np.array(self.values, dtype=np.float64),
-                is_integer=np.array(self.is_integer, dtype=np.int64),
-            ),
-            time_limit_s=time_limit_s,
-        )
+        solution = solve(self.builder.build(), time_limit_s=time_limit_s)
         return None if solution is None or not solution.optimal else [value > 0.5 for value in solution.values]
 
     def order(self, values: list[bool]) -> list[int]:
@@ -246,17 +210,17 @@ class _Stages:
             readers = [r for r in problem.consumers[s] if op < r <= stage]
             wanted += [self.again.get((stage, r)) for r in readers if r < stage]
             always = stage in readers or (stage == problem.count and board.forever[s])
-            live = self._variable(0.0, 0)
+            live = self.builder.add_column()
             for first in (column for column in there if column is not None):
                 # A later run of the maker may replace it; then it need not live on.
                 later = self.again.get((stage, made)) if made > op else None
                 replaced = [(later, 1.0)] if later is not None else []
                 if always:
-                    self._row([(live, 1.0), (first, -1.0), *replaced], 0.0, np.inf)
+                    self.builder.add_row([(live, 1.0), (first, -1.0), *replaced], 0.0, np.inf)
                 for second in (column for column in wanted if column is not None):
-                    self._row([(live, 1.0), (first, -1.0), (second, -1.0), *replaced], -1.0, np.inf)
+                    self.builder.add_row([(live, 1.0), (first, -1.0), (second, -1.0), *replaced], -1.0, np.inf)
             entries.append((live, problem.size[s] / self.unit))
             largest += problem.size[s]
         most = self.room - self._own_bytes(op)
         slack = max(0, largest - most) / self.unit
-        self._row([*entries, (running, slack)], -np.inf, most / self.unit + slack)
+        self.builder.add_row([*entries, (running, slack)], -np.inf, most / self.unit + slack)

@@ -236,13 +236,17 @@ class Problem:
         return np.cumsum(change)[: self.count]
 
     @cached_property
-    def largest_step_bytes(self) -> int:
-        """Bytes that no schedule can go below: the pinned ones and the largest op's inputs, outputs and workspace."""
-        own = [
+    def own_bytes(self) -> list[int]:
+        """For each op, bytes of its first run alone, beside the pinned ones: what it reads and makes, workspace."""
+        return [
             sum(self.size[s] for s in {*self.storages_read[i], *self.storages_made[i]}) + op.workspace_bytes - saved
             for i, (op, saved) in enumerate(zip(self.graph.ops, self.most_taken_over, strict=True))
         ]
-        return self.graph.pinned_bytes + max(own, default=0)
+
+    @cached_property
+    def largest_step_bytes(self) -> int:
+        """Bytes that no schedule can go below: the pinned ones and those of the op that needs most."""
+        return self.graph.pinned_bytes + max(self.own_bytes, default=0)
 
     @cached_property
     def most_taken_over(self) -> list[int]:

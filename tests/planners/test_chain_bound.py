@@ -1,0 +1,107 @@
+"""The chain LP's bound against searches over all schedules, and how near it comes where the optimum is known."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from brute_force import least_time_s
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from remat import Graph, Op, Tensor, simulate
+from remat.planners import overhead_lower_bound
+from remat.planners.chain_bound import WindowModel, chain_lower_bound_s
+from remat.planners.gap_model import build_gap_model, solve_gap_model
+from remat.planners.highs import row_multipliers
+from remat.planners.linear_model import LinearModel, proven_minimum
+from remat.planners.problem import Problem
+from remat.testing import exhaustive, graphs, layered, random_graph
+
+
+@settings(max_examples=60, deadline=None)
+@given(graph=graphs(min_ops=3, max_ops=5, max_size_bytes=6, free_order=False), share=st.floats(0.3, 1.0))
+def test_never_above_brute_force_with_views_and_overwritten_inputs(graph: Graph, share: float) -> None:
+    budget_bytes = int(share * simulate(graph, graph.plain_schedule).peak_bytes)
+    least = least_time_s(graph, budget_bytes, extra_runs=3)
+    if least is not None:
+        assert chain_lower_bound_s(Problem.of(graph), budget_bytes) <= least - graph.time_s + 1e-9
+
+
+def test_never_above_exhaustive_search_and_often_equal() -> None:
+    proven = exact = better = 0
+    rng = random.Random(0)
+    while proven < 60:
+        drawn = random_graph(rng, rng.randint(5, 9), free_order=False, max_size_bytes=16)
+        ops = tuple(Op(**{**vars(op), "in_place": ()}) for op in drawn.ops)
+        graph = Graph(ops, tuple(Tensor(t.size_bytes) for t in drawn.tensors), drawn.inputs, drawn.outputs, False)
+        problem = Problem.of(graph)
+        budget_bytes = rng.randint(problem.largest_step_bytes, problem.plain.peak_bytes)
+        found = None if problem.plain.peak_bytes <= budget_bytes else exhaustive(graph, budget_bytes)
+        if found is None or simulate(graph, found).time_s <= graph.time_s:
+            continue
+        extra_s = simulate(graph, found).time_s - graph.time_s
+        bound_s = chain_lower_bound_s(problem, budget_bytes)
+        gap = solve_gap_model(build_gap_model(problem, budget_bytes), time_limit_s=10)
+        assert bound_s <= extra_s + 1e-9
+        proven += 1
+        exact += bound_s >= 0.999 * extra_s
+        better += gap is not None and bound_s > 1.01 * gap.bound_s
+    assert exact >= 3
+    assert better >= 10
+
+
+def beside_a_wide_op(*, may_repeat_y: bool) -> Graph:
+    """``z`` is made from ``y``, ``y`` from ``x``; then comes a wide op, then a reader of ``x`` and ``z``."""
+    tensors = tuple(Tensor(size) for size in (0, 10, 10, 10, 30, 0))
+    ops = (
+        Op("x", inputs=(0,), outputs=(1,), time_s=9.0),
+        Op("y", inputs=(1,), outputs=(2,), time_s=2.0, recomputable=may_repeat_y),
+        Op("z", inputs=(2,), outputs=(3,), time_s=1.0),
+        Op("wide", inputs=(0,), outputs=(4,)),
+        Op("use", inputs=(1, 3), outputs=(5,)),
+    )
+    return Graph(ops, tensors, (0,), (), free_order=False)
+
+
+def test_what_a_recomputation_reads_is_made_again_too() -> None:
+    """There is room for one of them. Kept is ``x``, from which the others come again; else ``z``, and ``x`` again."""
+    graph = beside_a_wide_op(may_repeat_y=True)
+    gap = solve_gap_model(build_gap_model(Problem.of(graph), 40), time_limit_s=10)
+    assert gap is not None
+    assert gap.bound_s == pytest.approx(1.0)
+    found = overhead_lower_bound(graph, 40)
+    assert found.time_s == pytest.approx(3.0)
+    assert found.meaning == "chain LP, proven for every legal schedule"
+    assert chain_lower_bound_s(Problem.of(beside_a_wide_op(may_repeat_y=False)), 40) == pytest.approx(9.0)
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+def test_more_samples_never_lose_what_fewer_proved(seed: int) -> None:
+    problem = Problem.of(layered(50, seed, free_order=False))
+    found = []
+    for samples in (1, 2, 4, 8):
+        model = WindowModel(problem, int(0.7 * problem.plain.peak_bytes), samples)
+        multipliers = row_multipliers(model.linear, time_limit_s=10)
+        assert multipliers is not None
+        found.append(proven_minimum(model.linear, multipliers) * model.time_unit_s)
+    assert found[-1] > 1.05 * found[0]
+    assert found[-1] >= max(found) - 1e-3
+
+
+def test_any_multipliers_prove_something_true() -> None:
+    """Minimise x + 2 y with x + y >= 1.5: the optimum 2 is reached at x = 1, y = 0.5."""
+    model = LinearModel(
+        cost=np.array([1.0, 2.0]),
+        low=np.zeros(2),
+        high=np.ones(2),
+        row_low=np.array([1.5]),
+        row_high=np.array([np.inf]),
+        rows=np.array([0, 0]),
+        columns=np.array([0, 1]),
+        values=np.array([1.0, 1.0]),
+    )
+    assert proven_minimum(model, np.array([2.0])) == pytest.approx(2.0)
+    for multiplier in np.linspace(-3, 6, 37):
+        assert proven_minimum(model, np.array([multiplier])) <= 2.0
