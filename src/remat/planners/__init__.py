@@ -14,6 +14,7 @@ from remat.planners import (
     simulated_annealing,
     sqrt_n,
     store_all,
+    window_milp,
 )
 from remat.planners.lower_bound import LowerBound, overhead_lower_bound
 from remat.planners.registry import Planner, get_planner, planner_names, register
@@ -36,4 +37,5 @@ __all__ = [
     "simulated_annealing",
     "sqrt_n",
     "store_all",
+    "window_milp",
 ]

@@ -20,10 +20,14 @@ class Solution:
     optimal: bool
 
 
-def solve(model: LinearModel, *, time_limit_s: float, gap: float = 0.0) -> Solution | None:
-    """The solution that HiGHS finds within the time limit, or None if it finds none. One thread, fixed seed."""
+def solve(
+    model: LinearModel, *, time_limit_s: float, gap: float = 0.0, most_nodes: int | None = None
+) -> Solution | None:
+    """The solution that HiGHS finds within the limits, or None if it finds none. One thread, fixed seed."""
     solver = _solver(model, time_limit_s)
     solver.setOptionValue("mip_rel_gap", gap)
+    if most_nodes is not None:
+        solver.setOptionValue("mip_max_nodes", most_nodes)
     solver.run()
     solution = solver.getSolution()
     if not solution.value_valid or solver.getInfo().primal_solution_status != 2:

@@ -11,6 +11,7 @@ from typing import Final
 
 from remat.planners.condense import Condensed
 from remat.planners.improve import undrop, without_idle_runs
+from remat.planners.orders import in_order
 from remat.planners.problem import BoolArray, Problem
 from remat.planners.rematerialize import TooManyRuns, rematerialize
 from remat.planners.squeeze import squeeze
@@ -36,14 +37,16 @@ class Search:
         problem: the graph.
         budget_bytes: what a schedule must fit.
         deadline_s: ``time.monotonic()`` after which nothing new is started; None for none.
-        whole: the search over the whole step, where this one is over its reduced form: what is offered here must fit
+        whole: the search over the whole step, where this one is over another form of it: what is offered here must fit
             there, and where it does not, this budget sinks by what it missed.
+        translate: makes a schedule of the whole step from one of this form.
     """
 
     problem: Problem
     budget_bytes: int
     deadline_s: float | None = None
     whole: Search | None = None
+    translate: Callable[[Sequence[int]], tuple[int, ...]] = tuple
     best: tuple[int, ...] | None = None
     best_time_s: float = field(default=float("inf"))
 
@@ -54,7 +57,16 @@ class Search:
 
     def reduced(self) -> Search:
         """A search over the reduced step, which offers what it finds to this one."""
-        return Search(Condensed.of(self.problem).problem, self.budget_bytes, self.deadline_s, self)
+        condensed = Condensed.of(self.problem)
+        return Search(condensed.problem, self.budget_bytes, self.deadline_s, self, condensed.expand)
+
+    def reordered(self, order: Sequence[int]) -> Search:
+        """A search over schedules whose first runs stand in another order than the program's."""
+
+        def translate(schedule: Sequence[int]) -> tuple[int, ...]:
+            return tuple(order[op] for op in schedule)
+
+        return Search(in_order(self.problem, order), self.budget_bytes, self.deadline_s, self, translate)
 
     def offer(self, schedule: Sequence[int]) -> int:
         """Judge a schedule; it becomes the best if it fits and costs less. Returns its peak in bytes."""
@@ -63,8 +75,7 @@ class Search:
         if peak_bytes > self.budget_bytes or timeline.time_s >= self.best_time_s:
             return peak_bytes
         if self.whole is not None:
-            condensed = Condensed.of(self.whole.problem)
-            excess_bytes = self.whole.offer(condensed.expand(schedule)) - self.whole.budget_bytes
+            excess_bytes = self.whole.offer(self.translate(schedule)) - self.whole.budget_bytes
             if excess_bytes > 0:
                 peak_bytes = self.budget_bytes + excess_bytes
                 if excess_bytes <= _MOST_MISSED * self.budget_bytes:

@@ -9,6 +9,7 @@ from typing import Final
 from remat.graph import Graph
 from remat.planners.board import Board, expand
 from remat.planners.gap_model import build_gap_model, solve_gap_model
+from remat.planners.orders import low_peak_order
 from remat.planners.problem import Problem
 from remat.planners.registry import register
 from remat.planners.search import Search, smallest_peak_schedules
@@ -16,10 +17,11 @@ from remat.planners.walk import Walk
 
 _ROUNDS: Final = ((5.0, 0.5), (0.0, 0.4), (1.5, 0.5), (5.0, 0.5), (0.0, 0.5), (0.0, 1.0))
 """How hot each round begins, in runs of an op of middling length (0: from the best schedule known), and its share of
-the time left."""
+the steps and of the time left."""
 
-_STEPS_PER_OP: Final = 300
-_FIXED_STEPS_PER_RUN: Final = 15
+_STEPS_PER_OP: Final = 800
+_MOST_STEPS: Final = 400_000
+_FIXED_STEPS_PER_RUN: Final = 12
 _COLD: Final = 1e-5
 _COLDEST: Final = 1e-6
 _WARM: Final = 2e-4
@@ -27,7 +29,6 @@ _SMALL_GAP: Final = 2e-3
 _TIGHTENINGS: Final = 3
 _MOST_IDLE_ROUNDS: Final = 3
 _FEWEST_STEPS: Final = 2000
-_LIMIT_S: Final = 60.0
 
 
 @register("simulated_annealing")
@@ -36,10 +37,11 @@ def simulated_annealing(graph: Graph, budget_bytes: int, *, time_limit_s: float 
 
     Imanishi et al. 2023, "A fast heuristic to optimize time-space tradeoff for large models" (FastSA, NeurIPS 2023),
     anneal too; the state and the edits here are others, see :class:`remat.planners.walk.Walk`. No guarantee.
-    Deterministic as long as the steps end before the time does. Complexity: a few hundred edits per op, each of O(1)
-    range additions in numpy.
+    Without a time limit it is deterministic. Complexity: up to 800 edits per op and 400,000 in all, each of O(1) range
+    additions in numpy.
     """
-    search = Search(Problem.of(graph), budget_bytes, time.monotonic() + (time_limit_s or _LIMIT_S))
+    deadline_s = None if time_limit_s is None else time.monotonic() + time_limit_s
+    search = Search(Problem.of(graph), budget_bytes, deadline_s)
     search.offer(graph.plain_schedule)
     if search.best is None and budget_bytes >= search.problem.largest_step_bytes:
         anneal(search)
@@ -47,7 +49,7 @@ def simulated_annealing(graph: Graph, budget_bytes: int, *, time_limit_s: float 
 
 
 def anneal(search: Search) -> None:
-    """Offer what annealing finds, from the plain schedule where the order is free, then from the best one known."""
+    """Offer what annealing finds, from an order with a low peak where it is free, then from the best one known."""
     problem = search.problem
     board = Board(problem, whole=problem.graph.free_order)
     count = problem.count
@@ -60,7 +62,7 @@ def anneal(search: Search) -> None:
         _cool(search, board, 1, _WARM, _COLDEST, steps, search.deadline_s)
         return
     gap = search.best_time_s - problem.graph.time_s - _bound_s(search)
-    steps = max(_FEWEST_STEPS, count * min(_STEPS_PER_OP, 10 * count))
+    left = min(_MOST_STEPS, max(_FEWEST_STEPS, count * min(_STEPS_PER_OP, 10 * count)))
     idle = 0
     for seed, (heat, share) in enumerate(_ROUNDS):
         fresh = heat > 0
@@ -71,8 +73,10 @@ def anneal(search: Search) -> None:
             return
         if fresh and gap <= _SMALL_GAP * problem.graph.time_s:
             continue
+        steps = int(share * left)
+        left -= steps
         hot, cold = (_hot(board, heat), _COLD) if fresh else (_WARM, _COLDEST)
-        _cool(search, board, seed, hot, cold, steps if fresh else steps // 2, _part(search, share), fresh=fresh)
+        _cool(search, board, seed, hot, cold, steps, _part(search, share), fresh=fresh)
         idle = 0 if search.best_time_s < before_s else idle + 1
 
 
@@ -87,8 +91,7 @@ def _cool(
     *,
     fresh: bool = False,
 ) -> None:
-    graph = search.problem.graph
-    start = graph.plain_schedule if fresh or search.best is None else search.best
+    start = low_peak_order(search.problem) if fresh or search.best is None else search.best
     budget_bytes = search.budget_bytes
     for _ in range(_TIGHTENINGS):
         walk = Walk(board, start, budget_bytes, seed)
