@@ -111,6 +111,41 @@ def fan(branches: int, depth: int, *, free_order: bool = True) -> Graph:
     return Graph(tuple(ops), tuple(Tensor(1, f"t{i}") for i in range(len(ops))), (), (), free_order)
 
 
+def residual_blocks(blocks: int, width: int = 3, *, draws: bool = False) -> Graph:
+    """A training step of equal blocks with a sum around each, in a fixed order: a graph that repeats itself.
+
+    Args:
+        blocks: number of blocks.
+        width: ops of each, beside the sum.
+        draws: whether every second block draws a mask, which may run once only.
+    """
+    tensors, ops = [Tensor(0, "batch"), Tensor(10, "stem")], [Op("stem", "Conv", (0,), (1,), 1.0)]
+    tape: list[list[int]] = []
+
+    def add(kind: str, inputs: tuple[int, ...], *, size: int = 10, recomputable: bool = True) -> int:
+        tensors.append(Tensor(size))
+        ops.append(Op(f"{kind}{len(ops)}", kind, inputs, (len(tensors) - 1,), 1.0, recomputable))
+        return len(tensors) - 1
+
+    x = 1
+    for block in range(blocks):
+        inner = [x]
+        for _ in range(width):
+            inner.append(add("Conv", (inner[-1],), size=20))
+        if draws and block % 2:
+            mask = add("Draw", (inner[-1],), recomputable=False)
+            inner.append(add("Mul", (inner[-1], mask), size=20))
+        tape.append(inner)
+        x = add("Add", (x, inner[-1]))
+    gradient = add("Loss", (x,))
+    for inner in reversed(tape):
+        inside = gradient
+        for value in reversed(inner[:-1]):
+            inside = add("ConvGrad", (inside, value), size=20)
+        gradient = add("Sum", (gradient, inside))
+    return Graph(tuple(ops), tuple(tensors), (0,), (gradient,), free_order=False)
+
+
 def _layer_sizes(rng: random.Random, n_ops: int, count: int) -> list[int]:
     """Random sizes around the mean that add up to ``n_ops``."""
     mean = n_ops / count

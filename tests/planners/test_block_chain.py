@@ -15,41 +15,12 @@ from remat.planners.board import Board
 from remat.planners.condense import Condensed
 from remat.planners.problem import Problem
 from remat.planners.rematerialize import rematerialize
-from remat.testing import chain, random_graph
-
-
-def residual_step(blocks: int, width: int = 3, *, draws: bool = False) -> Graph:
-    """Blocks of ``width`` ops with a sum around them, then the backward ops in reverse; some blocks draw a mask."""
-    tensors, ops = [Tensor(0, "batch"), Tensor(10, "stem")], [Op("stem", "Conv", (0,), (1,), 1.0)]
-    tape: list[tuple[str, list[int]]] = []
-
-    def add(kind: str, inputs: tuple[int, ...], *, size: int = 10, recomputable: bool = True) -> int:
-        tensors.append(Tensor(size))
-        ops.append(Op(f"{kind}{len(ops)}", kind, inputs, (len(tensors) - 1,), 1.0, recomputable))
-        return len(tensors) - 1
-
-    x = 1
-    for block in range(blocks):
-        inner = [x]
-        for _ in range(width):
-            inner.append(add("Conv", (inner[-1],), size=20))
-        if draws and block % 2:
-            mask = add("Draw", (inner[-1],), recomputable=False)
-            inner.append(add("Mul", (inner[-1], mask), size=20))
-        tape.append(("block", inner))
-        x = add("Add", (x, inner[-1]))
-    gradient = add("Loss", (x,))
-    for _, inner in reversed(tape):
-        inside = gradient
-        for value in reversed(inner[:-1]):
-            inside = add("ConvGrad", (inside, value), size=20)
-        gradient = add("Sum", (gradient, inside))
-    return Graph(tuple(ops), tuple(tensors), (0,), (gradient,), free_order=False)
+from remat.testing import chain, random_graph, residual_blocks
 
 
 @pytest.mark.parametrize("draws", [False, True])
 def test_blocks_take_every_op_once_and_repeat_their_structure(draws: bool) -> None:
-    graph = residual_step(12, draws=draws)
+    graph = residual_blocks(12, draws=draws)
     blocks = find_blocks(Board(Problem.of(graph), whole=False))
     assert len(blocks) >= 10
     assert len({block.structure for block in blocks}) <= (6 if draws else 4)
@@ -59,7 +30,7 @@ def test_blocks_take_every_op_once_and_repeat_their_structure(draws: bool) -> No
 
 
 def test_options_are_what_the_simulator_says() -> None:
-    graph = residual_step(6)
+    graph = residual_blocks(6)
     for block in find_blocks(Board(Problem.of(graph), whole=False)):
         menu = block_menu(block.graph, block.turn)
         for option in menu:
@@ -84,7 +55,7 @@ def test_what_is_stored_is_what_the_backward_part_takes_from_before() -> None:
 @pytest.mark.parametrize("draws", [False, True])
 @pytest.mark.parametrize("share", [0.5, 0.3])
 def test_a_chain_of_blocks_is_planned_within_its_budget(share: float, draws: bool) -> None:
-    graph = residual_step(30, draws=draws)
+    graph = residual_blocks(30, draws=draws)
     budget_bytes = int(share * simulate(graph, graph.plain_schedule).peak_bytes)
     schedule = get_planner("block_chain")(graph, budget_bytes)
     assert validate(graph, schedule) <= budget_bytes
@@ -93,7 +64,7 @@ def test_a_chain_of_blocks_is_planned_within_its_budget(share: float, draws: boo
 
 def test_the_model_counts_its_own_schedule_right() -> None:
     """Where nothing is left to repair, the cost of the dynamic programme is that of the schedule."""
-    graph = residual_step(16)
+    graph = residual_blocks(16)
     chained = BlockChain.of(Condensed.of(Problem.of(graph)).problem)
     plain_bytes = simulate(graph, graph.plain_schedule).peak_bytes
     for share in (0.6, 0.4):

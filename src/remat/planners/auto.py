@@ -23,7 +23,14 @@ from remat.planners.window_milp import round_window_milp
 Strategy = Callable[[Search], None]
 """A method that offers schedules to a search, each after its own improvement pass, until the search has expired."""
 
-CHAIN_STRATEGIES: Final[tuple[Strategy, ...]] = (round_window_milp, nest_blocks, drop_greedily, evict, anneal)
+CHAIN_STRATEGIES: Final[tuple[Strategy, ...]] = (
+    round_window_milp,
+    nest_blocks,
+    drop_greedily,
+    evict,
+    anneal,
+    plan_windows_again,
+)
 """For a training step that falls into blocks, in the order of what they bring per second, since the time may end."""
 
 STRATEGIES: Final[tuple[Strategy, ...]] = (
@@ -42,6 +49,10 @@ STRATEGIES_IN_ORDER: Final[tuple[Strategy, ...]] = (round_gap_lp, drop_greedily,
 # The rest is for the lower bound and the replays.
 _SHARE_FOR_SEARCH: Final = 0.8
 _NEAR_ENOUGH: Final = 1.01
+# Far beyond what the fixed work takes on the graphs of the suite.
+_SAFETY_S: Final = 20.0
+_SAFETY_S_PER_OP: Final = 2e-3
+_SAFETY_S_PER_FREE_OP: Final = 0.2
 
 
 @register("auto")
@@ -56,10 +67,13 @@ def auto(graph: Graph, budget_bytes: int, *, time_limit_s: float | None = None) 
         graph: the training step.
         budget_bytes: peak bytes of the step.
         time_limit_s: wall seconds, after which no strategy is started and those at work return what they have. None:
-            each does a fixed amount of work, so that the result is the same however fast or busy the machine is.
+            each does a fixed amount of work, so that the result is the same however fast or busy the machine is; only
+            for graphs unlike any training step a clock ends it, after 20 s and 2 ms per op, or 0.2 s per op where the
+            order is free.
     """
-    deadline_s = None if time_limit_s is None else time.monotonic() + _SHARE_FOR_SEARCH * time_limit_s
-    search = Search(Problem.of(graph), budget_bytes, deadline_s)
+    if time_limit_s is None:
+        time_limit_s = _SAFETY_S + (_SAFETY_S_PER_FREE_OP if graph.free_order else _SAFETY_S_PER_OP) * len(graph.ops)
+    search = Search(Problem.of(graph), budget_bytes, time.monotonic() + _SHARE_FOR_SEARCH * time_limit_s)
     search.offer(graph.plain_schedule)
     if search.best is None and budget_bytes >= search.problem.largest_step_bytes:
         if graph.free_order and not search.problem.order_is_tied:

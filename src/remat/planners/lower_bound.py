@@ -41,10 +41,10 @@ def overhead_lower_bound(
     Args:
         graph: the training step.
         budget_bytes: peak bytes of the step.
-        time_limit_s: seconds for both, 10 if None; when they run out the bound is what is proved by then, 0 at first.
+        time_limit_s: seconds for both, 60 if None; when they run out the bound is what is proved by then, 0 at first.
         reached_s: extra seconds of a schedule; a bound near it is not made better.
     """
-    deadline_s = time.monotonic() + (10.0 if time_limit_s is None else time_limit_s)
+    deadline_s = time.monotonic() + (60.0 if time_limit_s is None else time_limit_s)
     problem = Problem.of(graph)
     order = (
         "for schedules that keep first runs in program order; this graph allows others, which may cost less"

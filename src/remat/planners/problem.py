@@ -179,6 +179,21 @@ class Problem:
         return found
 
     @cached_property
+    def last_demand(self) -> dict[int, int]:
+        """For each storage, the last op at which its bytes can be asked for, recomputations included."""
+        last: dict[int, int] = {}
+        ops = self.graph.ops
+        for s in reversed(self.storages):
+            step = self.uses[s][-1]
+            for op in self.consumers[s]:
+                if self.views_elsewhere[op]:
+                    step = self.count
+                elif ops[op].recomputable:
+                    step = max([step, *(last[made] for made in self.storages_made[op])])
+            last[s] = step
+        return last
+
+    @cached_property
     def first_gap(self) -> dict[int, int]:
         """For each storage, the number of its first gap; gap ``first_gap[s] + k`` follows use k of s."""
         first, number = {}, 0

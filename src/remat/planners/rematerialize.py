@@ -108,7 +108,7 @@ class _Replay:
         self.next_use = np.full(len(self.owner), _NEVER)
         self.estimate = np.array([problem.op_time_s[problem.made_by[s]] for s in self.owner], dtype=np.float64)
         self.evictable = np.zeros(len(self.owner), dtype=np.bool_)
-        self.last_demand = last_demand(problem)
+        self.last_demand = problem.last_demand
         self.last_use = {s: uses[-1] for s, uses in problem.uses.items()}
         self.expiring: dict[int, list[int]] = {}
         for s, step in self.last_demand.items():
@@ -341,18 +341,3 @@ class _Replay:
             blocked = self.locks[s] or self.stubborn[s] or self.problem.small[s]
             self.evictable[slot] = self.live[s] and not blocked
             self.next_use[slot] = self._next(s)
-
-
-def last_demand(problem: Problem) -> dict[int, int]:
-    """For each storage, the last op at which its bytes can be asked for, recomputations included."""
-    last: dict[int, int] = {}
-    ops = problem.graph.ops
-    for s in reversed(problem.storages):
-        step = problem.uses[s][-1]
-        for op in problem.consumers[s]:
-            if problem.views_elsewhere[op]:
-                step = problem.count
-            elif ops[op].recomputable:
-                step = max([step, *(last[made] for made in problem.storages_made[op])])
-        last[s] = step
-    return last

@@ -21,6 +21,7 @@ _MOST_RUNS_PER_OP: Final = 4
 _BISECTIONS: Final = 8
 _MARGIN: Final = 1.05
 _MOST_TRIES: Final = 1000
+_LONG: Final = 2
 _OFFERS: Final = 3
 _MOST_OPS_NESTED: Final = 6000
 _MOST_OPS_TWICE: Final = 6000
@@ -88,8 +89,10 @@ class Search:
         """Judge a schedule without the runs that the budget can spare. Returns its own peak in bytes."""
         bare = without_idle_runs(self.problem, schedule)
         peak_bytes = simulate(self.problem.graph, bare).peak_bytes
+        # Of a very long schedule only the runs that are worth most are looked at.
+        most_tries = _MOST_TRIES if len(bare) > _LONG * self.problem.count else None
         for _ in range(_OFFERS):
-            better = undrop(self.problem, bare, self.budget_bytes, deadline_s=self.deadline_s)
+            better = undrop(self.problem, bare, self.budget_bytes, deadline_s=self.deadline_s, most_tries=most_tries)
             if self.offer(better) <= self.budget_bytes:
                 break
         return peak_bytes

@@ -22,6 +22,7 @@ the steps and of the time left."""
 _STEPS_PER_OP: Final = 800
 _MOST_STEPS: Final = 400_000
 _FIXED_STEPS_PER_RUN: Final = 12
+_MOST_FIXED_STEPS: Final = 24_000
 _COLD: Final = 1e-5
 _COLDEST: Final = 1e-6
 _WARM: Final = 2e-4
@@ -56,7 +57,10 @@ def anneal(search: Search) -> None:
     if not count or (not any(board.repeatable) and not board.whole):
         return
     if not board.whole:
-        steps = _FIXED_STEPS_PER_RUN * sum(board.counts)
+        steps = min(_MOST_FIXED_STEPS, _FIXED_STEPS_PER_RUN * sum(board.counts))
+        if search.best is not None:
+            # The longer the schedule, the longer each edit takes.
+            steps = steps * count // len(search.best)
         if search.best is None:
             _cool(search, board, 0, _hot(board, 5.0), _COLD, 4 * steps, _part(search, 0.7), fresh=True)
         _cool(search, board, 1, _WARM, _COLDEST, steps, search.deadline_s)

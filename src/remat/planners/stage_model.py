@@ -12,7 +12,6 @@ from remat.planners.board import Board
 from remat.planners.highs import solve
 from remat.planners.linear_model import ModelBuilder
 from remat.planners.problem import Problem
-from remat.planners.rematerialize import last_demand
 
 _LEVELS: Final = 2
 
@@ -61,7 +60,7 @@ class StageModel:
 
     def _add_variables(self) -> None:
         problem, board, part = self.problem, self.board, self.part
-        last = last_demand(problem)
+        last = problem.last_demand
         final = {s: problem.count if board.forever[s] else min(last[s], problem.count) for s in problem.storages}
         for s in self._followed:
             first = problem.made_by[s] + 1
