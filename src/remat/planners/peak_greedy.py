@@ -42,7 +42,7 @@ def drop_greedily(search: Search) -> None:
 
 def drop_unhurried(search: Search) -> None:
     """Offer the greedy's first schedule that fits, however late it is, to a search that has none yet."""
-    if search.best is not None:
+    if (search.whole or search).best is not None:
         return
     unhurried = dataclasses.replace(search, deadline_s=None)
     pinned = search.problem.graph.pinned_bytes
