@@ -1,6 +1,6 @@
 """Measures one step under ``recompute`` in a process of its own, and prints what happened as JSON.
 
-python recompute_worker.py chain|segments|blocks eager|graph|xla|split plain|recompute|recompute_grad
+python recompute_worker.py chain|segments|blocks eager|graph|xla|split|session plain|recompute|recompute_grad
 """
 
 from __future__ import annotations
@@ -67,6 +67,16 @@ def network(name: str) -> tuple[list[Block], list[tf.Variable], np.ndarray[Any, 
     return [tanhs(length)] * count, [], random.normal(size=elements)
 
 
+def in_a_session(used: list[Block], batch: np.ndarray[Any, Any]) -> Callable[[], list[tf.Tensor]]:
+    with tf.Graph().as_default():
+        h = x = tf.compat.v1.placeholder(tf.float32, batch.shape)
+        for block in used:
+            h = block(h)
+        gradients = tf.gradients(tf.reduce_sum(h * h), x)
+        session = tf.compat.v1.Session()
+    return lambda: [tf.convert_to_tensor(g) for g in session.run(gradients, {x: batch})]
+
+
 def main(name: str, mode: str, kind: str) -> dict[str, Any]:
     blocks, variables, batch = network(name)
     used = [WRAPS[kind](block) for block in blocks]
@@ -86,6 +96,8 @@ def main(name: str, mode: str, kind: str) -> dict[str, Any]:
 
     if mode in ("graph", "xla"):
         step = tf.function(step, jit_compile=mode == "xla", autograph=False)
+    if mode == "session":
+        step = in_a_session(used, batch.astype("float32"))
     device = current_device()
     if name != "segments":
         step()

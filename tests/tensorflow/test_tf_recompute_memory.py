@@ -22,7 +22,7 @@ def measured(network: str, mode: str, kind: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "mode", ["graph", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("eager", "split"))]
+    "mode", ["graph", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("eager", "split", "session"))]
 )
 def test_ten_segments_of_ten(mode: str) -> None:
     plain, found = measured("chain", mode, "plain"), measured("chain", mode, "recompute")
