@@ -18,6 +18,15 @@ QUICK = {
     "automatic": {"model": "functional", "budget": "auto"},
 }
 SLOW = {
+    "checkpoints": {"model": "functional", "budget": None, "checkpoints": ["odd_1", "odd_3"], "samples": 300},
+    "no such checkpoint": {"model": "functional", "budget": None, "checkpoints": ["made/up"]},
+    "checkpoints in micro-batches": {
+        "model": "dense",
+        "budget": None,
+        "checkpoints": ["hidden_2", "hidden_5"],
+        "micro_batches": 3,
+        "batch": 1536,
+    },
     "subclassed": {"model": "subclassed", "budget": "80%"},
     "several steps": {"model": "functional", "budget": "80%", "steps_per_execution": 2},
     "too small": {"model": "functional", "budget": 1000},
@@ -74,6 +83,14 @@ def check_training(result):
     assert plan["peak_bytes"] <= plan["budget_bytes"] < plan["baseline_peak_bytes"]
 
 
+def check_recomputed(result, kept, dropped):
+    names = result["plan"]["names"]
+    for layer in kept:
+        assert not [name for name in names if f"({layer})" in name]
+    for layer in dropped:
+        assert f"jvp({layer})/dot_general" in names
+
+
 def check_refusal(result, kind, message):
     assert result.get("error") == kind, result
     assert message in result["message"]
@@ -99,6 +116,25 @@ def test_the_front_end_of_tensorflow_is_not_loaded(quick):
 )
 def test_what_is_refused(quick, name, kind, message):
     check_refusal(quick[name], kind, message)
+
+
+@pytest.mark.slow
+def test_named_layers_are_kept_and_the_rest_is_not(slow):
+    """In a smaller last batch, too."""
+    check_training(slow["checkpoints"])
+    check_recomputed(slow["checkpoints"], kept=["odd_1", "odd_3"], dropped=["even_0", "even_2", "even_4"])
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_the_step_lacks(slow):
+    check_refusal(slow["no such checkpoint"], "UnsupportedStep", "the checkpoint 'made/up' names no value")
+
+
+@pytest.mark.slow
+def test_checkpoints_in_each_micro_batch(slow):
+    check_training(slow["checkpoints in micro-batches"])
+    dropped = ["hidden_0", "hidden_1", "hidden_3", "hidden_4"]
+    check_recomputed(slow["checkpoints in micro-batches"], kept=["hidden_2", "hidden_5"], dropped=dropped)
 
 
 @pytest.mark.slow
