@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -61,9 +62,9 @@ def quick():
     return run(QUICK)
 
 
-@pytest.fixture(scope="module")
-def slow():
-    return run(SLOW)
+@functools.cache
+def slow(name):
+    return run({name: SLOW[name]})[name]
 
 
 @pytest.fixture(scope="module")
@@ -119,51 +120,51 @@ def test_what_is_refused(quick, name, kind, message):
 
 
 @pytest.mark.slow
-def test_named_layers_are_kept_and_the_rest_is_not(slow):
+def test_named_layers_are_kept_and_the_rest_is_not():
     """In a smaller last batch, too."""
-    check_training(slow["checkpoints"])
-    check_recomputed(slow["checkpoints"], kept=["odd_1", "odd_3"], dropped=["even_0", "even_2", "even_4"])
+    check_training(slow("checkpoints"))
+    check_recomputed(slow("checkpoints"), kept=["odd_1", "odd_3"], dropped=["even_0", "even_2", "even_4"])
 
 
 @pytest.mark.slow
-def test_a_checkpoint_that_the_step_lacks(slow):
-    check_refusal(slow["no such checkpoint"], "UnsupportedStep", "the checkpoint 'made/up' names no value")
+def test_a_checkpoint_that_the_step_lacks():
+    check_refusal(slow("no such checkpoint"), "UnsupportedStep", "the checkpoint 'made/up' names no value")
 
 
 @pytest.mark.slow
-def test_checkpoints_in_each_micro_batch(slow):
-    check_training(slow["checkpoints in micro-batches"])
+def test_checkpoints_in_each_micro_batch():
+    check_training(slow("checkpoints in micro-batches"))
     dropped = ["hidden_0", "hidden_1", "hidden_3", "hidden_4"]
-    check_recomputed(slow["checkpoints in micro-batches"], kept=["hidden_2", "hidden_5"], dropped=dropped)
+    check_recomputed(slow("checkpoints in micro-batches"), kept=["hidden_2", "hidden_5"], dropped=dropped)
 
 
 @pytest.mark.slow
-def test_an_own_train_step_is_kept(slow):
-    check_training(slow["subclassed"])
-    limited = slow["subclassed"]["limited"]
+def test_an_own_train_step_is_kept():
+    check_training(slow("subclassed"))
+    limited = slow("subclassed")["limited"]
     assert limited["doubled"] == pytest.approx([2 * loss for loss in limited["loss"]], rel=1e-5)
 
 
 @pytest.mark.slow
-def test_several_steps_per_execution(slow):
-    check_training(slow["several steps"])
+def test_several_steps_per_execution():
+    check_training(slow("several steps"))
 
 
 @pytest.mark.slow
-def test_a_budget_that_nothing_fits(slow):
-    check_refusal(slow["too small"], "InfeasibleBudget", "no schedule within 1000 bytes")
+def test_a_budget_that_nothing_fits():
+    check_refusal(slow("too small"), "InfeasibleBudget", "no schedule within 1000 bytes")
 
 
 @pytest.mark.slow
-def test_the_smallest_budget_after_a_refusal(slow):
+def test_the_smallest_budget_after_a_refusal():
     """The refused step leaves the model as it was."""
-    check_training(slow["retried"])
+    check_training(slow("retried"))
 
 
 @pytest.mark.slow
-def test_a_budget_in_each_micro_batch(slow):
+def test_a_budget_in_each_micro_batch():
     """The numbers of full batches, the last and smaller one of them included, in less than pieces alone need."""
-    check_training(slow["micro-batches"])
+    check_training(slow("micro-batches"))
 
 
 def test_micro_batches_without_a_budget(quick):
