@@ -28,6 +28,8 @@ SLOW = {
         "micro_batches": 3,
         "batch": 1536,
     },
+    "masked": {"model": "masked", "budget": "80%"},
+    "masked, checkpoints": {"model": "masked", "budget": None, "checkpoints": ["norm_0"]},
     "subclassed": {"model": "subclassed", "budget": "80%"},
     "several steps": {"model": "functional", "budget": "80%", "steps_per_execution": 2},
     "too small": {"model": "functional", "budget": 1000},
@@ -136,6 +138,12 @@ def test_checkpoints_in_each_micro_batch():
     check_training(slow("checkpoints in micro-batches"))
     dropped = ["hidden_0", "hidden_1", "hidden_3", "hidden_4"]
     check_recomputed(slow("checkpoints in micro-batches"), kept=["hidden_2", "hidden_5"], dropped=dropped)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["masked", "masked, checkpoints"])
+def test_masks_and_added_losses(name):
+    check_training(slow(name))
 
 
 @pytest.mark.slow

@@ -70,7 +70,18 @@ def dense() -> keras.Model:
     return keras.Model(inputs, layers.Dense(10, kernel_regularizer="l2", activity_regularizer="l2")(x))
 
 
-MODELS = {"dense": dense, "functional": functional, "subclassed": Subclassed}
+def masked() -> keras.Model:
+    """Attention under a mask that nobody passes on by hand, with dropout, and a loss that a layer adds."""
+    inputs = keras.Input((WIDTH,))
+    x = layers.Embedding(20, WIDTH, mask_zero=True)(keras.ops.cast(3 * keras.ops.abs(inputs), "int32"))
+    for number in range(2):
+        attended = layers.MultiHeadAttention(2, WIDTH // 2, dropout=0.2, name=f"attention_{number}")(x, x)
+        x = layers.LayerNormalization(name=f"norm_{number}")(layers.Add()([x, attended]))
+        x = layers.ActivityRegularization(l2=1e-3)(x)
+    return keras.Model(inputs, layers.Dense(10)(layers.GlobalAveragePooling1D()(x)))
+
+
+MODELS = {"dense": dense, "functional": functional, "masked": masked, "subclassed": Subclassed}
 
 
 def data(samples: int) -> tuple[Any, Any]:
