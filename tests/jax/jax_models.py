@@ -149,5 +149,20 @@ def assert_close(found: Any, expected: Any, *, rtol: float = 2e-5) -> None:
         np.testing.assert_allclose(a, b, rtol=0, atol=loose * max(1e-6, float(np.max(np.abs(b), initial=0.0))))
 
 
+def assert_as_exact(found: Any, expected: Any, exact: Any, *, at_most: float = 1.5) -> None:
+    """In half precision, where a compiler rounds between kernels only: no farther from float32 than plain JAX is."""
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for one, other, true in zip(*map(jax.tree.leaves, (found, expected, exact)), strict=True):
+        assert one.dtype == other.dtype
+        ours, plain, reference = (np.asarray(a, np.float64) for a in (one, other, true))
+        rounding = float(jnp.finfo(one.dtype).eps) * float(np.max(np.abs(reference), initial=0.0))
+        assert np.max(np.abs(ours - reference)) <= at_most * max(np.max(np.abs(plain - reference)), rounding)
+
+
+def in_float32(args: Any) -> Any:
+    """Arguments with the same values in float32."""
+    return jax.tree.map(lambda a: a.astype(jnp.float32) if a.dtype == jnp.bfloat16 else a, args)
+
+
 def temp_bytes(jitted: Any, *args: Any) -> int:
     return int(jitted.lower(*args).compile().memory_analysis().temp_size_in_bytes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import pytest
-from jax_models import PLANNING, assert_close, convnet, mlp, transformer
+from jax_models import PLANNING, assert_as_exact, assert_close, convnet, in_float32, mlp, transformer
 
 import remat
 import remat.jax
@@ -26,7 +26,10 @@ def test_gradients_and_memory(name, budget, dtype):
     jitted = jax.jit(ours)
     found = jitted(*case.args)
 
-    assert_close(found, expected)
+    if dtype == jnp.float32:
+        assert_close(found, expected)
+    else:
+        assert_as_exact(found, expected, plain(*in_float32(case.args)))
     assert ours.plan.recomputed > 0
     measured, plain_bytes = remat.jax.measure(jitted, *case.args), remat.jax.measure(plain, *case.args)
     assert ours.plan.peak_bytes == measured.peak_bytes <= ours.plan.budget_bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -18,6 +19,17 @@ QUICK = {
     "automatic": {"model": "functional", "budget": "auto"},
 }
 SLOW = {
+    "checkpoints": {"model": "functional", "budget": None, "checkpoints": ["odd_1", "odd_3"], "samples": 300},
+    "no such checkpoint": {"model": "functional", "budget": None, "checkpoints": ["made/up"]},
+    "checkpoints in micro-batches": {
+        "model": "dense",
+        "budget": None,
+        "checkpoints": ["hidden_2", "hidden_5"],
+        "micro_batches": 3,
+        "batch": 1536,
+    },
+    "masked": {"model": "masked", "budget": "80%"},
+    "masked, checkpoints": {"model": "masked", "budget": None, "checkpoints": ["norm_0"]},
     "subclassed": {"model": "subclassed", "budget": "80%"},
     "several steps": {"model": "functional", "budget": "80%", "steps_per_execution": 2},
     "too small": {"model": "functional", "budget": 1000},
@@ -52,9 +64,9 @@ def quick():
     return run(QUICK)
 
 
-@pytest.fixture(scope="module")
-def slow():
-    return run(SLOW)
+@functools.cache
+def slow(name):
+    return run({name: SLOW[name]})[name]
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +84,14 @@ def check_training(result):
     assert plan["recomputed"] > 0
     assert plan["ops"] > 20
     assert plan["peak_bytes"] <= plan["budget_bytes"] < plan["baseline_peak_bytes"]
+
+
+def check_recomputed(result, kept, dropped):
+    names = result["plan"]["names"]
+    for layer in kept:
+        assert not [name for name in names if f"({layer})" in name]
+    for layer in dropped:
+        assert f"jvp({layer})/dot_general" in names
 
 
 def check_refusal(result, kind, message):
@@ -102,32 +122,57 @@ def test_what_is_refused(quick, name, kind, message):
 
 
 @pytest.mark.slow
-def test_an_own_train_step_is_kept(slow):
-    check_training(slow["subclassed"])
-    limited = slow["subclassed"]["limited"]
+def test_named_layers_are_kept_and_the_rest_is_not():
+    """In a smaller last batch, too."""
+    check_training(slow("checkpoints"))
+    check_recomputed(slow("checkpoints"), kept=["odd_1", "odd_3"], dropped=["even_0", "even_2", "even_4"])
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_the_step_lacks():
+    check_refusal(slow("no such checkpoint"), "UnsupportedStep", "the checkpoint 'made/up' names no value")
+
+
+@pytest.mark.slow
+def test_checkpoints_in_each_micro_batch():
+    check_training(slow("checkpoints in micro-batches"))
+    dropped = ["hidden_0", "hidden_1", "hidden_3", "hidden_4"]
+    check_recomputed(slow("checkpoints in micro-batches"), kept=["hidden_2", "hidden_5"], dropped=dropped)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["masked", "masked, checkpoints"])
+def test_masks_and_added_losses(name):
+    check_training(slow(name))
+
+
+@pytest.mark.slow
+def test_an_own_train_step_is_kept():
+    check_training(slow("subclassed"))
+    limited = slow("subclassed")["limited"]
     assert limited["doubled"] == pytest.approx([2 * loss for loss in limited["loss"]], rel=1e-5)
 
 
 @pytest.mark.slow
-def test_several_steps_per_execution(slow):
-    check_training(slow["several steps"])
+def test_several_steps_per_execution():
+    check_training(slow("several steps"))
 
 
 @pytest.mark.slow
-def test_a_budget_that_nothing_fits(slow):
-    check_refusal(slow["too small"], "InfeasibleBudget", "no schedule within 1000 bytes")
+def test_a_budget_that_nothing_fits():
+    check_refusal(slow("too small"), "InfeasibleBudget", "no schedule within 1000 bytes")
 
 
 @pytest.mark.slow
-def test_the_smallest_budget_after_a_refusal(slow):
+def test_the_smallest_budget_after_a_refusal():
     """The refused step leaves the model as it was."""
-    check_training(slow["retried"])
+    check_training(slow("retried"))
 
 
 @pytest.mark.slow
-def test_a_budget_in_each_micro_batch(slow):
+def test_a_budget_in_each_micro_batch():
     """The numbers of full batches, the last and smaller one of them included, in less than pieces alone need."""
-    check_training(slow["micro-batches"])
+    check_training(slow("micro-batches"))
 
 
 def test_micro_batches_without_a_budget(quick):

@@ -2,7 +2,9 @@
 
 A process of its own, because the device's counter of memory sees everything that the process ever holds.
 
-    python gradients_worker.py NETWORK function|session WAY...     # a WAY is "plain", a rule, "knee" or a budget
+    python gradients_worker.py NETWORK function|session WAY...
+
+A WAY is "plain", a rule, "knee" or a budget, which may say how long to plan: "50% in 20 s".
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ import tensorflow as tf
 import remat.tensorflow
 from remat.tensorflow.device import current_device
 
-ELEMENTS = 250_000  # 1 MB of float32
+# The allocator of the CPU keeps regions of whole MiB: tensors of 1 MiB fill them and leave no scraps to count.
+ELEMENTS = 1 << 18
 DEPTH = 100
 LEVELS = 20
 
@@ -53,6 +56,17 @@ def u_net(x: tf.Tensor) -> tf.Tensor:
     return x
 
 
+def thin_u_net(x: tf.Tensor) -> tf.Tensor:
+    """One activation on each level of each side: half of all is what the skip connections hold."""
+    skips = []
+    for _ in range(LEVELS):
+        x = tf.tanh(x)
+        skips.append(x)
+    for skip in reversed(skips):
+        x = tf.tanh(x + skip)
+    return x
+
+
 def dense_net(x: tf.Tensor) -> tf.Tensor:
     """Each layer reads all before it and has three activations, as batch norm, ReLU and convolution are."""
     before = [x]
@@ -77,7 +91,7 @@ def two_devices(x: tf.Tensor) -> tf.Tensor:
 
 
 NETWORKS: dict[str, Callable[[tf.Tensor], tf.Tensor]] = {
-    f.__name__: f for f in (chain, residual_chain, u_net, dense_net, two_towers, two_devices)
+    f.__name__: f for f in (chain, residual_chain, u_net, thin_u_net, dense_net, two_towers, two_devices)
 }
 
 
@@ -88,7 +102,9 @@ def gradients(way: str, y: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
         return remat.tensorflow.gradients(y, x)[0]
     if way in ("memory", "speed", "collection"):
         return remat.tensorflow.gradients(y, x, checkpoints=way)[0]
-    return remat.tensorflow.gradients(y, x, budget=way)[0]
+    budget, _, planning = way.partition(" in ")
+    time_limit_s = float(planning.removesuffix(" s")) if planning else None
+    return remat.tensorflow.gradients(y, x, budget=budget, time_limit_s=time_limit_s)[0]
 
 
 def in_a_function(network: str, way: str, values: np.ndarray[Any, Any]) -> tuple[Callable[[], Any], float, tf.Graph]:

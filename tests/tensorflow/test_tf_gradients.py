@@ -56,13 +56,6 @@ def embedding(x, w):
     return dense(rows + x, w)[0], w
 
 
-def several_devices(x, w):
-    for number, weight in enumerate(w):
-        with tf.device(f"/device:CPU:{number % 1}"):
-            x = tf.tanh(x @ weight)
-    return tf.reduce_mean(x**2), w
-
-
 def skip_connections(x, w):
     kept = []
     for weight in w[:4]:
@@ -87,7 +80,7 @@ def while_loop(x, w):
     return dense(x, w)[0], w
 
 
-NETWORKS: list[Network] = [dense, half, embedding, several_devices, skip_connections, two_losses, while_loop]
+NETWORKS: list[Network] = [dense, half, embedding, skip_connections, two_losses, while_loop]
 
 WAYS: dict[str, Any] = {
     "memory": {"checkpoints": "memory"},

@@ -91,6 +91,27 @@ def test_each_operation_is_recomputed_once_and_no_more():
     assert sum("_remat_copy" in op.node_def.attr for op in tanhs) == 10
 
 
+def test_nested_regions_run_three_times_at_most():
+    """Once forward, once in the outer region's recomputation, once in its own; what is last in the outer one, twice."""
+    inner = recompute(lambda x: tf.tanh(tf.tanh(x)))
+    outer = recompute(lambda x: inner(inner(x)))
+
+    def step(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            loss = tf.reduce_sum(outer(outer(x)) ** 2)
+        return tape.gradient(loss, x)
+
+    graph = tf.function(step, autograph=False).get_concrete_function(tf.TensorSpec([4])).graph
+    needed, stack = set(), [t.op for t in graph.outputs]
+    while stack:
+        op = stack.pop()
+        if op not in needed:
+            needed.add(op)
+            stack += [t.op for t in op.inputs] + list(op.control_inputs)
+    assert sum(op.type == "Tanh" for op in needed) == 8 + 4 + 8
+
+
 def test_switches(monkeypatch):
     def step(x, **how):
         with tf.GradientTape() as tape:

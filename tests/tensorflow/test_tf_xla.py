@@ -75,6 +75,10 @@ def test_a_tie_changes_no_bit(dtype: str) -> None:
     for trigger in (-3.0, 0.0, 4.0, float("nan")):
         got = tied(values, tf.fill([2, 2], trigger))
         assert got.numpy().tobytes() == values.numpy().tobytes()
+    if values.dtype.is_floating:
+        once = tf.function(xla_ties.written_once, jit_compile=True)
+        for shifted in (tf.roll(values, number, 0) for number in range(len(special))):
+            assert once(shifted).numpy().tobytes() == shifted.numpy().tobytes()
 
 
 def test_a_tie_survives_the_compiler() -> None:
@@ -86,6 +90,25 @@ def test_a_tie_survives_the_compiler() -> None:
     program = step.experimental_get_compiler_ir(shape, shape)(stage="optimized_hlo")
     # Were the tie seen through, the two tanh would be one computation.
     assert program.count(" tanh(") == 2
+
+
+@pytest.mark.parametrize("once", [False, True])
+def test_what_is_written_once_is_read_and_not_computed_again(once: bool) -> None:
+    """Along residual sums that products of matrices read, as the gradients of a residual network are."""
+    depth, spec = 6, tf.TensorSpec((256, 256))
+
+    def step(x: tf.Tensor, weights: tf.Tensor) -> list[tf.Tensor]:
+        kept = []
+        for _ in range(depth):
+            x = x + tf.tanh(x @ weights) + tf.reduce_mean(x, axis=1, keepdims=True)
+            x = xla_ties.written_once(x) if once else x
+            kept.append(x)
+        return [x, *(tf.reduce_sum(h @ weights, axis=0) for h in kept)]
+
+    program = _private.compiled_program(tf.function(step).get_concrete_function(spec, spec).graph, {}, lambda _: None)
+    entry = next(c for c in program.hlo_module.computations if c.id == program.hlo_module.entry_computation_id)
+    most_read = max(len(i.operand_ids) for i in entry.instructions if i.opcode == "fusion")
+    assert (most_read <= 4) == once
 
 
 def test_program_memory_is_what_a_call_allocates() -> None:

@@ -57,6 +57,11 @@ class CompiledPeak:
         """The same."""
         return self.expected_bytes
 
+    @property
+    def is_refused(self) -> bool:
+        """Does the program break a rule?"""
+        return self.expected_bytes >= _REFUSED
+
 
 class Compiler:
     """Compiles candidate schedules of one program and remembers their peaks.

@@ -16,7 +16,8 @@ from remat.jax.context import current_tie
 from remat.jax.inner_plan import Transform, plan_inner
 from remat.jax.jit import jit
 from remat.jax.micro_batches import Split, loss_in_parts, summed_value_and_grad
-from remat.jax.planned import Follower, Request, plan_function
+from remat.jax.planned import Follower, plan_function
+from remat.jax.request import Request
 from remat.plan import Plan
 
 
@@ -156,7 +157,7 @@ class Gradient(Follower):
             args, kwargs = jax.tree.unflatten(structure, _merged(constant, flat))
             return self._gradient(*args, **kwargs)
 
-        is_planned = self._request.budget is not None or self._request.plan is not None
+        is_planned = self._request.plans
         if not is_planned and self._split.count == 1:
             return function(*numeric)
         shapes = tuple(shape_of(leaf) for leaf in numeric)

@@ -13,7 +13,9 @@ from remat.graph import Graph
 from remat.jax.compiled import CompiledPeak, compile_quickly, compiler_options, peak_of, shape_of
 from remat.jax.context import Tie, barriers_stay, for_a_plan
 from remat.jax.emit import emit
-from remat.jax.planned import Follower, Request, Variant, cheapest_plan, plan_for_variants, variants_of
+from remat.jax.named import plan_with_names
+from remat.jax.planned import Follower, Variant, cheapest_plan, plan_for_variants, variants_of
+from remat.jax.request import Request
 from remat.plan import Plan
 from remat.simulator import simulate
 
@@ -90,7 +92,7 @@ def plan_inner(
         PlanMismatch: where ``request.plan`` is for another function.
     """
     structure = jax.tree.structure((tuple(args), dict(kwargs)))
-    parts = _parts_of(whole, args, kwargs)
+    parts = _parts_of(whole, args, kwargs, request.checkpoints or ())
     main = next(iter(parts.values()))
 
     def plans_for(plan: Plan) -> dict[Any, Plan]:
@@ -139,7 +141,9 @@ def plan_inner(
     return InnerPlan(main.variant(plan).graph, plan, emitted(plans, captured(plans)))
 
 
-def _parts_of(whole: Whole, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[Any, _Part]:
+def _parts_of(
+    whole: Whole, args: Sequence[Any], kwargs: Mapping[str, Any], kept_names: Sequence[str]
+) -> dict[Any, _Part]:
     """The part for all the shapes that it is called with, in the order of the calls."""
     called: dict[Any, tuple[Function, list[Any], Any]] = {}
 
@@ -160,7 +164,7 @@ def _parts_of(whole: Whole, args: Sequence[Any], kwargs: Mapping[str, Any]) -> d
             some, named = jax.tree.unflatten(structure, values)
             return function(*some, **named)
 
-        variants, returned = variants_of(flat, leaves)
+        variants, returned = variants_of(flat, leaves, None, kept_names)
         parts[key] = _Part(tuple(variants), returned)
     return parts
 
@@ -172,6 +176,8 @@ def _key_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], 
 
 def _smaller_plan(part: _Part, plan: Plan, request: Request) -> Plan:
     """For a part of other shapes: the bytes that the first one may use are enough."""
+    if request.checkpoints is not None:
+        return plan_with_names(part.variants[0].program, part.variants[0].graph, request.checkpoints)
     plain = simulate(part.variants[0].graph, part.variants[0].graph.plain_schedule).peak_bytes
     allowed = plan.traced_peak_bytes or plan.peak_bytes if plan.recomputed else plain
     try:
@@ -219,7 +225,7 @@ class InnerJitted(Follower):
     def _compile(self, args: Sequence[Any]) -> Function:
         run = self._whole(lambda function: function)
         with barriers_stay():
-            if self._request.budget is not None:
+            if self._request.plans:
                 shapes = [shape_of(leaf) for leaf in jax.tree.leaves(args)]
                 first = [0]
                 for arg in args:

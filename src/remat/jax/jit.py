@@ -13,7 +13,8 @@ from remat.errors import UnsupportedStep
 from remat.jax import _private
 from remat.jax.compiled import compiler_options, shape_of
 from remat.jax.context import barriers_stay, current_tie
-from remat.jax.planned import Follower, Request, plan_function
+from remat.jax.planned import Follower, plan_function
+from remat.jax.request import Request
 from remat.plan import Plan
 
 
@@ -22,6 +23,7 @@ def jit(
     *,
     budget: int | str | None = None,
     plan: Plan | None = None,
+    checkpoints: Sequence[str] | None = None,
     planner: str = "auto",
     time_limit_s: float | None = None,
     options: Mapping[str, Any] | None = None,
@@ -32,14 +34,16 @@ def jit(
     On a CPU, XLA takes ``optimization_barrier`` out before it merges equal computations, which undoes
     ``jax.checkpoint`` and remat's cheaper ties; this compiles with that pass disabled. Elsewhere nothing is added.
 
-    With ``budget`` or ``plan`` the whole function is planned, whatever it computes: pass a training step, gradients and
-    optimizer's update included, written with plain ``jax.value_and_grad``.
+    With ``budget``, ``plan`` or ``checkpoints`` the whole function is planned, whatever it computes: pass a training
+    step, gradients and optimizer's update included, written with plain ``jax.value_and_grad``.
 
     Args:
         fun: the function to compile.
         budget: peak device bytes of the compiled function, everything counted (arguments, results, what lies between):
             an int, "4GiB", or "60%" of the plain function's own.
         plan: a plan made earlier for the same function, instead of a budget.
+        checkpoints: names that ``jax.ad_checkpoint.checkpoint_name`` gave to values, instead of a budget: these are
+            kept, and everything else between them is recomputed.
         planner: a planner's name.
         time_limit_s: wall seconds for each round of planning.
         options: passed on to the planner.
@@ -51,8 +55,11 @@ def jit(
     Raises:
         InvalidBudget: if the budget cannot be read.
         InfeasibleBudget: when the function is first called, where nothing fits; it names the smallest budget.
+        UnsupportedStep: when it is first called, where no value has the name of a checkpoint.
     """
-    return Jitted(fun, Request(budget, plan, planner, time_limit_s, dict(options or {})), jit_options)
+    kept = None if checkpoints is None else tuple(checkpoints)
+    request = Request(budget, plan, planner, time_limit_s, dict(options or {}), kept)
+    return Jitted(fun, request, jit_options)
 
 
 class Jitted(Follower):
@@ -85,7 +92,7 @@ class Jitted(Follower):
 
     @property
     def _plans_whole(self) -> bool:
-        return self._request.budget is not None or self._request.plan is not None
+        return self._request.plans
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the compiled function; the first call with new shapes traces, plans and compiles."""

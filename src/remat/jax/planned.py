@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -14,13 +14,15 @@ import jax
 from remat.budget import parse_budget
 from remat.closed_loop import infeasible, plan_within
 from remat.cost_model import get_profile
-from remat.errors import InfeasibleBudget
+from remat.errors import InfeasibleBudget, UnsupportedStep
 from remat.graph import Graph
 from remat.jax import _private
 from remat.jax.compiled import CompiledPeak, Compiler, Returned
 from remat.jax.context import Tie
 from remat.jax.emit import Emitted, emit
+from remat.jax.named import plan_with_names
 from remat.jax.program import Program, program_of, trace_jaxpr
+from remat.jax.request import Request
 from remat.jax.scans import Talking, scan_menu
 from remat.jax.sharded import communications, graph_of_one_device, is_sharded, talking_bodies
 from remat.jax.trace import graph_of_program
@@ -46,42 +48,6 @@ class _WithPlan(Protocol):
 
 
 PlannedT = TypeVar("PlannedT", bound=_WithPlan)
-
-
-@dataclass(frozen=True)
-class Request:
-    """What a user asked for.
-
-    Attributes:
-        budget: peak device bytes, as ``remat.plan`` takes it.
-        plan: a plan to follow instead of a budget.
-        planner: a planner's name.
-        time_limit_s: wall seconds for each round of planning.
-        options: passed on to the planner.
-    """
-
-    budget: int | str | None = None
-    plan: Plan | None = None
-    planner: str = "auto"
-    time_limit_s: float | None = None
-    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-
-    def check(self, caller: str) -> None:
-        """Refuse at once what can only fail later.
-
-        Raises:
-            ValueError: for a budget and a plan, or for an unknown planner.
-            InvalidBudget: for a budget that cannot be read.
-        """
-        from remat.planners import get_planner
-
-        if self.budget is not None and self.plan is not None:
-            raise ValueError(f"{caller} takes budget= or plan=, not both")
-        if self.budget is not None:
-            parse_budget(self.budget, baseline_peak_bytes=1 << 60)
-        if self.plan is not None and not isinstance(self.plan, Plan):
-            raise TypeError(f"plan= of {caller} is a remat.Plan, not {type(self.plan).__name__}")
-        get_planner(self.planner)
 
 
 @dataclass(frozen=True)
@@ -167,7 +133,7 @@ def plan_function(
     """
     given = request.plan if request.plan is not None else known_plan
     talking = functools.partial(talking_bodies, shapes=shapes, tie=tie) if is_sharded(shapes) else None
-    variants, structure = variants_of(function, arguments, talking)
+    variants, structure = variants_of(function, arguments, talking, request.checkpoints or ())
     returned = None if out_shardings is None else Returned(structure, out_shardings)
     accept: Callable[[Schedule, Any], bool] | None = None
     if talking is not None:
@@ -229,7 +195,10 @@ class Variant:
 
 
 def variants_of(
-    function: Callable[..., Any], arguments: Sequence[Any], talking: Talking | None = None
+    function: Callable[..., Any],
+    arguments: Sequence[Any],
+    talking: Talking | None = None,
+    kept_names: Sequence[str] = (),
 ) -> tuple[list[Variant], Any]:
     """A function as it is, then with loops that keep less and less; and the structure of what it returns.
 
@@ -237,12 +206,13 @@ def variants_of(
         function: takes the flat arguments.
         arguments: arrays, tracers or shapes.
         talking: as of ``scan_menu``, where the arguments lie on several devices.
+        kept_names: as of ``program_of``.
     """
     closed, structure = trace_jaxpr(function, arguments)
     profile = get_profile("cpu" if jax.default_backend() == "cpu" else "a100")
     variants = []
     for one in (closed, *scan_menu(closed, profile, talking)):
-        program = program_of(one)
+        program = program_of(one, kept_names)
         graph = graph_of_program(program, profile)
         variants.append(Variant(program, graph, Problem.of(graph).turning_point))
     return variants, structure
@@ -258,20 +228,22 @@ def plan_for_variants(
 
     Args:
         variants: the function as it is, then others by what their loops keep, most first.
-        request: the budget.
+        request: the budget or the checkpoints.
         real_peak: the peak of the program that a plan leads to.
         plain_peak_bytes: what a share of the budget is a share of; None for the peak of the first variant, unplanned.
 
     Raises:
         InfeasibleBudget: with the smallest budget for which this function succeeds.
     """
-    assert request.budget is not None
     first = variants[0]
     traced_bytes = simulate(first.graph, first.graph.plain_schedule).peak_bytes
     unplanned = cheapest_plan(variants[:1], max(1, traced_bytes), request)
     baseline = real_peak(unplanned)
     if plain_peak_bytes is None:
         plain_peak_bytes = baseline.expected_bytes
+    if request.checkpoints is not None:
+        return _plan_with_names(first, request.checkpoints, real_peak, plain_peak_bytes)
+    assert request.budget is not None
     budget_bytes = parse_budget(request.budget, max(1, plain_peak_bytes))
     if baseline.highest_bytes <= budget_bytes:
         found = dataclasses.replace(unplanned, peak_bytes=baseline.expected_bytes)
@@ -295,6 +267,25 @@ def plan_for_variants(
         traced_peak_bytes=simulate(of[found.fingerprint].graph, found.schedule).peak_bytes,
         baseline_peak_bytes=plain_peak_bytes,
         budget_bytes=budget_bytes,
+    )
+
+
+def _plan_with_names(
+    variant: Variant, names: Sequence[str], real_peak: Callable[[Plan], CompiledPeak], plain_peak_bytes: int
+) -> Plan:
+    plan = plan_with_names(variant.program, variant.graph, names)
+    peak = real_peak(plan)
+    if peak.is_refused:
+        raise UnsupportedStep(
+            f"recomputing all but {', '.join(names)} sends more between the devices than the plain step; give a "
+            "budget, which recomputes no such thing"
+        )
+    return dataclasses.replace(
+        plan,
+        traced_peak_bytes=plan.peak_bytes,
+        peak_bytes=peak.expected_bytes,
+        budget_bytes=peak.highest_bytes,
+        baseline_peak_bytes=plain_peak_bytes,
     )
 
 

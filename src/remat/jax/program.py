@@ -5,7 +5,7 @@ Planning works on this list: value ids are the tensor ids of the graph, instruct
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -79,26 +79,31 @@ class Program:
     outputs: tuple[Atom, ...]
 
 
-def program_of(closed: ClosedJaxpr) -> Program:
+def program_of(closed: ClosedJaxpr, kept_names: Collection[str] = ()) -> Program:
     """Flatten a closed jaxpr.
 
     Calls (``jit`` without shardings of its own, ``closed_call``) are inlined. So are regions under ``jax.checkpoint``:
     what their backward part computes again is merged with what the forward part computed, and the plan decides anew.
-    Functions with a derivative rule of their own stay one instruction, so that the rule is not lost.
+    Functions with a derivative rule of their own stay one instruction, so that the rule is not lost. Values with one of
+    ``kept_names`` are results of instructions, not inside of one.
     """
     flattener = Flattener()
     inputs = tuple(flattener.value(var.aval) for var in closed.jaxpr.invars)
     outputs = flattener.add(closed, inputs)
     steps = alive(flattener.steps, outputs)
     steps = sunk(steps, flattener.avals, (*inputs, *flattener.constants), outputs)
-    return program_of_steps(flattener, steps, inputs, outputs)
+    return program_of_steps(flattener, steps, inputs, outputs, values_named(steps, kept_names))
 
 
 def program_of_steps(
-    flattener: Flattener, steps: Sequence[Step], inputs: Sequence[int], outputs: Sequence[Atom]
+    flattener: Flattener,
+    steps: Sequence[Step],
+    inputs: Sequence[int],
+    outputs: Sequence[Atom],
+    kept: Sequence[int] = (),
 ) -> Program:
-    """The program of some of a flattener's steps, fused as the compiler will."""
-    instructions = tuple(Instruction(*parts) for parts in fused(steps, flattener.avals, outputs))
+    """The program of some of a flattener's steps, fused as the compiler will; ``kept`` values stay between kernels."""
+    instructions = tuple(Instruction(*parts) for parts in fused(steps, flattener.avals, (*outputs, *kept)))
     return Program(instructions, tuple(flattener.avals), tuple(inputs), flattener.constants, tuple(outputs))
 
 
@@ -203,6 +208,16 @@ def alive(steps: Sequence[Step], outputs: Sequence[Atom]) -> list[Step]:
             kept.append(step)
             needed.update(step.reads)
     return kept[::-1]
+
+
+def values_named(steps: Sequence[Step], names: Collection[str]) -> list[int]:
+    """Ids of the values to which ``jax.ad_checkpoint.checkpoint_name`` gave one of these names."""
+    return [step.outputs[0] for step in steps if (name := name_of(step)) is not None and name in names]
+
+
+def name_of(step: Step) -> str | None:
+    """The name that a step gives to its value, which it leaves as it is."""
+    return step.eqn.params["name"] if step.eqn.primitive.name == "name" else None
 
 
 def trace_jaxpr(function: Any, arguments: Sequence[Any]) -> tuple[ClosedJaxpr, Any]:

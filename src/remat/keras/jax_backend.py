@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,11 +13,11 @@ from remat.errors import InvalidBudget, UnsupportedStep
 from remat.graph import Graph
 from remat.jax.inner_plan import InnerJitted, Transform
 from remat.jax.jit import Jitted
-from remat.jax.jit import jit as planned_jit
-from remat.jax.planned import Request
+from remat.jax.request import Request
 from remat.keras import _private
 from remat.keras.attachment import Attachment
 from remat.keras.jax_micro_batch_step import JaxMicroBatchedStep
+from remat.keras.named_layers import NamedLayers
 from remat.plan import Plan
 
 _GPU_MARGIN = 0.08
@@ -32,10 +33,18 @@ class JaxLimit(Attachment):
     Args:
         model: the model.
         request: the budget; None plans nothing.
+        checkpoints: layers or names of what to keep, instead of a budget.
         micro_batches: how many pieces a batch is cut into.
     """
 
-    def __init__(self, model: keras.Model, request: Request | None, micro_batches: int = 1) -> None:
+    def __init__(
+        self,
+        model: keras.Model,
+        request: Request | None,
+        checkpoints: Sequence[Any] | None = None,
+        micro_batches: int = 1,
+    ) -> None:
+        self._checkpoints = None if checkpoints is None else NamedLayers(model, checkpoints)
         self._micro_step = JaxMicroBatchedStep(model, micro_batches) if micro_batches > 1 else None
         self._request = request
         self._jit_options: dict[str, Any] = {}
@@ -96,7 +105,7 @@ class JaxLimit(Attachment):
             self._smaller = None
         elif data_bytes < self._largest_bytes:
             if self._smaller is None:
-                plan = self.plan
+                plan = self.plan if self._checkpoints is None else None
                 self._smaller = self._compiled(plan.budget_bytes if plan is not None else None)
             return self._smaller(state, data)
         assert self._main is not None
@@ -104,24 +113,19 @@ class JaxLimit(Attachment):
 
     def _compiled(self, budget: int | str | None) -> Jitted | InnerJitted:
         model, micro_step = self._required_model(), self._micro_step
-        request = Request() if self._request is None else self._request
-        request = Request(budget, None, request.planner, request.time_limit_s, request.options)
+        request = dataclasses.replace(self._request or Request(), budget=budget)
+        naming: Transform = lambda function: function  # noqa: E731
+        if self._checkpoints is not None:
+            naming = self._checkpoints.naming
+            request = dataclasses.replace(request, checkpoints=self._checkpoints.names)
         if micro_step is not None:
 
             def whole(transform: Transform) -> Callable[..., Any]:
-                return lambda state, data: micro_step(model, state, data, transform)
+                # The part is traced by itself, later than the whole.
+                return lambda state, data: micro_step(model, state, data, lambda part: transform(naming(part)))
 
             return InnerJitted(whole, request, donate_argnums=(0,))
-        train_step: Callable[..., Any] = model.train_step
-        return planned_jit(
-            lambda state, data: train_step(state, data),
-            budget=request.budget,
-            planner=request.planner,
-            time_limit_s=request.time_limit_s,
-            options=request.options,
-            donate_argnums=0,
-            **self._jit_options,
-        )
+        return Jitted(naming(model.train_step), request, {"donate_argnums": 0, **self._jit_options})
 
     def _budget(self) -> int | str | None:
         if self._request is None or self._request.budget != "auto":

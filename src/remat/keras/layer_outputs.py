@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from remat.errors import UnsupportedStep
+from remat.keras.layer_calls import calls_pass, is_tensor_name
 from remat.keras.recomputation import find_layers
 
 _SHOWN = 8
-
-
-def is_tensor_name(name: Any) -> bool:
-    """Does ``name`` name a tensor (``"block/dense/BiasAdd:0"``), not a layer?"""
-    return isinstance(name, str) and ("/" in name or ":" in name)
 
 
 class LayerOutputs:
@@ -40,17 +35,8 @@ class LayerOutputs:
     def watched(self) -> Iterator[None]:
         """Note what the layers return inside."""
         self._outputs = {number: [] for number in range(len(self._layers))}
-        own_calls = [vars(layer).get("call") for layer in self._layers]
-        for number, layer in enumerate(self._layers):
-            object.__setattr__(layer, "call", self._noting(number, layer.call))
-        try:
+        with calls_pass(self._layers, self._note):
             yield
-        finally:
-            for layer, own_call in zip(self._layers, own_calls, strict=True):
-                if own_call is None:
-                    object.__delattr__(layer, "call")
-                else:
-                    object.__setattr__(layer, "call", own_call)
 
     def tensors_in(self, graph: Any) -> list[tf.Tensor]:
         """The tensors of a traced step that were named.
@@ -71,15 +57,10 @@ class LayerOutputs:
             found.append(_tensor_named(graph, name))
         return found
 
-    def _noting(self, number: int, call: Any) -> Any:
-        @functools.wraps(call)
-        def noting(*args: Any, **kwargs: Any) -> Any:
-            result = call(*args, **kwargs)
-            leaves = tf.nest.flatten(result)
-            self._outputs[number] += [t for t in leaves if isinstance(t, tf.Tensor) and tf.is_symbolic_tensor(t)]
-            return result
-
-        return noting
+    def _note(self, number: int, result: Any) -> Any:
+        leaves = tf.nest.flatten(result)
+        self._outputs[number] += [t for t in leaves if isinstance(t, tf.Tensor) and tf.is_symbolic_tensor(t)]
+        return result
 
 
 def _tensor_named(graph: Any, name: str) -> tf.Tensor:

@@ -60,7 +60,8 @@ def limit_memory(
             given, it is "60%", or None with a number of micro-batches or with checkpoints.
         checkpoints: your own cut points instead of a budget: names of layers at any depth, layers, or names of tensors.
             What they return is kept and everything else between them is recomputed where that is exact, with any
-            optimizer.
+            optimizer. On JAX, names of tensors are those of ``jax.ad_checkpoint.checkpoint_name``, with a slash or a
+            colon in them.
         micro_batches: into how many pieces a batch is cut, for one update with the full batch's numbers; see
             docs/micro_batches.md for what each part of a model does. "auto" chooses at the first step what keeps the
             budget at the least predicted time, recomputation alone where BatchNormalization makes micro-batches
@@ -76,10 +77,10 @@ def limit_memory(
         InvalidBudget: if the budget cannot be read.
         ValueError: for both a budget and checkpoints, a layer that the model does not have, or ``micro_batches`` that
             is neither a whole number of at least 1 nor "auto" with a budget.
-        UnsupportedStep: for another backend than TensorFlow, JAX and PyTorch, checkpoints or "auto" on the latter two,
+        UnsupportedStep: for another backend than TensorFlow, JAX and PyTorch, "auto" on the latter two, checkpoints or
             micro-batches on PyTorch, a budget on several replicas, or ``run_eagerly`` on the first two; on PyTorch for
             a model with its own ``train_step``; with a number of micro-batches likewise, and by ``fit`` for a loss of
-            which it cannot be known what it divides by.
+            which it cannot be known what it divides by. By ``fit`` for a checkpoint that the training step lacks.
         InfeasibleBudget: by ``fit``, at the first step, if no schedule fits; it names the smallest budget.
     """
     if not isinstance(model, keras.Model):
@@ -103,15 +104,16 @@ def limit_memory(
             f"limit_memory supports Keras on TensorFlow, JAX and PyTorch, and the active backend is {backend!r}; set "
             "KERAS_BACKEND=tensorflow, jax or torch before keras is imported"
         )
-    if backend != "tensorflow" and (checkpoints is not None or count is None):
+    if backend != "tensorflow" and count is None:
         raise UnsupportedStep(
-            'checkpoints and micro_batches="auto" are supported by Keras on TensorFlow, and the active backend is '
-            f"{backend!r}; give a budget, and a number of micro-batches"
+            f'micro_batches="auto" is supported by Keras on TensorFlow, and the active backend is {backend!r}; give a '
+            "budget, and a number of micro-batches"
         )
     if backend == "torch" and (budget is None or count != 1):
+        unsupported = "checkpoints" if checkpoints is not None else f"micro_batches={micro_batches!r}"
         raise UnsupportedStep(
-            f"micro_batches={micro_batches!r} is not supported by Keras on PyTorch; give a budget alone, or accumulate "
-            "with remat.torch.micro_batches in a loop of your own"
+            f"{unsupported} is not supported by Keras on PyTorch; give a budget alone, or accumulate with "
+            "remat.torch.micro_batches in a loop of your own"
         )
     if model in _limits:
         _limits.pop(model).detach()
@@ -128,12 +130,12 @@ def limit_memory(
         assert budget is not None
         _limits[model] = TorchLimit(model, budget, planner, time_limit_s, options)
     else:
-        from remat.jax.planned import Request as JaxRequest
+        from remat.jax.request import Request as JaxRequest
         from remat.keras.jax_backend import JaxLimit
 
         assert count is not None
         jax_request = JaxRequest(budget, None, planner, time_limit_s, options) if budget is not None else None
-        _limits[model] = JaxLimit(model, jax_request, count)
+        _limits[model] = JaxLimit(model, jax_request, checkpoints, count)
     return model
 
 

@@ -13,7 +13,6 @@ from remat.tensorflow.trace import TracedStep
 
 # Tensors this small may float: holding their ops in order would cost edges and gain nothing.
 _LIGHT_FRACTION = 1e-3
-_MOST_AXES = 64
 
 
 @dataclass(frozen=True)
@@ -199,10 +198,9 @@ class _XlaEmitter(_Emitter):
         return copy
 
     def _may_tie(self, tensor: tf.Tensor) -> bool:
-        if not xla_ties.can_tie(tensor) or tensor.op.type == "Const" or tensor.name not in self.elements:
+        if tensor.op.type == "Const" or tensor.name not in self.elements:
             return False
-        # XLA wants shapes and axes, which are small integers, at compile time.
-        return bool(tensor.dtype.is_floating) or self.elements[tensor.name] > _MOST_AXES
+        return xla_ties.may_tie(tensor, self.elements[tensor.name])
 
     def _tie(self, tensor: tf.Tensor) -> tf.Tensor:
         if tensor.name not in self.tied:

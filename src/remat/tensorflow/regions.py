@@ -29,7 +29,6 @@ _ARRIVAL = "RematArrival"
 _TIE = "RematTie"
 _KEY = "_remat_region"
 _ARRIVED = "_remat_arrived"
-_MOST_AXES = 64
 
 # A copy of one of these would need the gradient of a function that TensorFlow attached to the original.
 _CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
@@ -191,6 +190,8 @@ class _Backward:
     def gradients(self, outputs: Sequence[tf.Tensor]) -> list[Any]:
         """Gradients of ``outputs``, for which ``incoming`` came, with respect to the differentiable boundary."""
         with tf.name_scope("recompute"):
+            if self.in_xla:
+                self.incoming = [self._written_once(t) for t in self.incoming]
             self._read_boundary()
             before = len(self.graph.get_operations())
             for op in self._needed(outputs):
@@ -252,10 +253,14 @@ class _Backward:
             self.ties,
         )
 
+    def _written_once(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Under XLA: an incoming gradient that its readers share, as they would without a compiler."""
+        return _private.gate([xla_ties.written_once(tensor), tensor], _TIE)[0] if _can_trigger(tensor) else tensor
+
     def _tie_one_of(self, inputs: list[tf.Tensor]) -> None:
         """Under XLA control edges vanish: the copy gets one input that depends on the incoming gradients."""
-        tieable = [(_elements(t), number) for number, t in enumerate(inputs) if _may_tie(t)]
-        triggers = [t for t in self.incoming if xla_ties.can_be_tied_to(t) and _elements(t)]
+        tieable = [(_elements(t), number) for number, t in enumerate(inputs) if xla_ties.may_tie(t, _elements(t))]
+        triggers = [t for t in self.incoming if _can_trigger(t)]
         if not tieable or not triggers:
             return
         if self.zero is None:
@@ -277,11 +282,8 @@ class _Backward:
                     _private.update_input(op, number, replaced[tensor.name])
 
 
-def _may_tie(tensor: tf.Tensor) -> bool:
-    if not xla_ties.can_tie(tensor):
-        return False
-    # XLA wants shapes and axes, which are small integers, at compile time.
-    return bool(tensor.dtype.is_floating) or _elements(tensor) > _MOST_AXES
+def _can_trigger(tensor: tf.Tensor) -> bool:
+    return xla_ties.can_be_tied_to(tensor) and _elements(tensor) > 0
 
 
 def _elements(tensor: tf.Tensor) -> float:

@@ -13,11 +13,18 @@ _BITS = {1: tf.int8, 2: tf.int16, 4: tf.int32, 8: tf.int64}
 _TIEABLE = frozenset(
     {tf.float16, tf.bfloat16, tf.float32, tf.float64, tf.int8, tf.int16, tf.int32, tf.int64, tf.uint8, tf.uint32}
 )
+_MOST_AXES = 64
 
 
 def can_tie(tensor: tf.Tensor) -> bool:
     """Can ``tensor`` be tied?"""
     return tensor.dtype in _TIEABLE
+
+
+def may_tie(tensor: tf.Tensor, elements: float) -> bool:
+    """May a tie hide the value of ``tensor``, of so many elements, from the compiler?"""
+    # XLA wants shapes and axes, which are small integers, at compile time.
+    return can_tie(tensor) and (bool(tensor.dtype.is_floating) or elements > _MOST_AXES)
 
 
 def can_be_tied_to(tensor: tf.Tensor) -> bool:
@@ -43,3 +50,13 @@ def tie(tensor: tf.Tensor, zero: tf.Tensor) -> tf.Tensor:
     tied = tf.bitcast(bits, tensor.dtype)
     tied.set_shape(tensor.shape)
     return tied
+
+
+def written_once(tensor: tf.Tensor) -> tf.Tensor:
+    """``tensor`` bit for bit, in a buffer of its own.
+
+    XLA computes a sum again in each of its readers rather than keep it, and so keeps what the sum is made of. Along a
+    residual network that is every term of every block. It does not repeat an operation that reads two tensors as large
+    as its result when a product of matrices or a convolution needs the result as well.
+    """
+    return tf.where(tf.equal(late_zero(tensor), 0), tensor, -tensor)
