@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from typing import Final
@@ -80,7 +81,7 @@ def auto(graph: Graph, budget_bytes: int, *, time_limit_s: float | None = None) 
             _search_any_order(search)
         else:
             _search_fixed_order(search)
-        if search.best is None and search.expired:
+        if search.expired and math.isinf(search.best_time_s):
             # On a busy machine no method may have come to an end, and the schedule of least memory is the dearest.
             drop_unhurried(search.reduced())
     return search.result(smallest_peak_schedules(search.problem) if search.best is None else ())
