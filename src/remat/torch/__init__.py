@@ -7,6 +7,7 @@ loss.backward()                            # and the rest of the loop as ever
 """
 
 from remat.torch.check import check
+from remat.torch.compiling import Compiled, CompiledPlan, compile
 from remat.torch.emit import Applied, apply
 from remat.torch.measure import Measurement, measure
 from remat.torch.micro_batches import MicroBatches, micro_batches
@@ -16,11 +17,14 @@ from remat.torch.trace import trace
 
 __all__ = [
     "Applied",
+    "Compiled",
+    "CompiledPlan",
     "Measurement",
     "MicroBatches",
     "StepPlan",
     "apply",
     "check",
+    "compile",
     "measure",
     "micro_batches",
     "plan",

@@ -19,7 +19,7 @@ from remat.plan import plan as plan_graph
 from remat.schedule import Schedule
 from remat.simulator import simulate
 from remat.torch.eager_order import Directions, Units, directions_of, in_eager_order
-from remat.torch.recorder import record_step
+from remat.torch.record import record_step
 from remat.torch.trace import TracedStep, default_profile, traced_step
 
 _ROUNDS = 6
