@@ -145,6 +145,8 @@ class Recipe:
 
 
 def _given(leaf: Given, recipe: Recipe) -> torch.Tensor:
+    if not leaf.tensor.untyped_storage().nbytes() and leaf.tensor.numel():
+        _private.gather(leaf.tensor)
     if leaf.tensor._version != leaf.version:
         raise _overwritten(tuple(leaf.tensor.shape), recipe)
     return leaf.tensor

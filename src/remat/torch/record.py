@@ -17,6 +17,7 @@ from remat.errors import UnsupportedStep
 from remat.torch import _private
 from remat.torch.recorder import StepRecorder
 from remat.torch.recording import Recording
+from remat.torch.replicas import without_reduction
 
 
 def record_step(
@@ -26,6 +27,7 @@ def record_step(
     *,
     accumulates: bool = False,
     resident: Sequence[torch.Tensor] = (),
+    resident_bytes: int = 0,
 ) -> Recording:
     """Run the loss, its gradients and the optimizer's update on fake tensors.
 
@@ -34,6 +36,7 @@ def record_step(
         args: its arguments.
         optimizer: whose state and update are counted; it is not changed.
         resident: tensors that count although the step does not touch them.
+        resident_bytes: memory that counts likewise.
         accumulates: do gradients of earlier micro-batches exist, to which those of this step are added?
 
     Raises:
@@ -45,7 +48,13 @@ def record_step(
         stack.enter_context(recorder)
         recorder.pin([t for t in _private.tree_leaves(args) if isinstance(t, torch.Tensor)], "batch")
         recorder.pin(resident, "optimizer_state")
-        with recorder.names, torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack):
+        if resident_bytes:
+            recorder.count_beside(resident_bytes)
+        with (
+            recorder.names,
+            without_reduction(recorder.count_beside),
+            torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack),
+        ):
             loss = _loss_of(loss_fn, args)
         recorder.end_forward(loss)
         _differentiate(recorder, loss, accumulates)

@@ -72,6 +72,10 @@ class StepRecorder(_private.TorchDispatchMode):
         for tensor in tensors:
             self.storages.fake(tensor, role)
 
+    def count_beside(self, size_bytes: int) -> None:
+        """Count memory that is there for the whole step and that no operator of it touches."""
+        self.recording.storages.append(RecordedStorage(size_bytes, None, "uint8", role="state"))
+
     def _read(self, tensor: torch.Tensor) -> tuple[int, int]:
         number = self.storages.of(tensor)
         return number, len(self.recording.storages[number].writes)
