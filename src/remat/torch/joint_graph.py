@@ -86,8 +86,8 @@ class _Builder:
         self._profile = profile
         self._roles = roles
         nodes = list(joint.graph.nodes)
-        self._inputs = [n for n in nodes if n.op == "placeholder" and not _is_tangent(n)]
-        self._tangents = [n for n in nodes if n.op == "placeholder" and _is_tangent(n)]
+        self._inputs = [n for n in nodes if n.op == "placeholder" and not is_tangent(n)]
+        self._tangents = [n for n in nodes if n.op == "placeholder" and is_tangent(n)]
         self._calls = [n for n in nodes if n.op == "call_function" and not is_free(n)]
         self._overwritten = set(_inductor.is_overwritten(joint))
         (output,) = joint.graph.find_nodes(op="output")
@@ -194,8 +194,9 @@ class _Builder:
         )
 
 
-def _is_tangent(node: fx.Node) -> bool:
-    return "tangents" in str(node.target)
+def is_tangent(node: fx.Node) -> bool:
+    """Is it an incoming gradient of the backward pass?"""
+    return node.op == "placeholder" and "tangents" in str(node.target)
 
 
 def _has_tag(node: fx.Node, tag: torch.Tag) -> bool:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import fx
 
 from remat.torch import _inductor
-from remat.torch.joint_graph import JointStep, is_free, sources
+from remat.torch.joint_graph import JointStep, is_free, is_tangent
 
 
 def parted(
@@ -18,62 +19,66 @@ def parted(
     What runs before the incoming gradients arrive is the forward pass, what runs after them the backward pass; what the
     latter reads and does not make itself is saved in between.
     """
+    unrolled = _Unrolled(joint)
     cut = schedule.index(step.first_backward)
-    before, after = schedule[:cut], [op for op in schedule[cut:] if op != step.first_backward]
-    saved = _saved(joint, step, after, num_fwd_outputs)
-    forward, backward = _inductor.extracted(joint, saved, num_fwd_outputs)
-    ordered_backward = _ordered(joint, backward, step, after)
-    for node in ordered_backward.graph.nodes:
-        if node.op in ("call_function", "get_attr"):
-            node.meta["autograd_backward"] = True
-    return _ordered(joint, forward, step, before), ordered_backward
+    for op in schedule[:cut]:
+        unrolled.run(step.groups[op])
+    unrolled.end_forward(num_fwd_outputs)
+    for op in schedule[cut:]:
+        unrolled.run(step.groups[op])
+    module, saved = unrolled.finished(num_fwd_outputs)
+    return _inductor.extracted(module, saved, num_fwd_outputs)
 
 
-def _saved(joint: fx.GraphModule, step: JointStep, after: Sequence[int], num_fwd_outputs: int) -> list[fx.Node]:
-    """What the backward pass reads before, or without, making it."""
-    made: set[fx.Node] = set()
-    found: dict[fx.Node, None] = {}
-    for op in after:
-        for node in step.groups[op]:
-            found.update((base, None) for base in sources(node) if base not in made and not _arrives(base))
-            made.add(node)
-    (output,) = joint.graph.find_nodes(op="output")
-    (results,) = output.args
-    assert isinstance(results, list | tuple)
-    for node in results[num_fwd_outputs:]:
-        if isinstance(node, fx.Node):
-            bases = sources(node) if is_free(node) else [node]
-            found.update((base, None) for base in bases if base not in made and not _arrives(base))
-    order = {node: at for at, node in enumerate(joint.graph.nodes)}
-    return sorted(found, key=order.__getitem__)
+class _Unrolled:
+    """A joint graph in which an op that a schedule runs twice stands twice; a read binds to the newest instance."""
 
+    def __init__(self, joint: fx.GraphModule) -> None:
+        self._joint = joint
+        self._graph = fx.Graph()
+        self._newest: dict[fx.Node, fx.Node] = {}
+        self._views: dict[tuple[fx.Node, tuple[fx.Node, ...]], fx.Node] = {}
+        for node in joint.graph.find_nodes(op="placeholder"):
+            self._newest[node] = self._graph.node_copy(node)
+        (self._output,) = joint.graph.find_nodes(op="output")
+        self._results: list[Any] = []
+        self._in_forward: set[fx.Node] = set()
 
-def _arrives(node: fx.Node) -> bool:
-    return node.op == "placeholder" and "tangents" in str(node.target)
+    def run(self, group: Sequence[fx.Node]) -> None:
+        """The nodes of one op, once more."""
+        for node in group:
+            self._newest[node] = self._graph.node_copy(node, self._resolved)
 
+    def end_forward(self, num_fwd_outputs: int) -> None:
+        """From here on nodes belong to the backward pass, which makes its views itself."""
+        self._results = [self._result(one) for one in self._outputs[:num_fwd_outputs]]
+        self._in_forward = set(self._graph.nodes)
+        self._views.clear()
 
-def _ordered(joint: fx.GraphModule, module: fx.GraphModule, step: JointStep, ops: Sequence[int]) -> fx.GraphModule:
-    """A module with the same inputs and outputs that runs these ops, some of them more than once."""
-    by_name = {node.name: node for node in joint.graph.nodes}
-    graph = fx.Graph()
-    newest: dict[str, fx.Node] = {}
-    views: dict[tuple[str, tuple[fx.Node, ...]], fx.Node] = {}
-    for node in module.graph.find_nodes(op="placeholder"):
-        newest[node.name] = graph.node_copy(node)
+    def finished(self, num_fwd_outputs: int) -> tuple[fx.GraphModule, list[fx.Node]]:
+        """The module, and the nodes of the forward pass that the backward pass reads."""
+        self._results += [self._result(one) for one in self._outputs[num_fwd_outputs:]]
+        read = {one for one in self._results[num_fwd_outputs:] if isinstance(one, fx.Node)}
+        for node in self._graph.nodes:
+            if node not in self._in_forward:
+                read.update(node.all_input_nodes)
+        saved = [node for node in self._graph.nodes if node in read & self._in_forward and not is_tangent(node)]
+        self._graph.output(tuple(self._results)).meta.update(self._output.meta)
+        return fx.GraphModule(self._joint, self._graph), saved
 
-    def resolved(node: fx.Node) -> fx.Node:
-        if not is_free(node) or node.name in newest:
-            return newest[node.name]
-        inputs = tuple(resolved(one) for one in node.all_input_nodes)
-        if (node.name, inputs) not in views:
-            views[node.name, inputs] = graph.node_copy(node, resolved)
-        return views[node.name, inputs]
+    @property
+    def _outputs(self) -> list[Any]:
+        (results,) = self._output.args
+        assert isinstance(results, list | tuple)
+        return list(results)
 
-    for op in ops:
-        for node in step.groups[op]:
-            newest[node.name] = graph.node_copy(node, resolved)
-    (output,) = module.graph.find_nodes(op="output")
-    graph.node_copy(output, lambda node: resolved(by_name[node.name]))
-    graph.eliminate_dead_code()
-    graph.lint()
-    return fx.GraphModule(module, graph)
+    def _result(self, value: Any) -> Any:
+        return self._resolved(value) if isinstance(value, fx.Node) else value
+
+    def _resolved(self, node: fx.Node) -> fx.Node:
+        if not is_free(node):
+            return self._newest[node]
+        key = (node, tuple(self._resolved(one) for one in node.all_input_nodes))
+        if key not in self._views:
+            self._views[key] = self._graph.node_copy(node, self._resolved)
+        return self._views[key]
