@@ -57,10 +57,22 @@ def test_the_torch_example_recomputes_within_its_budget() -> None:
     assert re.search(r"recomputed +[1-9]\d* of", printed)
 
 
-EXAMPLES = {"keras_fit.py": "50%", "jax_training.py": "60%", "torch_training.py": "60%"}
+EXAMPLES = {
+    "huggingface_trainer.py": "60%",
+    "jax_training.py": "60%",
+    "keras_fit.py": "50%",
+    "lightning_training.py": "60%",
+    "torch_training.py": "60%",
+}
 
 
-@pytest.mark.parametrize(("name", "budget"), EXAMPLES.items())
+TRAINERS = ("huggingface_trainer.py", "lightning_training.py")  # Their libraries alone take seconds to import.
+
+
+@pytest.mark.parametrize(
+    ("name", "budget"),
+    [pytest.param(*one, marks=pytest.mark.slow) if one[0] in TRAINERS else one for one in EXAMPLES.items()],
+)
 def test_every_example_runs(name: str, budget: str) -> None:
     assert {path.name for path in (ROOT / "examples").glob("*.py")} == set(EXAMPLES)
     assert "remat plan by 'auto'" in run_python(str(ROOT / "examples" / name), budget)

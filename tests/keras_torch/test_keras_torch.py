@@ -19,11 +19,10 @@ SPECS = {
 }
 
 
-@pytest.fixture(scope="module")
-def results():
+def run(specs):
     worker = Path(__file__).with_name("worker.py")
     done = subprocess.run(
-        [sys.executable, str(worker), json.dumps(list(SPECS.values()))],
+        [sys.executable, str(worker), json.dumps(specs)],
         capture_output=True,
         text=True,
         timeout=900,
@@ -31,7 +30,12 @@ def results():
         env={**os.environ, "KERAS_BACKEND": "torch", "CUDA_VISIBLE_DEVICES": ""},
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return dict(zip(SPECS, json.loads(done.stdout.splitlines()[-1]), strict=True))
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def results():
+    return dict(zip(SPECS, run(list(SPECS.values())), strict=True))
 
 
 def test_training_is_the_same_to_the_bit(results):
@@ -57,3 +61,10 @@ def test_training_is_the_same_to_the_bit(results):
 def test_what_is_refused(results, name, error, message):
     assert results[name]["error"] == error
     assert message in results[name]["message"]
+
+
+@pytest.mark.slow
+def test_check_compares_plain_and_limited_training():
+    (found,) = run([{"check": "90%"}])
+    assert found["verdict"].startswith("equal"), found
+    assert found["recomputed"] > 0

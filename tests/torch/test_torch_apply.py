@@ -15,7 +15,7 @@ from torch_models import Case, bert, mlp
 
 import remat
 import remat.torch
-from remat.torch import replay
+from remat.torch import recipes
 
 
 def planned(case, budget="60%"):
@@ -144,9 +144,9 @@ def test_broken_recomputation_is_noticed(monkeypatch):
     applied = planned(case)
     plain = run(case)
     monkeypatch.setattr(
-        replay.Recipe,
+        recipes.Recipe,
         "run",
-        lambda self, others, run=replay.Recipe.run: [tensor.mul_(1.0001) for tensor in run(self, others)],
+        lambda self, others, run=recipes.Recipe.run: [tensor.mul_(1.0001) for tensor in run(self, others)],
     )
     assert not run(case, applied).same_as(plain)
 
@@ -156,9 +156,9 @@ def test_dropped_tensors_are_really_gone(monkeypatch):
     applied = planned(case, "50%")
     runs = []
     monkeypatch.setattr(
-        replay.Recipe,
+        recipes.Recipe,
         "run",
-        lambda self, others, run=replay.Recipe.run: (runs.append(self.number), run(self, others))[1],
+        lambda self, others, run=recipes.Recipe.run: (runs.append(self.number), run(self, others))[1],
     )
     run(case, applied)
     recomputed = [

@@ -85,6 +85,7 @@ def gpt2(layers: int = 4, width: int = 128, batch: int = 8, length: int = 128) -
         n_layer=layers, n_embd=width, n_head=4, vocab_size=512, n_positions=length, bos_token_id=0, eos_token_id=0
     )
     module = transformers.GPT2LMHeadModel(config)
+    module.loss_type = "ForCausalLM"  # Where it is not told it logs so, which torch.compile refuses.
     ids = torch.randint(512, (batch, length))
     return Case(module.train(), lambda ids: module(input_ids=ids, labels=ids).loss, (ids,))
 
@@ -96,6 +97,7 @@ def bert(layers: int = 4, width: int = 128, batch: int = 8, length: int = 128, p
         num_hidden_layers=layers, hidden_size=width, num_attention_heads=4, intermediate_size=4 * width, vocab_size=512
     )
     module = transformers.BertForMaskedLM(config)
+    module.loss_type = "ForMaskedLM"
     ids = torch.randint(512, (batch, length))
     mask = torch.ones_like(ids)
     if padded:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
@@ -76,11 +76,6 @@ class TorchLimit:
     def _plan_for(self, model: keras.Model, data: Any) -> StepPlan:
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
 
-        def loss_fn(x: Any, y: Any, sample_weight: Any) -> Any:
-            predicted = model(x, training=True) if model._call_has_training_arg else model(x)
-            loss = model._compute_loss(x=x, y=y, y_pred=predicted, sample_weight=sample_weight, training=True)
-            return loss if model.optimizer is None else model.optimizer.scale_loss(loss)
-
         # A share means one of the largest batch seen: the first, as a rule.
         budget = self._budget if self._main is None else self._main.budget_bytes
         if budget == "auto":
@@ -90,10 +85,21 @@ class TorchLimit:
             if not model.optimizer.built:
                 model.optimizer.build(model.trainable_variables)
             state = [variable.value for variable in model.optimizer.variables]
-        found = plan(loss_fn, x, y, sample_weight, budget=budget, resident=state, **self._options)
+        found = plan(loss_of(model), x, y, sample_weight, budget=budget, resident=state, **self._options)
         if self._main is None or found.baseline_peak_bytes > self._main.baseline_peak_bytes:
             self._main = found
         return found
+
+
+def loss_of(model: keras.Model) -> Callable[[Any, Any, Any], Any]:
+    """What Keras' own training step differentiates, as a function of x, y and sample weights."""
+
+    def loss_fn(x: Any, y: Any, sample_weight: Any) -> Any:
+        predicted = model(x, training=True) if model._call_has_training_arg else model(x)
+        loss = model._compute_loss(x=x, y=y, y_pred=predicted, sample_weight=sample_weight, training=True)
+        return loss if model.optimizer is None else model.optimizer.scale_loss(loss)
+
+    return loss_fn
 
 
 def _device_budget_bytes() -> int:

@@ -33,6 +33,8 @@ def make_workload(made: keras.Model, options: StepOptions, data: Sequence[tuple[
         from remat.keras.jax_workload import JaxWorkload
 
         return JaxWorkload(made, options, data)
-    raise UnsupportedStep(
-        f"the active backend of Keras is {backend!r}; set KERAS_BACKEND=tensorflow or KERAS_BACKEND=jax"
-    )
+    if backend == "torch":
+        from remat.keras.torch_workload import TorchWorkload
+
+        return TorchWorkload(made, options, data)
+    raise UnsupportedStep(f"the active backend of Keras is {backend!r}; set KERAS_BACKEND=tensorflow, jax or torch")

@@ -7,7 +7,9 @@ loss.backward()                            # and the rest of the loop as ever
 """
 
 from remat.torch.check import check
+from remat.torch.compiling import Compiled, CompiledPlan, compile
 from remat.torch.emit import Applied, apply
+from remat.torch.limit import limit_memory
 from remat.torch.measure import Measurement, measure
 from remat.torch.micro_batches import MicroBatches, micro_batches
 from remat.torch.planning import StepPlan, plan
@@ -16,11 +18,15 @@ from remat.torch.trace import trace
 
 __all__ = [
     "Applied",
+    "Compiled",
+    "CompiledPlan",
     "Measurement",
     "MicroBatches",
     "StepPlan",
     "apply",
     "check",
+    "compile",
+    "limit_memory",
     "measure",
     "micro_batches",
     "plan",

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch.distributed._composable_state import _module_state_mapping
 from torch.overrides import enable_reentrant_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -100,6 +101,21 @@ def below_autograd(grad_mode: bool) -> Iterator[None]:
     finally:
         for kind in autocasts:
             torch.set_autocast_enabled(kind, True)
+
+
+def gather(tensor: torch.Tensor) -> None:
+    """Bring a parameter back that ``fully_shard`` let go of after the forward pass.
+
+    The module's own backward pass, which would gather it later, then finds it there. Does nothing for other tensors.
+    """
+    key = storage_key(tensor.untyped_storage())
+    for module, state in list(_module_state_mapping.items()):
+        for group in getattr(state(), "_fsdp_param_groups", ()):
+            for parameter in group.fsdp_params:
+                whole = getattr(parameter, "_unsharded_param", None)
+                if whole is not None and storage_key(whole.untyped_storage()) == key:
+                    module.unshard()  # type: ignore[operator]
+                    return
 
 
 def is_silent(func: OpOverload) -> bool:

@@ -12,7 +12,8 @@ from remat.errors import PlanMismatch
 from remat.plan import Plan
 from remat.torch import _private, op_facts
 from remat.torch.planning import StepPlan
-from remat.torch.replay import Node, NodeTable, Recipe, SavedTensor, StepState, new_storages
+from remat.torch.recipes import Node, Recipe, new_storages
+from remat.torch.replay import NodeTable, SavedTensor, StepState
 
 _log = logging.getLogger("remat")
 

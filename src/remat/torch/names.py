@@ -1,17 +1,41 @@
-"""Where in the model an operator belongs: the path of the module whose forward pass runs."""
+"""Where in the model an operator belongs: the path of the module whose forward pass runs, and the line of source."""
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+from functools import cache
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final
 
 import torch
 from torch.nn.modules import module as hooks
 
+from remat.labels import shown_path
+
+_shown_path = cache(shown_path)
+_NOT_THE_MODEL: Final = tuple(str(Path(path).parent) + "/" for path in (torch.__file__, __file__))
+
+
+def source_line() -> str:
+    """The innermost line that runs outside of PyTorch and of remat: ``model.py:12 in forward``."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_MODEL):
+        frame = frame.f_back
+    if frame is None:
+        return ""
+    return f"{_shown_path(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}"
+
 
 class ModuleNames:
-    """A context in which ``current`` is the dotted path of the innermost module whose forward pass runs."""
+    """A context in which ``current`` is the dotted path of the innermost module whose forward pass runs.
+
+    Attributes:
+        outermost: the modules that ran and that no other called.
+    """
 
     def __init__(self) -> None:
+        self.outermost: list[torch.nn.Module] = []
         self._paths: dict[int, str] = {}
         self._stack: list[str] = []
         self._handles: list[Any] = []
@@ -34,6 +58,7 @@ class ModuleNames:
 
     def _before(self, module: torch.nn.Module, args: Any) -> None:
         if not self._stack:
+            self.outermost.append(module)
             for path, inner in module.named_modules():
                 self._paths[id(inner)] = path or type(module).__name__
         self._stack.append(self._paths.get(id(module), type(module).__name__))

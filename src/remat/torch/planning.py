@@ -19,7 +19,7 @@ from remat.plan import plan as plan_graph
 from remat.schedule import Schedule
 from remat.simulator import simulate
 from remat.torch.eager_order import Directions, Units, directions_of, in_eager_order
-from remat.torch.recorder import record_step
+from remat.torch.record import record_step
 from remat.torch.trace import TracedStep, default_profile, traced_step
 
 _ROUNDS = 6
@@ -68,6 +68,7 @@ def plan(
     optimizer: torch.optim.Optimizer | None = None,
     accumulates: bool = False,
     resident: Sequence[torch.Tensor] = (),
+    resident_bytes: int = 0,
     planner: str = "auto",
     time_limit_s: float | None = None,
     device: str | None = None,
@@ -86,6 +87,7 @@ def plan(
         optimizer: its state counts as resident, and its update is part of the step. It is not changed.
         accumulates: do gradients exist already when the step starts, as they do for every micro-batch but the first?
         resident: tensors that count although neither the loss nor the optimizer touches them.
+        resident_bytes: memory that counts likewise: what ``fully_shard`` keeps for its collectives, say.
         planner: a planner's name.
         time_limit_s: wall seconds for each round of planning; there are up to six.
         device: profile for the predicted times: "cpu", "a100", "h100", "h200" or "measured"; None means that of the
@@ -110,7 +112,9 @@ def plan(
         budget = "60%"
     if budget is not None:
         parse_budget(budget, baseline_peak_bytes=1 << 60)
-    recording = record_step(loss_fn, args, optimizer, accumulates=accumulates, resident=resident)
+    recording = record_step(
+        loss_fn, args, optimizer, accumulates=accumulates, resident=resident, resident_bytes=resident_bytes
+    )
     step = traced_step(recording, get_profile(device or default_profile(recording.device)))
     units = Units(step)
     if plan is not None:

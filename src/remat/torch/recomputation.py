@@ -9,7 +9,8 @@ from typing import Any, TypeVar, cast
 import torch
 
 from remat.torch import _private, op_facts
-from remat.torch.replay import Geometry, Node, NodeTable, new_storages, read_saved, values_of
+from remat.torch.recipes import Geometry, Node, new_storages, values_of
+from remat.torch.replay import NodeTable, read_saved
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 

@@ -1,118 +1,23 @@
-"""Records one training step on fake tensors.
-
-Nothing is allocated and no parameter changes: PyTorch's ``FakeTensorMode`` carries shapes, strides and devices only.
-"""
+"""Sees the operators of a step on fake tensors, what they make and write, and what autograd saves and reads."""
 
 from __future__ import annotations
 
 import logging
-import random
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 
-from remat.errors import UnsupportedStep
 from remat.torch import _private, cpu_kernels, op_facts
-from remat.torch.known_values import KnownValues
-from remat.torch.names import ModuleNames
+from remat.torch.names import ModuleNames, source_line
 from remat.torch.recording import Phase, RecordedOp, RecordedStorage, Recording, Slot
+from remat.torch.storages import KnownStorages, has_storage
 
 _log = logging.getLogger("remat")
 
 _ITEM = torch.ops.aten._local_scalar_dense.default
-
-
-def record_step(
-    loss_fn: Callable[..., Any],
-    args: Sequence[Any],
-    optimizer: torch.optim.Optimizer | None = None,
-    *,
-    accumulates: bool = False,
-    resident: Sequence[torch.Tensor] = (),
-) -> Recording:
-    """Run the loss, its gradients and the optimizer's update on fake tensors.
-
-    Args:
-        loss_fn: returns the loss, a tensor of one element.
-        args: its arguments.
-        optimizer: whose state and update are counted; it is not changed.
-        resident: tensors that count although the step does not touch them.
-        accumulates: do gradients of earlier micro-batches exist, to which those of this step are added?
-
-    Raises:
-        UnsupportedStep: where Python needs the value of a tensor, or the loss cannot be differentiated.
-    """
-    recorder = StepRecorder()
-    with _undisturbed(), ExitStack() as stack:
-        stack.enter_context(recorder.fake_mode)
-        stack.enter_context(recorder)
-        recorder.pin([t for t in _private.tree_leaves([*args, *resident]) if isinstance(t, torch.Tensor)])
-        with recorder.names, torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack):
-            loss = _loss_of(loss_fn, args)
-        recorder.end_forward(loss)
-        _differentiate(recorder, loss, accumulates)
-        del loss
-        if optimizer is not None:
-            from remat.torch.update import record_update
-
-            record_update(recorder, optimizer)
-    return recorder.finished()
-
-
-def _loss_of(loss_fn: Callable[..., Any], args: Sequence[Any]) -> torch.Tensor:
-    try:
-        loss = loss_fn(*args)
-    except (_private.DataDependentOutputException, _private.DynamicOutputShapeException) as error:
-        raise UnsupportedStep(
-            f"the step cannot be traced without values: {getattr(error, 'func', error)} turns a tensor's values into a "
-            "Python number or a shape (.item(), if tensor:, nonzero). Compute that outside of the loss and pass the "
-            "result in, or replace it by operations on tensors"
-        ) from error
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
-        what = (
-            f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
-        )
-        if isinstance(loss, torch.Tensor) and loss.numel() == 1:
-            what += " that depends on no parameter"
-        raise UnsupportedStep(f"the loss function returned {what}; it returns a loss of one element to differentiate")
-    return loss
-
-
-def _differentiate(recorder: StepRecorder, loss: torch.Tensor, accumulates: bool) -> None:
-    """As ``loss.backward()`` would, but leaving every ``grad`` alone, and hooks on accumulated gradients unrun."""
-    leaves = _private.leaves_of(loss)
-    hooks = [leaf.register_hook(recorder.accumulation_into(leaf, accumulates)) for leaf in leaves]
-    try:
-        recorder.hold_gradients(torch.autograd.grad(loss, leaves, allow_unused=True))
-    except (_private.DataDependentOutputException, _private.DynamicOutputShapeException) as error:
-        raise UnsupportedStep(
-            f"the backward pass cannot be traced: {getattr(error, 'func', error)} needs a tensor's values"
-        ) from error
-    except RuntimeError as error:
-        if "use_reentrant=True" not in str(error):
-            raise
-        raise UnsupportedStep(
-            "torch.utils.checkpoint with use_reentrant=True runs a backward pass of its own and cannot be traced; give "
-            "use_reentrant=False, or take the checkpoint out and leave the choice to the plan"
-        ) from error
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-@contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Python's and NumPy's random states as before; PyTorch's own are not drawn from by fake tensors."""
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
 
 
 class _Saved:
@@ -137,96 +42,43 @@ class StepRecorder(_private.TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.fake_mode = _private.FakeTensorMode(allow_non_fake_inputs=True)
         self.recording = Recording()
+        self.storages = KnownStorages(self.recording)
         self.names = ModuleNames()
-        self._values = KnownValues()
         self.phase: Phase = "forward"
-        self._known: dict[int, int] = {}
-        self._pinned: dict[int, int] = {}
-        # Real tensors and the fake ones that stand for them, both kept: their storages are told apart by address.
-        self._fakes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._names_by_node: dict[int, str] = {}
+        # Of each autograd node, by its number: the module and the line of source that made it.
+        self._origins: dict[int, tuple[str, str]] = {}
         self._is_paused = False
         self._held: list[Any] = []
-        # What lives on: the loss and the gradients. The latter by the address of the parameter.
-        self._captured: set[int] = set()
+        # By the address of the parameter.
         self._gradients: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._is_paused or _private.is_silent(func):
             return func(*args, **kwargs)
-        args, kwargs = _private.tree_map_only(torch.Tensor, self._fake, (tuple(args), kwargs))
+        args, kwargs = _private.tree_map_only(torch.Tensor, self.storages.fake, (tuple(args), kwargs))
         inputs = [t for t in _private.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        reads = tuple(dict.fromkeys(self._read(t) for t in inputs if self._has_storage(t)))
-        if func is _ITEM and (number := self._values.item(inputs[0])) is not None:
+        reads = tuple(dict.fromkeys(self._read(t) for t in inputs if has_storage(t)))
+        if func is _ITEM and (number := self.storages.values.item(inputs[0])) is not None:
             return number
         out = func(*args, **kwargs)
-        self._values.follow(func, args, kwargs, inputs, out)
+        self.storages.values.follow(func, args, kwargs, inputs, out)
         self._note(func, args, kwargs, inputs, reads, out)
         return out
 
-    # What the step reads and makes.
+    def pin(self, tensors: Sequence[torch.Tensor], role: str = "") -> None:
+        """Count tensors that exist before the step, whether it touches them or not."""
+        for tensor in tensors:
+            self.storages.fake(tensor, role)
 
-    def pin(self, tensors: Sequence[torch.Tensor]) -> list[int]:
-        """Count tensors that exist before the step; returns their storages."""
-        return [self._storage_of(self._fake(t)) for t in tensors if self._has_storage(t)]
-
-    def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
-        if isinstance(tensor, _private.FakeTensor):
-            return tensor
-        if id(tensor) not in self._fakes:
-            if tensor.device.type not in ("cpu", "meta"):
-                self.recording.device = tensor.device.type
-            fake: torch.Tensor = self.fake_mode.from_tensor(tensor)
-            self._fakes[id(tensor)] = (tensor, fake)
-            self._values.pin(fake, tensor)
-            if self._has_storage(tensor):
-                real = _key(tensor)
-                if real not in self._pinned:
-                    self._pinned[real] = self._add_storage(tensor, None)
-                self._known[_key(fake)] = self._pinned[real]
-        return self._fakes[id(tensor)][1]
-
-    @staticmethod
-    def _has_storage(tensor: torch.Tensor) -> bool:
-        return tensor.layout is torch.strided
-
-    def _add_storage(self, tensor: torch.Tensor, made_by: int | None) -> int:
-        size = int(tensor.untyped_storage().nbytes())
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        self.recording.storages.append(RecordedStorage(size, tuple(tensor.shape), dtype, made_by))
-        return len(self.recording.storages) - 1
+    def count_beside(self, size_bytes: int) -> None:
+        """Count memory that is there for the whole step and that no operator of it touches."""
+        self.recording.storages.append(RecordedStorage(size_bytes, None, "uint8", role="state"))
 
     def _read(self, tensor: torch.Tensor) -> tuple[int, int]:
-        number = self._storage_of(tensor)
+        number = self.storages.of(tensor)
         return number, len(self.recording.storages[number].writes)
-
-    def _storage_of(self, tensor: torch.Tensor) -> int:
-        number = self._known.get(_key(tensor))
-        if number is None:
-            # Made out of sight, by Python's own constructors: it is there before the operator that reads it.
-            number = self._known[_key(tensor)] = self._add_storage(tensor, None)
-            self._watch(tensor, number, self._storage_died)
-        return number
-
-    def _watch(self, tensor: torch.Tensor, number: int, died: Callable[[int, int], None]) -> None:
-        storage = tensor.untyped_storage()
-        weakref.finalize(storage, died, _private.storage_key(storage), number).atexit = False
-
-    def _storage_died(self, key: int, number: int) -> None:
-        self._forget(key, number)
-        if number not in self._captured:
-            self.recording.storages[number].released = len(self.recording.ops)
-
-    def _copy_died(self, key: int, number: int) -> None:
-        self._forget(key, number)
-        self.recording.storages[number].read_until = len(self.recording.ops)
-
-    def _forget(self, key: int, number: int) -> None:
-        if self._known.get(key) == number:
-            del self._known[key]
 
     def _note(
         self,
@@ -242,22 +94,23 @@ class StepRecorder(_private.TorchDispatchMode):
         made: list[int] = []
         outputs = [t for t in _private.tree_leaves(out) if isinstance(t, torch.Tensor)]
         for tensor in outputs:
-            if self._has_storage(tensor) and _key(tensor) not in self._known:
-                number = self._known[_key(tensor)] = self._add_storage(tensor, index)
-                self._watch(tensor, number, self._storage_died)
-                made.append(number)
-        written = [t for t in op_facts.written(func, args, kwargs) if self._has_storage(t)]
-        writes = tuple(dict.fromkeys(self._storage_of(t) for t in written))
+            if has_storage(tensor) and not self.storages.is_known(tensor):
+                made.append(self.storages.made(tensor, index))
+        written = [t for t in op_facts.written(func, args, kwargs) if has_storage(t)]
+        writes = tuple(dict.fromkeys(self.storages.of(t) for t in written))
         outputs_are_views = bool(outputs) and not made and not writes
         if outputs_are_views or op_facts.base_name(func) == "aten::lift_fresh":
             return
-        statistics = {self._storage_of(t) for t in op_facts.running_statistics(func, args)}
+        statistics = {self.storages.of(t) for t in op_facts.running_statistics(func, args)}
         on_gpu = any(t.device.type not in ("cpu", "meta") for t in inputs)
-        all_strided = all(self._has_storage(t) and type(t) is _private.FakeTensor for t in (*inputs, *outputs))
+        all_strided = all(has_storage(t) and type(t) is _private.FakeTensor for t in (*inputs, *outputs))
         everything = [*inputs, *outputs]
+        name, layer, source = self._origin(func)
         op = RecordedOp(
             func=func,
-            name=self._name(func),
+            name=name,
+            layer=layer,
+            source=source,
             phase=self.phase,
             reads=tuple(read for read in reads if read[0] not in statistics),
             makes=tuple(made),
@@ -281,17 +134,18 @@ class StepRecorder(_private.TorchDispatchMode):
         # Inside of the loss function a backward pass is somebody else's: nothing is known of what it may rely on.
         return not _private.in_backward_pass() and op_facts.may_repeat(func, args, kwargs, on_gpu=on_gpu)
 
-    def _name(self, func: Any) -> str:
+    def _origin(self, func: Any) -> tuple[str, str, str]:
+        """Name, module and line of source of an operator; of the backward pass, those that its autograd node is of."""
         short = func.name().partition("::")[2]
         if self.phase == "update":
-            return f"optimizer/{short}"
+            return f"optimizer/{short}", "optimizer", ""
         node = _private.running_node()
         if node is None:
-            path = self.names.current
-            self._names_by_node[_private.forward_sequence_number()] = path
-            return f"{path}/{short}" if path else short
-        path = self._names_by_node.get(node[1], "")
-        return "/".join(part for part in (path, node[0], short) if part)
+            origin = (self.names.current, source_line())
+            self._origins[_private.forward_sequence_number()] = origin
+            return "/".join(part for part in (origin[0], short) if part), *origin
+        origin = self._origins.get(node[1], ("", ""))
+        return "/".join(part for part in (origin[0], node[0], short) if part), *origin
 
     # What autograd saves.
 
@@ -300,9 +154,9 @@ class StepRecorder(_private.TorchDispatchMode):
         slots, position = self.recording.slots, len(self.recording.ops)
         turn = slots[-1].turn + 1 if slots and slots[-1].position == position else 0
         slots.append(Slot(position, turn))
-        if type(tensor) is not _private.FakeTensor or not self._has_storage(tensor):
+        if type(tensor) is not _private.FakeTensor or not has_storage(tensor):
             return tensor
-        number = self._storage_of(tensor)
+        number = self.storages.of(tensor)
         if self.recording.storages[number].made_by is None:
             return tensor
         slots[-1].storage, slots[-1].version = number, len(self.recording.storages[number].writes)
@@ -326,8 +180,7 @@ class StepRecorder(_private.TorchDispatchMode):
         finally:
             self._is_paused = False
         # The same storage as far as the step is concerned: who reads it reads what was saved.
-        self._known[_key(tensor)] = slot.storage
-        self._watch(tensor, slot.storage, self._copy_died)
+        self.storages.stands_for(tensor, slot.storage, until_it_dies=True)
         return tensor
 
     def _slot_released(self, slot: Slot) -> None:
@@ -340,8 +193,8 @@ class StepRecorder(_private.TorchDispatchMode):
     def end_forward(self, loss: torch.Tensor) -> None:
         """From here on operators belong to the backward pass."""
         self.recording.forward_ops = len(self.recording.ops)
-        self.recording.loss = self._storage_of(loss)
-        self._captured.add(self.recording.loss)
+        self.recording.loss = self.storages.of(loss)
+        self.storages.captured.add(self.recording.loss)
         self.phase = "backward"
 
     def accumulation_into(self, leaf: torch.Tensor, exists: bool) -> Callable[[torch.Tensor], None]:
@@ -350,16 +203,16 @@ class StepRecorder(_private.TorchDispatchMode):
         def accumulate(gradient: torch.Tensor) -> None:
             recording = self.recording
             index = len(recording.ops)
-            if not self._has_storage(gradient):
+            if not has_storage(gradient):
                 return
-            source = self._storage_of(gradient)
+            source = self.storages.of(gradient)
             size = leaf.numel() * leaf.element_size()
             made: list[int] = []
             reads = [self._read(gradient)]
             # Autograd takes a gradient over if nobody else holds it and its strides are those of the parameter.
-            owned = recording.storages[source].made_by is not None and source not in self._captured
+            owned = recording.storages[source].made_by is not None and source not in self.storages.captured
             if not exists and owned and _same_layout(gradient, leaf):
-                self._captured.add(source)
+                self.storages.captured.add(source)
                 self._gradients[id(leaf)] = source
                 return
             total = RecordedStorage(size, tuple(leaf.shape), str(leaf.dtype).removeprefix("torch."))
@@ -374,7 +227,7 @@ class StepRecorder(_private.TorchDispatchMode):
             recording.ops.append(
                 RecordedOp(None, name, "backward", tuple(reads), tuple(made), (), moved_bytes=2 * size)
             )
-            self._captured.add(number)
+            self.storages.captured.add(number)
             self._gradients[id(leaf)] = number
 
         return accumulate
@@ -394,7 +247,7 @@ class StepRecorder(_private.TorchDispatchMode):
 
     def stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
         """The fake tensor of a real one."""
-        return self._fake(tensor)
+        return self.storages.fake(tensor)
 
     def begin_update(self, parameters: Mapping[int, torch.Tensor]) -> None:
         """From here on operators belong to the optimizer.
@@ -408,13 +261,16 @@ class StepRecorder(_private.TorchDispatchMode):
                 parameter.grad = None
                 if (number := self._gradients.get(address)) is not None:
                     parameter.grad = torch.empty_like(parameter)
-                    self._known[_key(parameter.grad)] = number
+                    self.storages.stands_for(parameter.grad, number, until_it_dies=False)
 
     def finished(self) -> Recording:
         """The recording, once everything that only the trace held is gone."""
         recording = self.recording
         self._held.clear()
-        alive = [n for n in set(self._known.values()) if self._survives(n)]
+        for module in self.names.outermost:
+            for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+                self.storages.name(tensor, name)
+        alive = self.storages.survivors()
         for number in alive:
             recording.storages[number].released = None
         if alive:
@@ -430,13 +286,6 @@ class StepRecorder(_private.TorchDispatchMode):
                 recording.ops[made_by].name,
             )
         return recording
-
-    def _survives(self, number: int) -> bool:
-        return self.recording.storages[number].made_by is not None and number not in self._captured
-
-
-def _key(tensor: torch.Tensor) -> int:
-    return _private.storage_key(tensor.untyped_storage())
 
 
 def _same_layout(gradient: torch.Tensor, leaf: torch.Tensor) -> bool:

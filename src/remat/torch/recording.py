@@ -21,6 +21,8 @@ class RecordedStorage:
         released: the number of ops run when Python and autograd let go of it; None if it lives on after the step. What
             autograd saves does not count here.
         read_until: the number of ops run when the last backward node that had saved it was done; None if none had.
+        role: of what was there before the step, one of ``remat.graph.ROLES``; else "".
+        name: likewise, of the parameter or buffer; "" where it has none.
     """
 
     size_bytes: int
@@ -30,6 +32,8 @@ class RecordedStorage:
     writes: list[int] = field(default_factory=list)
     released: int | None = None
     read_until: int | None = None
+    role: str = ""
+    name: str = ""
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,8 @@ class RecordedOp:
         dtype: of the arithmetic.
         repeatable: may it run twice?
         workspace_bytes: scratch memory of the kernel.
+        layer: path of the module whose forward pass ran; of a backward op, that of the op that it belongs to.
+        source: line of source, likewise.
     """
 
     func: Any
@@ -61,6 +67,8 @@ class RecordedOp:
     dtype: str = "float32"
     repeatable: bool = False
     workspace_bytes: int = 0
+    layer: str = ""
+    source: str = ""
 
 
 @dataclass

@@ -10,7 +10,7 @@ import torch
 
 from remat.cost_model import DeviceProfile, get_profile, op_time_s
 from remat.graph import Graph, Op, Tensor
-from remat.torch.recorder import record_step
+from remat.torch.record import record_step
 from remat.torch.recording import RecordedOp, Recording
 
 # What Python holds on to for longer than it reads it is worth an entry of its own above this share of all bytes.
@@ -97,7 +97,9 @@ class _Builder:
             if index < recording.forward_ops and (kept := held.get(index)):
                 # An op of its own: a second run of this one must not need what Python merely held.
                 inputs = tuple(self._newest[s] for s in kept)
-                self._ops.append(Op("held by Python", "held", inputs, recomputable=False))
+                self._ops.append(
+                    Op("held by Python", "held", inputs, recomputable=False, phase=op.phase, layer=op.layer)
+                )
             if index == recording.forward_ops - 1:
                 forward_ops = len(self._ops)
         pinned = tuple(
@@ -118,7 +120,9 @@ class _Builder:
         if number not in self._newest:
             storage = self._recording.storages[number]
             self._newest[number] = self._root[number] = len(self._tensors)
-            self._tensors.append(Tensor(storage.size_bytes, "", storage.shape, storage.dtype))
+            self._tensors.append(
+                Tensor(storage.size_bytes, storage.name, storage.shape, storage.dtype, role=storage.role)
+            )
         return self._newest[number]
 
     def _add_op(self, index: int, op: RecordedOp, more_reads: list[int]) -> None:
@@ -150,6 +154,9 @@ class _Builder:
                 time_s=op_time_s(self._profile, op.flops, op.moved_bytes, op.dtype),
                 recomputable=op.repeatable and index not in self._never_again,
                 workspace_bytes=op.workspace_bytes,
+                phase=op.phase,
+                layer=op.layer,
+                source=op.source,
             )
         )
 

@@ -30,7 +30,8 @@ def record_update(recorder: StepRecorder, optimizer: torch.optim.Optimizer) -> N
         if not clone.state:
             type(clone).step(clone)
     recorder.begin_update(fakes)
-    recorder.pin([t for t in _private.tree_leaves(list(clone.state.values())) if isinstance(t, torch.Tensor)])
+    state = [t for t in _private.tree_leaves(list(clone.state.values())) if isinstance(t, torch.Tensor)]
+    recorder.pin(state, "optimizer_state")
     type(clone).step(clone)
 
 

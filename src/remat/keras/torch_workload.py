@@ -1,0 +1,133 @@
+"""A Keras model on PyTorch as a training step: traced by its loss, run by ``train_on_batch``."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import torch
+
+from remat.graph import Graph
+from remat.keras.example_batch import batch_spec
+from remat.keras.limit import graph_of, limit_memory, plan_of
+from remat.keras.torch_backend import loss_of
+from remat.keras.training_data import Variables, batches
+from remat.torch.measure import measure
+from remat.torch.trace import trace
+from remat.workload import Array, StepOptions, Training
+
+_SEED = 11
+
+
+class TorchWorkload:
+    """See ``remat.workload.Workload``.
+
+    Args:
+        model: compiled.
+        options: batch size and shapes of the inputs.
+        data: batches (inputs, targets) to train on, random ones if None.
+    """
+
+    framework = "keras"
+
+    def __init__(self, model: keras.Model, options: StepOptions, data: Sequence[tuple[Any, Any]] | None = None) -> None:
+        self._model = model
+        self._options = options
+        self._data = data
+        self._variables: Variables | None = None
+
+    @property
+    def batch_size(self) -> int | None:
+        """Samples in a batch."""
+        return self._options.samples
+
+    def graph(self, device: str) -> Graph:
+        """The loss and its gradients, traced."""
+        spec = batch_spec(self._model, self._options.samples, self._options.inputs)
+        x, y = keras.tree.map_structure(
+            lambda one: torch.empty(tuple(one.shape), dtype=getattr(torch, keras.backend.standardize_dtype(one.dtype))),
+            spec,
+        )
+        return trace(loss_of(self._model), x, y, None, device=device)
+
+    def train(self, budget: int | str | None, steps: int, *, nudged: bool = False) -> Training:
+        """Run some steps by ``train_on_batch``, and one more to measure its peak."""
+        model, own = self._model, batches(self._model, self._options, steps, self._data)
+        variables = self._reset(own[0], nudged)
+        limit_memory(model, budget)
+        losses, times = [], []
+        try:
+            for batch in own:
+                started = time.perf_counter()
+                losses.append(float(model.train_on_batch(*batch, return_dict=True)["loss"]))
+                times.append(time.perf_counter() - started)
+            values = variables.named(v.value for v in variables.all)
+            plan = None if budget is None else plan_of(model)
+            graph = None if budget is None else graph_of(model)
+            peak_bytes = measure(lambda: model.train_on_batch(*own[0]), repeats=1).peak_bytes
+        finally:
+            limit_memory(model, None)
+        return Training(peak_bytes, float(np.median(times[1:] or times)), tuple(losses), values, plan, graph)
+
+    def gradients(self, budget: int | str | None, *, nudged: bool = False) -> Mapping[str, Array]:
+        """What the optimizer is handed in the first step."""
+        model, (batch,) = self._model, batches(self._model, self._options, 1, self._data)
+        self._reset(batch, nudged)
+        kept: dict[str, Array] = {}
+        limit_memory(model, budget)
+        try:
+            with _gradients_copied(model, kept):
+                model.train_on_batch(*batch)
+        finally:
+            limit_memory(model, None)
+        return kept
+
+    def restore(self) -> None:
+        """Give the variables their first values."""
+        self._set_back(nudged=False)
+
+    def _set_back(self, nudged: bool) -> None:
+        if self._variables is None:
+            return
+        for variable, value in zip(self._variables.all, self._variables.first_values(nudged), strict=True):
+            variable.assign(value)
+        torch.manual_seed(_SEED)  # Dropout draws from PyTorch's own generator.
+        gc.collect()
+
+    def _reset(self, batch: tuple[Any, Any], nudged: bool) -> Variables:
+        if self._variables is None:
+            _build(self._model, batch)
+            self._variables = Variables(self._model)
+        self._set_back(nudged)
+        return self._variables
+
+
+def _build(model: keras.Model, batch: tuple[Any, Any]) -> None:
+    """Make the variables of model, optimizer and metrics."""
+    if not model.built:
+        model(batch[0])
+    model._symbolic_build(data_batch=batch)
+    model.optimizer.build(model.trainable_variables)
+
+
+@contextlib.contextmanager
+def _gradients_copied(model: keras.Model, kept: dict[str, Array]) -> Iterator[None]:
+    optimizer = model.optimizer
+    own_apply = optimizer.apply
+
+    def apply(grads: Any, trainable_variables: Any = None) -> Any:
+        for gradient, variable in zip(grads, trainable_variables or model.trainable_variables, strict=True):
+            if gradient is not None:
+                kept[f"gradient/{variable.path}"] = gradient.detach().cpu().numpy().copy()
+        return own_apply(grads, trainable_variables)
+
+    optimizer.apply = apply
+    try:
+        yield
+    finally:
+        del optimizer.apply

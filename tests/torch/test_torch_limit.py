@@ -1,0 +1,85 @@
+"""limit_memory: plans by itself, again where a step departs, and gets out of the way of evaluation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from steps import QUICK
+from torch import nn
+from torch_models import mlp
+
+import remat
+import remat.torch
+
+
+def gradients(module, loss_fn, *args, **kwargs):
+    module.zero_grad()
+    torch.manual_seed(7)
+    result = loss_fn(*args, **kwargs)
+    loss = result["loss"] if isinstance(result, dict) else result
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in module.parameters() if p.grad is not None)]
+
+
+def same(a, b):
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_other_shapes_are_planned_too():
+    case = mlp(layers=8, dropout=0.1)
+    limited = remat.torch.limit_memory(case.loss, "70%", **QUICK)
+    for rows in (256, 200, 256):
+        x = torch.randn(rows, 64)
+        assert same(gradients(case.module, limited, x), gradients(case.module, case.loss, x))
+    assert len(limited.plans) == 2
+    assert all(plan.recomputed > 0 for plan in limited.plans[:1])
+    assert limited.plans[1].budget_bytes == limited.plans[0].budget_bytes
+
+
+def test_another_branch_is_planned_once_it_was_taken():
+    case = mlp(layers=8)
+    limited = remat.torch.limit_memory(case.loss, "70%", **QUICK)
+    gradients(case.module, limited, *case.args)
+    for place in range(1, 16, 2):
+        case.module[place] = nn.GELU()
+    for _ in range(3):
+        assert same(gradients(case.module, limited, *case.args), gradients(case.module, case.loss, *case.args))
+    assert len(limited.plans) == 2
+    assert limited.plans[1].recomputed > 0
+
+
+def test_a_change_can_be_let_pass(caplog):
+    case = mlp(layers=8)
+    limited = remat.torch.limit_memory(case.loss, "70%", on_change="keep", **QUICK)
+    for rows in (256, 200):
+        x = torch.randn(rows, 64)
+        assert same(gradients(case.module, limited, x), gradients(case.module, case.loss, x))
+    assert len(limited.plans) == 1
+    assert caplog.text.count("departs from the plan") == 1
+
+
+def test_methods_mappings_and_evaluation():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = mlp(layers=8).module
+
+        @remat.torch.limit_memory(budget="70%", **QUICK)
+        def loss(self, batch, *, scale):
+            return {"loss": self.body(batch["x"]).square().mean() * scale, "rows": len(batch["x"])}
+
+    module = Model()
+    batch = {"x": torch.randn(256, 64)}
+    with torch.no_grad():
+        assert module.loss(batch, scale=1.0)["rows"] == 256
+    assert not Model.loss.plans
+    plain = Model.loss.__wrapped__.__get__(module)
+    assert same(gradients(module, module.loss, batch, scale=2.0), gradients(module, plain, batch, scale=2.0))
+    assert Model.loss.plans[0].recomputed > 0
+
+
+def test_what_cannot_be():
+    with pytest.raises(remat.InvalidBudget):
+        remat.torch.limit_memory(lambda x: x, "many")
+    with pytest.raises(ValueError, match="on_change='ignore'"):
+        remat.torch.limit_memory(lambda x: x, "1GiB", on_change="ignore")
