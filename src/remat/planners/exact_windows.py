@@ -19,7 +19,7 @@ _MOST_COLUMNS: Final = 2000
 _SHORTEST: Final = 8
 _MOST_WINDOWS: Final = 4
 _MOST_NODES: Final = 200
-_MOST_S: Final = 20.0
+_MOST_S: Final = 60.0
 
 
 def plan_windows_again(search: Search) -> None:
