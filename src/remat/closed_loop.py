@@ -45,6 +45,19 @@ class PeakRange(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class PeakWithReserve:
+    """A ``PeakRange`` that a budget holds with a fixed share in reserve, for scratch memory that nothing tells."""
+
+    expected_bytes: int
+    reserve: float
+
+    @property
+    def highest_bytes(self) -> int:
+        """The expected peak and its reserve."""
+        return int(self.expected_bytes * (1 + self.reserve))
+
+
 def plan_within(
     target_bytes: int,
     first_guess_bytes: int,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -57,3 +58,23 @@ class ModelWorkload(ABC):
             self._variables = Variables(self._model)
         self._set_back(nudged)
         return self._variables
+
+
+@contextlib.contextmanager
+def gradients_shown(model: keras.Model, show: Callable[[str, Any], None]) -> Iterator[None]:
+    """Within the block ``show`` gets each variable's path and the gradient that the optimizer is handed for it."""
+    optimizer = model.optimizer
+    own_apply = optimizer.apply
+
+    def apply(grads: Any, trainable_variables: Any = None) -> Any:
+        grads = list(grads)
+        for gradient, variable in zip(grads, trainable_variables or model.trainable_variables, strict=True):
+            if gradient is not None:
+                show(variable.path, gradient)
+        return own_apply(grads, trainable_variables)
+
+    optimizer.apply = apply
+    try:
+        yield
+    finally:
+        del optimizer.apply

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import keras
@@ -16,7 +15,7 @@ from remat.budget import parse_budget
 from remat.graph import Graph
 from remat.keras.limit import graph_of, limit_memory, plan_of
 from remat.keras.model_trace import trace_model
-from remat.keras.model_workload import ModelWorkload
+from remat.keras.model_workload import ModelWorkload, gradients_shown
 from remat.keras.tensorflow_backend import build
 from remat.keras.training_data import batches
 from remat.tensorflow.device import current_device
@@ -60,9 +59,14 @@ class TensorFlowWorkload(ModelWorkload):
         if isinstance(budget, int) or (budget is not None and not budget.strip().endswith("%")):
             # The copies lie on the device beside the step.
             budget = parse_budget(budget) + sum(v.value.dtype.size * v.shape.num_elements() for v in kept.values())
+
+        def keep(path: str, gradient: Any) -> None:
+            if path in kept:
+                kept[path].assign(tf.convert_to_tensor(gradient))
+
         limit_memory(model, budget)
         try:
-            with _gradients_copied(model, kept):
+            with gradients_shown(model, keep):
                 model.train_function = None
                 model.train_on_batch(*batch)
         finally:
@@ -80,22 +84,3 @@ class TensorFlowWorkload(ModelWorkload):
     def _set_back(self, nudged: bool) -> None:
         super()._set_back(nudged)
         gc.collect()
-
-
-@contextlib.contextmanager
-def _gradients_copied(model: keras.Model, kept: Mapping[str, tf.Variable]) -> Iterator[None]:
-    optimizer = model.optimizer
-    own_apply = optimizer.apply
-
-    def apply(grads: Any, trainable_variables: Any = None) -> Any:
-        grads = list(grads)
-        for gradient, variable in zip(grads, trainable_variables or model.trainable_variables, strict=True):
-            if gradient is not None and variable.path in kept:
-                kept[variable.path].assign(tf.convert_to_tensor(gradient))
-        return own_apply(grads, trainable_variables)
-
-    optimizer.apply = apply
-    try:
-        yield
-    finally:
-        del optimizer.apply

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import keras
@@ -15,36 +14,18 @@ import torch
 from remat.graph import Graph
 from remat.keras.example_batch import batch_spec
 from remat.keras.limit import graph_of, limit_memory, plan_of
+from remat.keras.model_workload import ModelWorkload, gradients_shown
 from remat.keras.torch_backend import loss_of
-from remat.keras.training_data import Variables, batches
+from remat.keras.training_data import batches
 from remat.torch.measure import measure
 from remat.torch.trace import trace
-from remat.workload import Array, StepOptions, Training
+from remat.workload import Array, Training
 
 _SEED = 11
 
 
-class TorchWorkload:
-    """See ``remat.workload.Workload``.
-
-    Args:
-        model: compiled.
-        options: batch size and shapes of the inputs.
-        data: batches (inputs, targets) to train on, random ones if None.
-    """
-
-    framework = "keras"
-
-    def __init__(self, model: keras.Model, options: StepOptions, data: Sequence[tuple[Any, Any]] | None = None) -> None:
-        self._model = model
-        self._options = options
-        self._data = data
-        self._variables: Variables | None = None
-
-    @property
-    def batch_size(self) -> int | None:
-        """Samples in a batch."""
-        return self._options.samples
+class TorchWorkload(ModelWorkload):
+    """See ``remat.workload.Workload`` and ``ModelWorkload``."""
 
     def graph(self, device: str) -> Graph:
         """The loss and its gradients, traced."""
@@ -79,55 +60,27 @@ class TorchWorkload:
         model, (batch,) = self._model, batches(self._model, self._options, 1, self._data)
         self._reset(batch, nudged)
         kept: dict[str, Array] = {}
+
+        def keep(path: str, gradient: Any) -> None:
+            kept[f"gradient/{path}"] = gradient.detach().cpu().numpy().copy()
+
         limit_memory(model, budget)
         try:
-            with _gradients_copied(model, kept):
+            with gradients_shown(model, keep):
                 model.train_on_batch(*batch)
         finally:
             limit_memory(model, None)
         return kept
 
-    def restore(self) -> None:
-        """Give the variables their first values."""
-        self._set_back(nudged=False)
+    def _build_for(self, batch: tuple[Any, Any]) -> None:
+        model = self._model
+        if not model.built:
+            model(batch[0])
+        model._symbolic_build(data_batch=batch)
+        model.optimizer.build(model.trainable_variables)
 
     def _set_back(self, nudged: bool) -> None:
-        if self._variables is None:
-            return
-        for variable, value in zip(self._variables.all, self._variables.first_values(nudged), strict=True):
-            variable.assign(value)
-        torch.manual_seed(_SEED)  # Dropout draws from PyTorch's own generator.
+        super()._set_back(nudged)
+        if self._variables is not None:
+            torch.manual_seed(_SEED)  # Dropout draws from PyTorch's own generator.
         gc.collect()
-
-    def _reset(self, batch: tuple[Any, Any], nudged: bool) -> Variables:
-        if self._variables is None:
-            _build(self._model, batch)
-            self._variables = Variables(self._model)
-        self._set_back(nudged)
-        return self._variables
-
-
-def _build(model: keras.Model, batch: tuple[Any, Any]) -> None:
-    """Make the variables of model, optimizer and metrics."""
-    if not model.built:
-        model(batch[0])
-    model._symbolic_build(data_batch=batch)
-    model.optimizer.build(model.trainable_variables)
-
-
-@contextlib.contextmanager
-def _gradients_copied(model: keras.Model, kept: dict[str, Array]) -> Iterator[None]:
-    optimizer = model.optimizer
-    own_apply = optimizer.apply
-
-    def apply(grads: Any, trainable_variables: Any = None) -> Any:
-        for gradient, variable in zip(grads, trainable_variables or model.trainable_variables, strict=True):
-            if gradient is not None:
-                kept[f"gradient/{variable.path}"] = gradient.detach().cpu().numpy().copy()
-        return own_apply(grads, trainable_variables)
-
-    optimizer.apply = apply
-    try:
-        yield
-    finally:
-        del optimizer.apply

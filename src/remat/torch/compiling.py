@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from remat.budget import parse_budget
-from remat.closed_loop import infeasible, plan_within
+from remat.closed_loop import PeakWithReserve, infeasible, plan_within
 from remat.cost_model import get_profile
 from remat.errors import InfeasibleBudget, RematError
 from remat.graph import Graph
@@ -137,17 +137,6 @@ class _Request:
     options: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class _Peak:
-    """What Inductor says that its kernels allocate; libraries' scratch memory may come on top."""
-
-    expected_bytes: int
-
-    @property
-    def highest_bytes(self) -> int:
-        return int(self.expected_bytes * (1 + _RESERVE))
-
-
 class _Partition:
     """The parting of one joint graph."""
 
@@ -188,7 +177,7 @@ class _Partition:
             return self._finished(found, plain_bytes), plain
         by_schedule: dict[Any, tuple[fx.GraphModule, fx.GraphModule]] = {}
 
-        def real_peak(found: Plan) -> _Peak:
+        def real_peak(found: Plan) -> PeakWithReserve:
             modules = parted(self._joint, self._step, found.schedule, self._forward_outputs)
             by_schedule[found.schedule] = modules
             return self._peak_of(modules)
@@ -221,11 +210,11 @@ class _Partition:
             **request.options,
         )
 
-    def _peak_of(self, modules: tuple[fx.GraphModule, fx.GraphModule]) -> _Peak:
+    def _peak_of(self, modules: tuple[fx.GraphModule, fx.GraphModule]) -> PeakWithReserve:
         from remat.torch import _inductor
 
         forward, backward = (
             _inductor.peak_bytes(module, is_backward=is_backward)
             for module, is_backward in zip(modules, (False, True), strict=True)
         )
-        return _Peak(self._resident_bytes + max(forward, backward))
+        return PeakWithReserve(self._resident_bytes + max(forward, backward), _RESERVE)

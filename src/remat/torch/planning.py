@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from remat.budget import parse_budget
-from remat.closed_loop import infeasible, plan_within
+from remat.closed_loop import PeakWithReserve, infeasible, plan_within
 from remat.cost_model import get_profile
 from remat.errors import InfeasibleBudget
 from remat.graph import Graph
@@ -47,17 +47,6 @@ class StepPlan(Plan):
         return self.step.graph
 
     __str__ = Plan.__str__
-
-
-@dataclass(frozen=True)
-class _Peak:
-    """What a schedule is expected to need; kernels whose scratch memory nothing tells may take a little more."""
-
-    expected_bytes: int
-
-    @property
-    def highest_bytes(self) -> int:
-        return int(self.expected_bytes * (1 + _RESERVE))
 
 
 def plan(
@@ -139,8 +128,10 @@ def _within(
     def make_plan(planner_budget: int) -> Plan:
         return plan_graph(graph, planner_budget, planner=planner, time_limit_s=time_limit_s, **options)
 
-    def real_peak(found: Plan) -> _Peak:
-        return _Peak(simulate(graph, in_eager_order(step, found.schedule, units).schedule).peak_bytes)
+    def real_peak(found: Plan) -> PeakWithReserve:
+        return PeakWithReserve(
+            simulate(graph, in_eager_order(step, found.schedule, units).schedule).peak_bytes, _RESERVE
+        )
 
     if plain.peak_bytes <= budget_bytes:
         return _with_directions(make_plan(budget_bytes), step, units)
