@@ -26,10 +26,11 @@ def measured(network: str, kind: str, *ways: str) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_chain_of_a_hundred(kind: str) -> None:
-    found = measured("chain", kind, "plain", "memory", "15%", "collection", "speed")
+    found = measured("chain", kind, "plain", "memory", "13%", "collection", "speed")
     assert found["plain"]["peak_bytes"] >= 100 * MIB
     assert found["memory"]["peak_bytes"] <= 19 * MIB
-    assert found["15%"]["peak_bytes"] <= found["15%"]["budget_bytes"] < 0.9 * found["memory"]["peak_bytes"]
+    # The rule holds 16 or 17 tensors of a MiB; a budget goes below it.
+    assert found["13%"]["peak_bytes"] <= found["13%"]["budget_bytes"] < 0.9 * found["memory"]["peak_bytes"]
     # Ten checkpoints and the ten tensors between two of them, with what a step always needs.
     assert found["collection"]["peak_bytes"] <= 25 * MIB
     assert found["speed"]["recomputed"] > 0
