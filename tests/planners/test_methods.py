@@ -13,7 +13,8 @@ from remat import Graph, Op, Tensor, simulate, validate
 from remat.planners import get_planner
 from remat.planners.improve import undrop, without_idle_runs
 from remat.planners.problem import Problem
-from remat.planners.rematerialize import TooManyRuns, rematerialize
+from remat.planners.rematerialize import rematerialize
+from remat.planners.residents import TooManyRuns
 from remat.testing import chain, graphs, graphs_with_schedules, random_graph
 
 
@@ -135,8 +136,8 @@ def test_an_output_of_the_step_may_be_dropped_in_between() -> None:
 
 @pytest.mark.parametrize("name", ["auto", "dtr", "gap_lp", "keep_milp", "peak_greedy"])
 def test_an_impossible_budget_gives_a_small_peak(name: str) -> None:
-    graph = chain(100)
-    assert simulate(graph, get_planner(name)(graph, 0)).peak_bytes <= 15
+    graph = chain(30)
+    assert simulate(graph, get_planner(name)(graph, 0)).peak_bytes <= 6
 
 
 @pytest.mark.parametrize("free_order", [True, False])

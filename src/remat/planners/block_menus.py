@@ -13,7 +13,8 @@ from remat.planners.board import Board, expand
 from remat.planners.improve import undrop
 from remat.planners.peak_greedy import cheapest_gap
 from remat.planners.problem import BoolArray, Problem
-from remat.planners.rematerialize import TooManyRuns, rematerialize
+from remat.planners.rematerialize import rematerialize
+from remat.planners.residents import TooManyRuns
 from remat.planners.walk import Walk
 from remat.simulator import simulate
 

@@ -9,7 +9,8 @@ from typing import Final
 from remat.graph import Graph
 from remat.plan import Plan, plan_for_schedule
 from remat.planners.problem import Problem
-from remat.planners.rematerialize import TooManyRuns, rematerialize
+from remat.planners.rematerialize import rematerialize
+from remat.planners.residents import TooManyRuns
 from remat.planners.sqrt_n import numbers_of_segments, segment_drops
 from remat.simulator import simulate
 

@@ -109,7 +109,7 @@ class Edits:
                         return False
         olds = sorted(slots.runs[op][0] for op in group)
         ops = [slots.op_at[slot] for slot in olds]
-        news = self._empty_slots(hot, len(ops), pull)
+        news = slots.empty_slots(hot, len(ops), pull)
         if len(news) < len(ops):
             self.lost += 1
             return False
@@ -148,18 +148,6 @@ class Edits:
             if any(place.get(o, slots.runs[o][0]) <= new for o in board.behind[op]):
                 return False
         return True
-
-    def _empty_slots(self, hot: int, count: int, below: bool) -> list[int]:
-        """The nearest empty slots below a slot, or above it, rising."""
-        op_at = self.slots.op_at
-        reach = 10 * count
-        below_hot, above_hot = (
-            range(hot - 1, max(-1, hot - 1 - reach), -1),
-            range(hot + 1, min(len(op_at), hot + 1 + reach)),
-        )
-        near = below_hot if below else above_hot
-        found = [slot for slot in near if op_at[slot] < 0][:count]
-        return found[::-1] if below else found
 
     def _idle_storage(self, hot: int) -> int:
         """Any storage that lies idle across a slot, -1 if none was met."""

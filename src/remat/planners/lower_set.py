@@ -7,7 +7,8 @@ import numpy as np
 from remat.graph import Graph
 from remat.planners.problem import BoolArray, FloatArray, IntArray, Problem
 from remat.planners.registry import register
-from remat.planners.rematerialize import TooManyRuns, rematerialize
+from remat.planners.rematerialize import rematerialize
+from remat.planners.residents import TooManyRuns
 from remat.planners.search import Search
 
 _FAMILY = 120

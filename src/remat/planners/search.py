@@ -13,7 +13,8 @@ from remat.planners.condense import Condensed
 from remat.planners.improve import undrop, without_idle_runs
 from remat.planners.orders import in_order
 from remat.planners.problem import BoolArray, Problem
-from remat.planners.rematerialize import TooManyRuns, rematerialize
+from remat.planners.rematerialize import rematerialize
+from remat.planners.residents import TooManyRuns
 from remat.planners.squeeze import squeeze
 from remat.simulator import simulate
 
