@@ -44,7 +44,7 @@ STRATEGIES: Final[tuple[Strategy, ...]] = (
 """For any other graph."""
 
 STRATEGIES_IN_ORDER: Final[tuple[Strategy, ...]] = (round_gap_lp, drop_greedily, evict, round_window_milp)
-"""For an order that is searched for, to be tried for several ones."""
+"""For an order that annealing changes later."""
 
 # The rest is for the lower bound and the replays.
 _SHARE_FOR_SEARCH: Final = 0.8
@@ -95,16 +95,14 @@ def _search_fixed_order(search: Search) -> None:
 
 
 def _search_any_order(search: Search) -> None:
-    """The strategies for a fixed order over one that needs less memory and over the program's, then annealing."""
-    problem = search.problem
-    orders = dict.fromkeys((low_peak_order(problem), problem.graph.plain_schedule))
-    for order in orders:
-        search.offer(order)
-        if search.best_time_s <= problem.graph.time_s:
-            return
-        inner = search.reordered(order)
-        for strategy in STRATEGIES_IN_ORDER:
-            if not search.expired:
-                strategy(inner)
+    """The strategies for a fixed order over one that needs less memory than the program's, then annealing."""
+    order = low_peak_order(search.problem)
+    search.offer(order)
+    if search.best_time_s <= search.problem.graph.time_s:
+        return
+    inner = search.reordered(order)
+    for strategy in STRATEGIES_IN_ORDER:
+        if not search.expired:
+            strategy(inner)
     anneal(search)
     plan_windows_again(search)

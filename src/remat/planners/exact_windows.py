@@ -19,9 +19,10 @@ _MOST_COLUMNS: Final = 2000
 _SHORTEST: Final = 8
 _MOST_WINDOWS: Final = 4
 _MOST_NODES: Final = 200
-# A graph of one window is solved as an oracle would; several are an improvement that must not cost more than the rest.
-_MOST_S: Final = 60.0
-_MOST_S_OF_SEVERAL: Final = 0.5
+# A small graph is solved as an oracle would; elsewhere this is an improvement that must not cost more than the rest.
+_SMALL: Final = 60
+_MOST_S_OF_SMALL: Final = 5.0
+_MOST_S: Final = 0.5
 
 
 def plan_windows_again(search: Search) -> None:
@@ -31,7 +32,8 @@ def plan_windows_again(search: Search) -> None:
     is in memory where it begins and ends stays; first runs keep the order that they have. Where nothing is known that
     fits, only a graph of one window is tried, in program order. Large neighbourhood search
     (Shaw 1998, doi:10.1007/3-540-49481-2_30) with the model of Checkmate (Jain et al. 2020, arXiv:1910.02653). Windows
-    with the most recomputation come first. Complexity: at most four MILPs of 200 nodes, or half a second, each.
+    with the most recomputation come first. Complexity: at most four MILPs of 200 nodes, or half a second, each;
+    of a graph of up to 60 ops five seconds.
     """
     problem = search.problem
     if not 0 < problem.count <= _MOST_OPS:
@@ -44,7 +46,7 @@ def plan_windows_again(search: Search) -> None:
     windows = _windows(runs)
     if search.best is None and len(windows) > 1:
         return
-    most_s = _MOST_S if len(windows) == 1 else _MOST_S_OF_SEVERAL
+    most_s = _MOST_S_OF_SMALL if problem.count <= _SMALL else _MOST_S
     for first, stop in windows:
         left_s = most_s if search.deadline_s is None else min(most_s, search.deadline_s - time.monotonic())
         if left_s <= 0 or (search.best is not None and not runs.again_s(first, stop)):
