@@ -153,7 +153,8 @@ from remat.tensorflow import measure
 chain, x = Chain(), inputs()
 ran = run(lambda x: tf.reduce_mean(tf.square(chain(x))), chain.weights, x, budget={budget!r})
 ran.gradients.clear()  # Nothing else may be resident than when the plan was made.
-print(ran.tape.plan.peak_bytes, measure(ran.function, x, repeats=3).peak_bytes)
+plan = ran.tape.plan
+print(plan.peak_bytes, plan.budget_bytes, measure(ran.function, x, repeats=3).peak_bytes)
 """
 
 
@@ -162,7 +163,8 @@ def test_prediction_against_a_real_run(budget):
     command = [sys.executable, "-c", MEASURED.format(budget=budget)]
     done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    predicted, measured = map(int, done.stdout.split())
+    predicted, allowed, measured = map(int, done.stdout.split())
 
-    # One block of 1 MiB more or less is 7 % of so small a step.
-    assert predicted == pytest.approx(measured, rel=0.1)
+    assert measured <= allowed
+    # One block of 1 MiB is 7 % of so small a step; where other programs interrupt the executor two live longer.
+    assert predicted == pytest.approx(measured, abs=2.1 * MIB)
