@@ -125,7 +125,7 @@ def test_unknown_shapes_count_what_is_known():
 @pytest.mark.parametrize(("dtype", "temporaries"), [(tf.float32, 0), (tf.float16, 3)])
 def test_half_precision_products_need_float32_copies(dtype, temporaries):
     """Measured: the peak of one product, beyond its operands and its result."""
-    side = 1024
+    side = 512
 
     @tf.function
     def product(x, y):
