@@ -256,12 +256,14 @@ class Edits:
             return False
         best, best_score, found = -1, math.inf, 0
         size, made_by = self.board.problem.size, self.board.problem.made_by
+        draw, count = rng.random, len(candidates)
+        births, reads = slots.births, slots.reads
         for _ in range(_TRIES):
-            s = candidates[rng.randrange(len(candidates))]
-            before, _ = slots.idle_across(s, hot)
-            if before < 0:
+            s = candidates[int(draw() * count)]
+            # Most are soon seen not to live here.
+            if not reads[s] or reads[s][-1] <= hot or births[s][0] >= hot or slots.idle_across(s, hot)[0] < 0:
                 continue
-            score = self.board.repeat_time_s[made_by[s]] / size[s] * (0.2 + rng.random())
+            score = self.board.repeat_time_s[made_by[s]] / size[s] * (0.2 + draw())
             if score < best_score:
                 best, best_score = s, score
             found += 1
@@ -282,9 +284,9 @@ class Edits:
             return False
         if place <= hot:
             return False
-        slots.insert(place, op)
-        if slots.extra_s > self.limit_s:
+        if slots.extra_s + board.repeat_time_s[op] > self.limit_s:
             return False
+        slots.insert(place, op)
         for u in board.reads[op]:
             _, after = slots.idle_across(u, hot)
             # Kept across the hot slot for this run alone, or for others too.

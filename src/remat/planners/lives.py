@@ -26,6 +26,7 @@ class Lives:
         reads: for each storage, the slots in which it is read, rising.
         low: the lowest slot whose bytes changed since ``mark``.
         high: one above the highest.
+        ranges: what was added since then: first slot, one above the last, bytes.
     """
 
     def __init__(self, board: Board, size: int) -> None:
@@ -38,6 +39,18 @@ class Lives:
         self.births: list[list[int]] = [[] for _ in range(count)]
         self.reads: list[list[int]] = [[] for _ in range(count)]
         self.low, self.high = size, 0
+        self.ranges: list[tuple[int, int, int]] = []
+
+    def mark(self) -> None:
+        """Begin to note changes of bytes: ``take_back`` goes back to here."""
+        self.ranges.clear()
+        self.low, self.high = self.size, 0
+
+    def take_back(self) -> None:
+        """The bytes as they were at ``mark``."""
+        for start, stop, amount in self.ranges:
+            self.bytes[start:stop] -= amount
+        self.ranges.clear()
 
     def count_lives(self) -> None:
         """Work out the bytes of every slot from the births and reads."""
@@ -73,6 +86,7 @@ class Lives:
         """Add bytes to a range of slots."""
         if start < stop:
             self.bytes[start:stop] += amount
+            self.ranges.append((start, stop, amount))
             if start < self.low:
                 self.low = start
             if stop > self.high:

@@ -7,7 +7,7 @@ without moving them. A change touches only the lives of the storages that the ru
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from typing import Final
 
@@ -89,19 +89,50 @@ class Slots(Lives):
 
     def mark(self) -> None:
         """Begin a new edit: ``undo`` goes back to here."""
+        super().mark()
         self.journal.clear()
-        self.low, self.high = self.size, 0
 
     def undo(self) -> None:
         """Take back everything since ``mark``."""
-        journal = self.journal
-        steps = list(reversed(journal))
-        for slot, op, added in steps:
+        self.take_back()
+        for slot, op, added in reversed(self.journal):
             if added:
-                self.remove(slot)
+                self._forget(slot, op)
             else:
-                self.insert(slot, op)
-        journal.clear()
+                self._restore(slot, op)
+        self.journal.clear()
+
+    def _forget(self, slot: int, op: int) -> None:
+        """Empty a slot whose bytes are already those without it."""
+        for births in (self.births[s] for s in self.board.makes[op]):
+            del births[bisect_left(births, slot)]
+        for reads in (self.reads[s] for s in self.board.reads[op]):
+            del reads[bisect_left(reads, slot)]
+        self._end_run(slot, op)
+
+    def _restore(self, slot: int, op: int) -> None:
+        """Fill a slot whose bytes are already those with it."""
+        for s in self.board.reads[op]:
+            insort(self.reads[s], slot)
+        for s in self.board.makes[op]:
+            insort(self.births[s], slot)
+        self._begin_run(slot, op)
+
+    def _begin_run(self, slot: int, op: int) -> None:
+        self.op_at[slot] = op
+        if self.runs[op]:
+            self.extra_s += self.board.repeat_time_s[op]
+            # Where it stands before the first run, that one is now a repeated one.
+            self._note_repeat(max(slot, self.runs[op][0]))
+        insort(self.runs[op], slot)
+
+    def _end_run(self, slot: int, op: int) -> None:
+        self.runs[op].remove(slot)
+        if self.runs[op]:
+            self.extra_s -= self.board.repeat_time_s[op]
+            # Where the first run went, the second one is the first now.
+            self._forget_repeat(max(slot, self.runs[op][0]))
+        self.op_at[slot] = -1
 
     def insert(self, slot: int, op: int) -> None:
         """Run an op in an empty slot, after the first births of all that it reads."""
@@ -114,10 +145,7 @@ class Slots(Lives):
         workspace = board.problem.graph.ops[op].workspace_bytes
         if workspace:
             self.add(slot, slot + 1, workspace)
-        if self.runs[op]:
-            self.extra_s += board.repeat_time_s[op]
-            self._note_repeat(max(slot, self.runs[op][0]))
-        insort(self.runs[op], slot)
+        self._begin_run(slot, op)
         self.journal.append((slot, op, True))
 
     def remove(self, slot: int) -> None:
@@ -131,12 +159,7 @@ class Slots(Lives):
         workspace = board.problem.graph.ops[op].workspace_bytes
         if workspace:
             self.add(slot, slot + 1, -workspace)
-        self.runs[op].remove(slot)
-        if self.runs[op]:
-            self.extra_s -= board.repeat_time_s[op]
-            # Where the first run went, the second one is the first now.
-            self._forget_repeat(max(slot, self.runs[op][0]))
-        self.op_at[slot] = -1
+        self._end_run(slot, op)
         self.journal.append((slot, op, False))
 
     def free_before(self, slot: int, reach: int = 12) -> int:
