@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 
-from remat import Graph, Op, Tensor, simulate, validate
+from remat import Graph, Op, Tensor, load_graph, simulate, validate
 from remat.planners import get_planner
 from remat.planners.block_chain import BlockChain
 from remat.planners.block_menus import block_menu, option_of, squeezed
@@ -16,6 +17,8 @@ from remat.planners.condense import Condensed
 from remat.planners.problem import Problem
 from remat.planners.rematerialize import rematerialize
 from remat.testing import chain, random_graph, residual_blocks
+
+GRAPHS = Path(__file__).parents[2] / "benchmarks" / "graphs"
 
 
 @pytest.mark.parametrize("draws", [False, True])
@@ -27,6 +30,14 @@ def test_blocks_take_every_op_once_and_repeat_their_structure(draws: bool) -> No
     forward = [op for block in blocks for op in block.forward]
     backward = [op for block in reversed(blocks) for op in block.backward]
     assert [*forward, *backward] == sorted({*forward, *backward}) == list(range(len(graph.ops)))
+
+
+def test_layers_of_a_traced_transformer_share_their_menus() -> None:
+    """What was left out when the step was reduced grows from layer to layer, and must not tell them apart."""
+    graph = load_graph(GRAPHS / "bert_large.json.gz")
+    blocks = find_blocks(Board(Condensed.of(Problem.of(graph)).problem, whole=False))
+    assert len(blocks) >= 48
+    assert len({block.structure for block in blocks}) <= 8
 
 
 def test_options_are_what_the_simulator_says() -> None:

@@ -84,10 +84,6 @@ class BlockChain:
         self._squeezed: set[tuple[object, ...]] = set()
         self._menus: dict[tuple[object, ...], list[Option]] = {}
         self._structures = [block.structure for block in self.blocks]
-        for block, structure in zip(self.blocks, self._structures, strict=True):
-            if structure not in self._menus:
-                self._menus[structure] = block_menu(block.graph, block.turn)
-        self._prepare()
 
     @classmethod
     def of(cls, problem: Problem) -> BlockChain:
@@ -96,6 +92,15 @@ class BlockChain:
         if known is None:
             known = vars(problem)["_block_chain"] = cls(problem)
         return known
+
+    def _ask_for_menus(self) -> None:
+        """Menus take the most time of all, and are only needed where a schedule is asked for."""
+        if self._menus:
+            return
+        for block, structure in zip(self.blocks, self._structures, strict=True):
+            if structure not in self._menus:
+                self._menus[structure] = block_menu(block.graph, block.turn)
+        self._prepare()
 
     def _prepare(self) -> None:
         size, count = self.problem.size, len(self.blocks)
@@ -151,6 +156,7 @@ class BlockChain:
 
     def squeeze(self) -> None:
         """Look for smaller peaks of the block that needs most memory, until it is another or none is found."""
+        self._ask_for_menus()
         while self.blocks:
             needs = [
                 min(option.peak_bytes for option in menu) + block.fixed_backward_bytes
@@ -184,4 +190,5 @@ class BlockChain:
 
     def program(self, budget_bytes: int) -> ChainProgram:
         """The dynamic programme for budgets up to this one."""
+        self._ask_for_menus()
         return ChainProgram(self, budget_bytes)

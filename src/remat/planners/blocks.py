@@ -100,6 +100,7 @@ class _Chain:
         self.made = np.array([problem.made_by[s] for s in self.followed], dtype=np.int64)
         self.size = np.array([problem.size[s] for s in self.followed], dtype=np.int64)
         self.may_drop = np.array([board.repeatable[problem.made_by[s]] for s in self.followed], dtype=np.bool_)
+        self.workspace = np.array([op.workspace_bytes for op in problem.graph.ops], dtype=np.int64)
         uses = [problem.uses[s] for s in self.followed]
         self.last = np.array([row[-1] for row in uses], dtype=np.int64)
         self.last_forward = np.array([max(u for u in row if u <= max(self.turn, row[0])) for row in uses], np.int64)
@@ -201,7 +202,7 @@ class _Chain:
                 outputs=tuple(number[s] for s in board.makes[op]),
                 time_s=board.repeat_time_s[op],
                 recomputable=board.repeatable[op],
-                workspace_bytes=problem.graph.ops[op].workspace_bytes + beside[op],
+                workspace_bytes=beside[op],
                 in_place=tuple(pairs),
             )
 
@@ -227,9 +228,10 @@ class _Chain:
         )
 
     def _fixed(self, start: int, stop: int, counted: set[int]) -> tuple[int, dict[int, int]]:
-        """The bytes that lie beside a block all the time, and for each of its ops how many more.
+        """The bytes that lie beside a block all the time, and for each of its ops how many more while it runs.
 
-        These are gradients that only pass by, and what is left out of the board.
+        These are gradients that only pass by, what is left out of the board, and workspace, which is also what was left
+        out when the step was reduced, and grows from block to block.
         """
         if start >= stop:
             return 0, {}
@@ -239,7 +241,7 @@ class _Chain:
         np.add.at(change, np.maximum(self.made[alive], start) - start, self.size[alive])
         np.subtract.at(change, np.minimum(self.last[alive], stop - 1) + 1 - start, self.size[alive])
         ops = np.array([op for op in range(start, stop) if self.board.counts[op]], dtype=np.int64)
-        level = np.cumsum(change)[ops - start] + self.board.base_bytes[ops]
+        level = np.cumsum(change)[ops - start] + self.board.base_bytes[ops] + self.workspace[ops]
         grain = max(1, self.problem.plain.peak_bytes // _GRAINS)
         least = int(level.min())
         more = -(-(level - least) // grain) * grain
