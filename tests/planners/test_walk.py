@@ -40,7 +40,7 @@ def test_every_state_is_a_legal_schedule(seed: int) -> None:
 def test_the_best_fits_and_costs_what_it_says(seed: int) -> None:
     graph = layered(40, seed)
     problem = Problem.of(graph)
-    share = 0.5 + 0.5 * problem.largest_step_bytes / problem.plain.peak_bytes
+    share = 0.7 + 0.3 * problem.largest_step_bytes / problem.plain.peak_bytes
     walk = walked(graph, share, seed, steps=6000)
     assert walk.best is not None
     timeline = simulate(graph, expand(walk.board, walk.best))
@@ -78,6 +78,8 @@ def test_layered_graphs_are_as_described() -> None:
         assert len(graph.ops) == 500
         assert [op for op, readers in enumerate(graph.readers) if not readers] == [499]
         assert [op for op in range(500) if not graph.ops[op].inputs] == [0]
+        # In the published instance of 250 ops the last op reads one tensor, where skips would bring it dozens.
+        assert len(graph.ops[499].inputs) <= 20
         sizes = sorted(t.size_bytes for t in graph.tensors)
         assert sum(sizes) / 500 == pytest.approx(2000, rel=0.12)
         assert sizes[125] == pytest.approx(700, rel=0.25)
