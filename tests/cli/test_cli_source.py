@@ -25,6 +25,9 @@ def noisy():
 def chatty():
     print("building")
     return number
+
+def pretrained(include_top=True, weights="imagenet"):
+    raise OSError("downloads " + weights if weights else "needs no download")
 """
 
 
@@ -61,6 +64,11 @@ def test_callable_that_cannot_be_found(fails, source, expected):
 
     assert source in line
     assert expected in line
+
+
+def test_trained_weights_are_not_downloaded(fails):
+    assert "(weights=None) raised OSError: needs no download" in fails("plan", "my_models:pretrained")
+    assert "downloads noisy" in fails("plan", "my_models:pretrained", "--kwargs", '{"weights": "noisy"}')
 
 
 @pytest.mark.parametrize("kwargs", ["{", "", "weights=None", "[1]", "3", "null"])

@@ -146,7 +146,10 @@ def _build(source: Source, arguments: Mapping[str, Any], options: StepOptions) -
     given = dict(arguments)
     if "batch_size" in parameters and "batch_size" not in given and options.batch_size is not None:
         given["batch_size"] = options.batch_size
-    needed = [name for name, required in parameters.items() if required and name not in given]
+    if isinstance(parameters.get("weights"), str) and "weights" not in given:
+        # The models of keras.applications would download trained ones, which change no byte and no second of a step.
+        given["weights"] = None
+    needed = [name for name, default in parameters.items() if default is inspect.Parameter.empty and name not in given]
     # An argument of a wrong name is told by the call itself.
     if needed and given.keys() <= parameters.keys():
         example = json.dumps(dict.fromkeys(needed, "..."))
@@ -165,14 +168,14 @@ def _build(source: Source, arguments: Mapping[str, Any], options: StepOptions) -
         ) from error
 
 
-def _parameters(build: Callable[..., Any]) -> dict[str, bool]:
-    """For each parameter that can be given by name, whether it has to be."""
+def _parameters(build: Callable[..., Any]) -> dict[str, Any]:
+    """For each parameter that can be given by name, its default, ``Parameter.empty`` where it has none."""
     try:
         parameters = inspect.signature(build).parameters.values()
     except (TypeError, ValueError):
         return {}
     named = (p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY))
-    return {p.name: p.default is p.empty for p in named}
+    return {p.name: p.default for p in named}
 
 
 def _import_callable(name: str) -> Callable[..., Any]:
