@@ -60,6 +60,21 @@ def tensorflow_step(batch_size=64):
     return loss, tf.TensorSpec((batch_size, 64), tf.float32)
 
 
+def torch_step(batch_size=64):
+    import torch
+    model = torch_module()
+
+    def loss(x):
+        return model(x).square().mean()
+
+    return loss, torch.zeros(batch_size, 64)
+
+
+def torch_module():
+    import torch
+    return torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh()) for _ in range(6)])
+
+
 def keras_model(width=16):
     import keras
     layers = [keras.Input((24, 24, 3))]
@@ -127,6 +142,29 @@ def test_jax_step_is_planned_with_its_layers_lines_and_largest_batch(remat_cli, 
     batches = printed["max_batch"]
     assert 0 < batches["plain"]["batch_size"] < batches["planned"]["batch_size"]
     assert batches["planned"]["peak_bytes"] <= 1_600_000
+
+
+def test_torch_step_is_planned_with_its_layers_and_lines(remat_cli):
+    done = remat_cli("plan", "my_steps:torch_step", "--batch-size", 1024, "--budget", "60%", "--json")
+
+    printed = json.loads(done.stdout)
+    assert (
+        printed["peak_bytes"] <= printed["budget_bytes"] == pytest.approx(0.6 * printed["baseline_peak_bytes"], abs=1)
+    )
+    assert printed["breakdown"]["plain"]["parameters"] == 6 * (64 * 64 + 64) * 4
+    labels = {(one["layer"], one["source"]) for one in printed["largest_at_peak"] if one["op"] is not None}
+    line = f"my_steps.py:{STEPS.splitlines().index('        return model(x).square().mean()') + 1} in loss"
+    assert {source for _, source in labels} == {line}
+    assert {layer for layer, _ in labels} & {"0.1", "1.0", "1.1"}
+
+
+@pytest.mark.slow
+def test_torch_module_is_planned_and_checked(remat_cli):
+    arguments = ("my_steps:torch_module", "--input", 64, "--batch-size", 2048, "--optimizer", "Adam")
+    printed = json.loads(remat_cli("plan", *arguments, "--budget", "70%", "--json").stdout)
+    assert printed["peak_bytes"] <= printed["budget_bytes"]
+    assert {one["source"] for one in printed["largest_at_peak"]} == {""}, "no line of the model's own calls a layer"
+    assert "my_steps:torch_module: equal: " in remat_cli("check", *arguments, "--budget", "70%").stdout
 
 
 def test_function_that_returns_no_loss(remat_cli):

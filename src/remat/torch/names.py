@@ -15,14 +15,18 @@ from remat.labels import shown_path
 
 _shown_path = cache(shown_path)
 _NOT_THE_MODEL: Final = tuple(str(Path(path).parent) + "/" for path in (torch.__file__, __file__))
+_REMAT: Final = str(Path(__file__).parents[1]) + "/"
 
 
 def source_line() -> str:
-    """The innermost line that runs outside of PyTorch and of remat: ``model.py:12 in forward``."""
+    """The innermost line that runs outside of PyTorch and of ``remat.torch``: ``model.py:12 in forward``.
+
+    Empty where it is one of remat's own, as when the command line calls a module.
+    """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_MODEL):
         frame = frame.f_back
-    if frame is None:
+    if frame is None or frame.f_code.co_filename.startswith(_REMAT):
         return ""
     return f"{_shown_path(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}"
 
