@@ -12,7 +12,7 @@ from remat.planners.chain_bound import chain_lower_bound_s
 from remat.planners.dtr import evict
 from remat.planners.exact_windows import plan_windows_again
 from remat.planners.gap_lp import round_gap_lp
-from remat.planners.orders import low_peak_order
+from remat.planners.orders import low_memory_order
 from remat.planners.peak_greedy import drop_greedily, drop_unhurried
 from remat.planners.problem import Problem
 from remat.planners.registry import register
@@ -96,7 +96,7 @@ def _search_fixed_order(search: Search) -> None:
 
 def _search_any_order(search: Search) -> None:
     """The strategies for a fixed order over one that needs less memory than the program's, then annealing."""
-    order = low_peak_order(search.problem)
+    order = low_memory_order(search.problem, search.budget_bytes)
     search.offer(order)
     if search.best_time_s <= search.problem.graph.time_s:
         return

@@ -1,32 +1,41 @@
-"""Orders of first runs with a low peak and nothing recomputed, for graphs that leave the order free."""
+"""Orders of first runs that need little memory with nothing recomputed, for graphs that leave the order free."""
 
 from __future__ import annotations
 
 import dataclasses
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
-from remat.planners.problem import Problem
+import numpy as np
+
+from remat.planners.problem import IntArray, Problem
 from remat.simulator import simulate
 
-_SHARES: Final = (0.0, 0.5)
+_SHARES: Final = (0.0, 0.25, 0.5, 0.75, 1.0)
 _NOISES: Final = (0.0, 0.1, 0.25, 0.5)
 _TRIES: Final = 4
 _MOST_OPS: Final = 4000
 
 
-def low_peak_order(problem: Problem) -> tuple[int, ...]:
-    """The order with the lowest peak that greedy sweeps find, program order among them.
+def low_memory_order(problem: Problem, budget_bytes: int) -> tuple[int, ...]:
+    """The order that greedy sweeps find, program order among them, with the fewest bytes over a budget.
 
-    Sweeps go from the first op to the last, and from the last to the first. Each takes next what adds least bytes, less
-    a share of those that it brings nearer to being freed; some with random preferences of ops, always the same ones.
-    A heuristic without guarantee. Complexity: 52 sweeps of O(ops ready) each, for up to 4,000 ops.
+    Bytes over the budget are summed over all steps, since each has to be relieved by recomputation; of equal orders the
+    one with the lowest peak. Sweeps go from the first op to the last, and from the last to the first. Each takes next
+    what adds least bytes, less a share of those that it brings nearer to being freed; some with random preferences of
+    ops, always the same ones. A heuristic without guarantee. Complexity: 130 sweeps of O(ops ready) each, once for a
+    problem of up to 4,000 ops.
     """
-    known: tuple[int, ...] | None = vars(problem).get("_low_peak_order")
+    known: list[_Order] | None = vars(problem).get("_orders")
     if known is None:
-        known = vars(problem)["_low_peak_order"] = _find(problem)
-    return known
+        known = vars(problem)["_orders"] = _sweep(problem)
+
+    def over(order: _Order) -> tuple[int, int]:
+        return int(np.maximum(order.bytes - budget_bytes, 0).sum()), int(order.bytes.max(initial=0))
+
+    return min(known, key=over).ops
 
 
 def in_order(problem: Problem, order: Sequence[int]) -> Problem:
@@ -41,22 +50,24 @@ def in_order(problem: Problem, order: Sequence[int]) -> Problem:
     return Problem.of(dataclasses.replace(graph, ops=ops))
 
 
-def _find(problem: Problem) -> tuple[int, ...]:
-    plain = problem.graph.plain_schedule
-    if problem.count > _MOST_OPS or not problem.graph.free_order:
-        return plain
-    rng = random.Random(0)
-    sweeps = _Sweeps(problem)
-    best, least_bytes = plain, problem.plain.peak_bytes
-    for share in _SHARES:
-        for noise in _NOISES:
-            for _ in range(_TRIES if noise else 1):
-                taste = [rng.gauss(0.0, noise) * sweeps.middling_bytes for _ in range(problem.count)]
-                for order in (sweeps.forward(share, taste), sweeps.backward(share, taste)):
-                    peak_bytes = simulate(problem.graph, order).peak_bytes
-                    if peak_bytes < least_bytes:
-                        best, least_bytes = order, peak_bytes
-    return best
+@dataclass(frozen=True, eq=False)
+class _Order:
+    ops: tuple[int, ...]
+    bytes: IntArray
+
+
+def _sweep(problem: Problem) -> list[_Order]:
+    """Program order, then each other one that the sweeps find."""
+    found = dict.fromkeys([problem.graph.plain_schedule])
+    if problem.count <= _MOST_OPS and problem.graph.free_order:
+        rng = random.Random(0)
+        sweeps = _Sweeps(problem)
+        for share in _SHARES:
+            for noise in _NOISES:
+                for _ in range(_TRIES if noise else 1):
+                    taste = [rng.gauss(0.0, noise) * sweeps.middling_bytes for _ in range(problem.count)]
+                    found |= dict.fromkeys((sweeps.forward(share, taste), sweeps.backward(share, taste)))
+    return [_Order(order, np.array(simulate(problem.graph, order).bytes, dtype=np.int64)) for order in found]
 
 
 class _Sweeps:

@@ -9,7 +9,7 @@ from typing import Final
 from remat.graph import Graph
 from remat.planners.board import Board, expand
 from remat.planners.gap_model import build_gap_model, solve_gap_model
-from remat.planners.orders import low_peak_order
+from remat.planners.orders import low_memory_order
 from remat.planners.problem import Problem
 from remat.planners.registry import register
 from remat.planners.search import Search, smallest_peak_schedules
@@ -27,6 +27,7 @@ _COLD: Final = 1e-5
 _COLDEST: Final = 1e-6
 _WARM: Final = 2e-4
 _SMALL_GAP: Final = 2e-3
+_NO_GAP: Final = 2e-4
 _TIGHTENINGS: Final = 3
 _MOST_IDLE_ROUNDS: Final = 3
 _FEWEST_STEPS: Final = 2000
@@ -50,7 +51,7 @@ def simulated_annealing(graph: Graph, budget_bytes: int, *, time_limit_s: float 
 
 
 def anneal(search: Search) -> None:
-    """Offer what annealing finds, from an order with a low peak where it is free, then from the best one known."""
+    """Offer what annealing finds, in a free order from one that needs little memory, then from the best known."""
     problem = search.problem
     board = Board(problem, whole=problem.graph.free_order)
     count = problem.count
@@ -66,6 +67,8 @@ def anneal(search: Search) -> None:
         _cool(search, board, 1, _WARM, _COLDEST, steps, search.deadline_s)
         return
     gap = search.best_time_s - problem.graph.time_s - _bound_s(search)
+    if gap <= _NO_GAP * problem.graph.time_s:
+        return
     left = min(_MOST_STEPS, max(_FEWEST_STEPS, count * min(_STEPS_PER_OP, 10 * count)))
     idle = 0
     for seed, (heat, share) in enumerate(_ROUNDS):
@@ -95,8 +98,8 @@ def _cool(
     *,
     fresh: bool = False,
 ) -> None:
-    start = low_peak_order(search.problem) if fresh or search.best is None else search.best
     budget_bytes = search.budget_bytes
+    start = low_memory_order(search.problem, budget_bytes) if fresh or search.best is None else search.best
     for _ in range(_TIGHTENINGS):
         walk = Walk(board, start, budget_bytes, seed)
         walk.run(steps, hot, cold, deadline_s)
