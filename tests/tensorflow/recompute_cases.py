@@ -220,6 +220,12 @@ def around_a_function(wrap: Wrap) -> Step:
     return lambda: differentiate([x, w], lambda: tf.reduce_sum(wrapped(x) ** 2))
 
 
+def a_function_itself(wrap: Wrap) -> Step:
+    x, w = values(4, WIDTH), variable(WIDTH, WIDTH)
+    wrapped = wrap(tf.function(lambda x, times: tf.tanh(tf.sin(x) @ w) * times))
+    return lambda: differentiate([x, w], lambda: tf.reduce_sum(wrapped(wrapped(x, 2.0), times=3.0) ** 2))
+
+
 def stateless_dropout(wrap: Wrap) -> Step:
     x, w = values(4, WIDTH), variable(WIDTH, WIDTH)
     wrapped = wrap(lambda x: tf.tanh(tf.nn.experimental.stateless_dropout(tf.tanh(x @ w), 0.5, seed=[1, 2]) @ w))
@@ -403,6 +409,7 @@ CASES: list[Callable[[Wrap], Step]] = [
     around_a_while_loop,
     around_a_condition,
     around_a_function,
+    a_function_itself,
     stateless_dropout,
     keras_dropout,
     batch_normalization,
