@@ -2,14 +2,15 @@
 
 Recomputation repeats work; micro-batches repeat what every piece costs however small it is, and keep a smaller machine
 busy. Which is cheaper depends on the model, the machine and the budget. The seconds of a piece without recomputation
-are measured once, for a few sizes that fit; what recomputation adds is the plan's.
+are measured once, for a few sizes that fit; what recomputation adds is predicted by the plan, and measured for the
+options that the predictions leave.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from remat.budget import format_bytes
 from remat.errors import InfeasibleBudget
@@ -17,6 +18,9 @@ from remat.plan import Plan
 
 # Predicted times closer than this are equal: fewer micro-batches are nearer to the full batch, dropout and all.
 _EQUAL = 0.02
+# What a plan says that recomputation adds may be so much of an update too little; what is further behind is not timed.
+_DOUBT = 0.25
+_MOST_MEASURED = 3
 _SLOWER_SHOWN = 3  # Of the options that are slower than the best without any recomputation.
 
 
@@ -68,6 +72,7 @@ class Option:
         plan: of one micro-batch within the budget; None where there is none, or none was made.
         minimum_bytes: where no plan fits, the smallest budget that would do.
         why_not: why none was made.
+        measured_time_s: seconds of an update's passes with the plan in force; None where they were not timed.
     """
 
     micro_batches: int
@@ -76,11 +81,23 @@ class Option:
     plan: Plan | None = None
     minimum_bytes: int | None = None
     why_not: str = ""
+    measured_time_s: float | None = None
 
     @property
     def time_s(self) -> float:
-        """Predicted seconds of an update's forward and backward passes, recomputation included."""
-        return self.plain_time_s * (1 + (self.plan.overhead if self.plan is not None else 0.0))
+        """Seconds of an update's forward and backward passes, recomputation included; predicted if not measured."""
+        if self.measured_time_s is not None:
+            return self.measured_time_s
+        return self.plain_time_s * (1 + self._overhead)
+
+    @property
+    def recomputes(self) -> bool:
+        """Does its plan run anything twice?"""
+        return self._overhead > 0
+
+    @property
+    def _overhead(self) -> float:
+        return self.plan.overhead if self.plan is not None else 0.0
 
 
 @dataclass(frozen=True)
@@ -147,6 +164,7 @@ def _described(option: Option, least_s: float) -> str:
     return (
         f"{option.time_s:.3g} s an update, peak {format_bytes(option.plan.peak_bytes)}: recomputation "
         f"{option.plan.overhead:+.1%}, size of the pieces {pieces:+.1%}"
+        f"{'' if option.measured_time_s is None else ', timed'}"
     )
 
 
@@ -176,8 +194,9 @@ def choose(
     coupled: Sequence[str] = (),
     only_whole: str = "",
     times_are_measured: bool = True,
+    measure: Callable[[Sequence[Option]], Mapping[int, float]] | None = None,
 ) -> JointPlan:
-    """The cheapest number of micro-batches with a plan that fits, by predicted time.
+    """The cheapest number of micro-batches with a plan that fits, by predicted time, or by measured where it is close.
 
     Where layers couple the samples of a batch, so that micro-batches are not exact, as few as fit. Options are planned
     in the order of what they take without recomputation, until that alone takes longer than the best one.
@@ -191,6 +210,8 @@ def choose(
         coupled: names of what couples the samples of a batch.
         only_whole: why micro-batches are out of the question; empty where they are not.
         times_are_measured: is ``piece_time_s`` measured?
+        measure: times updates with their plans in force, side by side: seconds by number of micro-batches, without
+            those that could not be timed. Called once at most, where recomputation decides.
 
     Raises:
         InfeasibleBudget: where no option fits; ``minimum_bytes`` is the smallest budget among them.
@@ -201,6 +222,9 @@ def choose(
     ]
     done: list[Option] = []
     best: Option | None = None
+    # What takes longer than this with nothing recomputed is not worth a plan.
+    slowest_s = math.inf
+    doubt = 0.0 if measure is None else _DOUBT
     failed: InfeasibleBudget | None = None
     for option in sorted(waiting, key=lambda one: one.micro_batches if coupled else one.plain_time_s):
         why_not = ""
@@ -210,7 +234,7 @@ def choose(
             why_not = "not planned: more micro-batches do not fit"
         elif best is not None and coupled:
             why_not = "not planned: fewer micro-batches fit"
-        elif best is not None and option.plain_time_s >= best.time_s * (1 - _EQUAL):
+        elif option.plain_time_s >= slowest_s:
             why_not = f"not planned: {option.plain_time_s:.3g} s an update with nothing recomputed"
         if why_not:
             done.append(Option(option.micro_batches, option.size, option.plain_time_s, why_not=why_not))
@@ -226,10 +250,16 @@ def choose(
         done.append(planned)
         if best is None or planned.time_s < best.time_s:
             best = planned
+        slowest_s = min(slowest_s, planned.time_s * (1 - _EQUAL) * (1 + doubt * planned.recomputes))
     if best is None:
         assert failed is not None
         raise failed
     fits = [option for option in done if option.plan is not None]
+    if measure is not None and not coupled:
+        fits = _measured(fits, measure, times_are_measured)
+        best = min(fits, key=lambda option: option.time_s)
+        timed = {option.micro_batches: option for option in fits}
+        done = [timed.get(option.micro_batches, option) for option in done]
     chosen = min(
         (option for option in fits if option.time_s <= best.time_s * (1 + _EQUAL)),
         key=lambda option: option.micro_batches,
@@ -244,6 +274,22 @@ def choose(
     )
 
 
+def _measured(
+    fits: Sequence[Option], measure: Callable[[Sequence[Option]], Mapping[int, float]], times_are_measured: bool
+) -> list[Option]:
+    """The options that may be the best, timed where one of them recomputes."""
+    by_time = sorted(fits, key=lambda option: option.time_s)
+    close = [option for option in by_time if option.time_s <= by_time[0].time_s * (1 + _DOUBT)][:_MOST_MEASURED]
+    # The first one that recomputes nothing is known already, if times are measured; the others are held against it.
+    close += [option for option in by_time if not option.recomputes and option not in close][:1]
+    if len(close) < 2 or not any(option.recomputes for option in close):
+        return list(fits)
+    found = measure(close)
+    if not found or (len(found) < len(close) and not times_are_measured):
+        return list(fits)  # Seconds of the cost model and of the clock cannot be compared.
+    return [replace(option, measured_time_s=found.get(option.micro_batches)) for option in close]
+
+
 def _reason(chosen: Option, coupled: Sequence[str], only_whole: str) -> str:
     count = chosen.micro_batches
     noun = "1 micro-batch" if count == 1 else f"{count} micro-batches"
@@ -255,4 +301,4 @@ def _reason(chosen: Option, coupled: Sequence[str], only_whole: str) -> str:
         return f"{noun}, the fewest that fit: exact recomputation does not, and {', '.join(coupled)} see micro-batches"
     if count == 1 and chosen.plan is not None and chosen.plan.overhead == 0:
         return f"{noun}: the whole batch fits as it is"
-    return f"{noun}, the least predicted time"
+    return f"{noun}, the least {'predicted' if chosen.measured_time_s is None else 'measured'} time"

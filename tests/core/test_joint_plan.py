@@ -120,6 +120,37 @@ def test_the_long_tail_of_slower_options_is_one_line():
     ]
 
 
+def test_what_is_close_is_timed():
+    """The plan says that recomputing 4 % of half the batch is cheapest; the clock says 20 %."""
+    timed = []
+
+    def measure(options):
+        timed.extend(option.micro_batches for option in options)
+        return {o.micro_batches: o.plain_time_s * (1.2 if o.recomputes else 1.0) for o in options}
+
+    overheads = {1: 0.30, 2: 0.04, 3: 0.0, 4: 0.0, 6: 0.0, 8: 0.0}
+    assert chosen(overheads)[0].micro_batches == 2
+    found, asked = chosen(overheads, measure=measure)
+    assert (found.micro_batches, sorted(timed), asked) == (3, [1, 2, 3], [1, 2, 3])
+    assert "the least measured time" in str(found)
+    assert ", timed" in str(found)
+
+
+def test_nothing_is_timed_where_recomputation_does_not_decide():
+    def measure(options):
+        raise AssertionError("timed")
+
+    assert chosen({1: 0.0}, measure=measure)[0].micro_batches == 1
+    assert chosen({1: 1500, 2: 0.0}, measure=measure)[0].micro_batches == 2
+
+
+def test_seconds_of_the_cost_model_are_not_held_against_the_clocks():
+    overheads = {1: 0.30, 2: 0.04, 3: 0.0, 4: 0.0, 6: 0.0, 8: 0.0}
+    only_one = lambda options: {3: 1e-3}  # noqa: E731
+    assert chosen(overheads, measure=only_one, times_are_measured=False)[0].micro_batches == 2
+    assert chosen(overheads, measure=only_one)[0].micro_batches == 3
+
+
 def test_numbers_to_try():
     assert list(counts_to_try(1)) == [1]
     assert list(counts_to_try(20)) == [1, 2, 3, 4, 6, 8, 12, 16]

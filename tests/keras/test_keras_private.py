@@ -44,6 +44,22 @@ def test_a_model_has_what_it_had(name):
     assert hasattr(compiled(dense()), name), MOVED.format(name=f"Model.{name}")
 
 
+def test_a_model_knows_whether_its_call_is_part_of_another():
+    found = []
+
+    class Asking(keras.Model):
+        def call(self, x):
+            found.append(_private.is_trained_itself(self))
+            return x
+
+    inner = Asking()
+    inner.compile()
+    inner(np.ones((2, 3)))
+    keras.Sequential([inner])(np.ones((2, 3)))
+    assert found[0], MOVED.format(name="entry_layer of a call context")
+    assert not found[-1], MOVED.format(name="entry_layer of a call context")
+
+
 def test_a_loss_reduces_where_it_can_be_seen():
     loss = cross_entropy(reduction="mean_with_sample_weight")
     with _private.reductions_recorded() as found:

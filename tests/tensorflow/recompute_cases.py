@@ -220,10 +220,31 @@ def around_a_function(wrap: Wrap) -> Step:
     return lambda: differentiate([x, w], lambda: tf.reduce_sum(wrapped(x) ** 2))
 
 
+def a_function_itself(wrap: Wrap) -> Step:
+    x, w = values(4, WIDTH), variable(WIDTH, WIDTH)
+    wrapped = wrap(tf.function(lambda x, times: tf.tanh(tf.sin(x) @ w) * times))
+    return lambda: differentiate([x, w], lambda: tf.reduce_sum(wrapped(wrapped(x, 2.0), times=3.0) ** 2))
+
+
 def stateless_dropout(wrap: Wrap) -> Step:
     x, w = values(4, WIDTH), variable(WIDTH, WIDTH)
     wrapped = wrap(lambda x: tf.tanh(tf.nn.experimental.stateless_dropout(tf.tanh(x @ w), 0.5, seed=[1, 2]) @ w))
     return lambda: differentiate([x, w], lambda: tf.reduce_sum(wrapped(x) ** 2))
+
+
+def generators(wrap: Wrap) -> Step:
+    x, w = values(4, WIDTH), variable(WIDTH, WIDTH)
+    generator, of_numpy = tf.random.Generator.from_seed(5), np.random.default_rng(5)
+
+    @wrap
+    def block(x):
+        drawn = of_numpy.normal(size=(4, WIDTH)).astype("float32")
+        return tf.tanh(tf.sin(x @ w) * generator.normal((4, WIDTH)) + drawn)
+
+    def step():
+        return differentiate([x, w], lambda: tf.reduce_sum(block(block(x)) ** 2)), generator.state.read_value()
+
+    return step
 
 
 def keras_dropout(wrap: Wrap) -> Step:
@@ -403,7 +424,9 @@ CASES: list[Callable[[Wrap], Step]] = [
     around_a_while_loop,
     around_a_condition,
     around_a_function,
+    a_function_itself,
     stateless_dropout,
+    generators,
     keras_dropout,
     batch_normalization,
     fused_batch_normalization_and_convolution,

@@ -1,14 +1,18 @@
 """Measures one step under ``recompute`` in a process of its own, and prints what happened as JSON.
 
-python recompute_worker.py chain|segments|blocks eager|graph|xla|split|session plain|recompute|recompute_grad
+python recompute_worker.py NETWORK MODE KIND
+
+NETWORK: chain, one_call, nested_chain, segments, blocks or model; MODE: eager, graph, xla, split or session;
+KIND: plain, recompute or recompute_grad.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -24,7 +28,8 @@ CHAIN_ELEMENTS = 1 << 18
 BATCH, WIDTH, HIDDEN = 2048, 256, 1024
 
 Block = Callable[[tf.Tensor], tf.Tensor]
-WRAPS: dict[str, Callable[[Block], Block]] = {
+Wrap = Callable[[Block], Block]
+WRAPS: dict[str, Wrap] = {
     "plain": lambda block: block,
     "recompute": recompute,
     "recompute_grad": tf.recompute_grad,
@@ -56,15 +61,33 @@ def residual_block(random: np.random.Generator) -> tuple[Block, list[tf.Variable
     return block, [scale, offset, wide, narrow]
 
 
-def network(name: str) -> tuple[list[Block], list[tf.Variable], np.ndarray[Any, Any]]:
-    """The blocks, their variables and a batch."""
+def in_a_row(blocks: Sequence[Block]) -> Block:
+    def row(x: tf.Tensor) -> tf.Tensor:
+        for block in blocks:
+            x = block(x)
+        return x
+
+    return row
+
+
+def network(name: str, wrap: Wrap) -> tuple[list[Block], list[tf.Variable], np.ndarray[Any, Any]]:
+    """The blocks as the step calls them, their variables and a batch."""
     random = np.random.default_rng(0)
-    if name == "blocks":
+    if name in ("blocks", "model"):
         made = [residual_block(random) for _ in range(12)]
         variables = [variable for _, own in made for variable in own]
-        return [block for block, _ in made], variables, random.normal(size=(BATCH, WIDTH))
-    count, length, elements = (10, 10, CHAIN_ELEMENTS) if name == "chain" else (200, 200, 100_000)
-    return [tanhs(length)] * count, [], random.normal(size=elements)
+        blocks = [block for block, _ in made]
+        whole = functools.partial(recompute, in_segments=True) if wrap is recompute else wrap
+        used = [whole(in_a_row(blocks))] if name == "model" else [wrap(block) for block in blocks]
+        return used, variables, random.normal(size=(BATCH, WIDTH))
+    batch = random.normal(size=100_000 if name == "segments" else CHAIN_ELEMENTS)
+    if name == "segments":
+        return [wrap(tanhs(200))] * 200, [], batch
+    if name == "one_call":
+        return [recompute(tanhs(100), in_segments=True)], [], batch
+    if name == "nested_chain":
+        return [wrap(in_a_row([wrap(tanhs(5))] * 4))] * 5, [], batch
+    return [wrap(tanhs(10))] * 10, [], batch
 
 
 def in_a_session(used: list[Block], batch: np.ndarray[Any, Any]) -> Callable[[], list[tf.Tensor]]:
@@ -78,8 +101,7 @@ def in_a_session(used: list[Block], batch: np.ndarray[Any, Any]) -> Callable[[],
 
 
 def main(name: str, mode: str, kind: str) -> dict[str, Any]:
-    blocks, variables, batch = network(name)
-    used = [WRAPS[kind](block) for block in blocks]
+    used, variables, batch = network(name, WRAPS[kind])
     if mode == "split":  # Each block in a function of its own, the tape outside.
         used = [tf.function(block, autograph=False) for block in used]
     x = tf.Variable(batch.astype("float32"))

@@ -21,6 +21,7 @@ SYMBOLS = [
     ("tensorflow.python.eager.record", "could_possibly_record"),
     ("tensorflow.python.eager.record", "record_operation"),
     ("tensorflow.python.eager.record", "stop_recording"),
+    ("tensorflow.python.eager.polymorphic_function.polymorphic_function", "Function"),
     ("tensorflow.python.framework.ops", "get_gradient_function"),
     ("tensorflow.python.framework.random_seed", "_graph_to_seed_dict"),
     ("tensorflow.python.ops.resource_variable_ops", "variable_accessed"),
@@ -41,6 +42,7 @@ METHODS = [
     (tf.Operation, "_update_input", ["index", "tensor"]),
     (tf.Operation, "_add_control_inputs", []),  # These two are C++: they show no signature.
     (tf.Operation, "_set_device", []),
+    (type(tf.function(lambda: None)), "_clone", ["python_function"]),
 ]
 MOVED = (
     f"TensorFlow {tf.__version__} has no {{name}} any more: remat reaches it in src/remat/tensorflow/_private.py, "

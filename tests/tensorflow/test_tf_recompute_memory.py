@@ -33,6 +33,32 @@ def test_ten_segments_of_ten(mode: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mode", ["graph", "eager"])
+def test_a_hundred_in_one_call_in_segments(mode: str) -> None:
+    """As little as ten calls of ten take: the segments are found, not named."""
+    plain, found = measured("chain", mode, "plain"), measured("one_call", mode, "recompute")
+    assert found["sums"] == pytest.approx(plain["sums"], rel=1e-6)
+    assert found["peak_bytes"] <= 21 * found["tensor_bytes"]
+
+
+@pytest.mark.slow
+def test_nested_calls_take_less_than_any_one_level() -> None:
+    """What the third run of an operation buys: five calls of four calls of five hold 3 + 4 + 5 tensors, not 19."""
+    flat, nested = measured("chain", "graph", "recompute"), measured("nested_chain", "graph", "recompute")
+    assert nested["sums"] == pytest.approx(flat["sums"], rel=1e-6)
+    assert nested["peak_bytes"] <= 13 * nested["tensor_bytes"] < flat["peak_bytes"]
+
+
+@pytest.mark.slow
+def test_one_call_over_a_whole_network() -> None:
+    """TensorFlow's own recomputation then has everything again at once, and saves nothing."""
+    found = {kind: measured("model", "graph", kind) for kind in ("plain", "recompute", "recompute_grad")}
+    assert found["recompute"]["sums"] == pytest.approx(found["plain"]["sums"], rel=1e-3)
+    assert found["recompute"]["peak_bytes"] <= 0.2 * found["plain"]["peak_bytes"]
+    assert found["recompute_grad"]["peak_bytes"] >= 0.98 * found["plain"]["peak_bytes"]
+
+
+@pytest.mark.slow
 def test_forty_thousand_operations_in_two_hundred_segments() -> None:
     found = measured("segments", "eager", "recompute")
     assert found["peak_bytes"] <= 410 * found["tensor_bytes"]

@@ -1,7 +1,7 @@
-"""Every private Keras symbol that micro-batches need, in one place.
+"""Every private Keras symbol that remat needs, in one place.
 
-Keras has no public way to learn what a loss divided by. ``tests/keras/test_keras_private.py`` fails with a clear
-message when a release moves one of these.
+Keras has no public way to learn what a loss divided by, or whether a layer's call is part of another layer's.
+``tests/keras/test_keras_private.py`` fails with a clear message when a release moves one of these.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ __all__ = [
     "call_in_training",
     "compile_loss_of",
     "give_state_back",
+    "is_trained_itself",
     "jit_options_of_distribution",
     "losses_replaced",
     "of_one_replica",
@@ -55,6 +56,11 @@ class Reduction:
         weight = None if self.sample_weight is None else keras.ops.cast(self.sample_weight, dtype)
         mask = None if self.mask is None else keras.ops.cast(self.mask, dtype)
         return _loss.apply_mask(weight, mask, dtype=dtype, reduction=self.kind)
+
+
+def is_trained_itself(layer: Any) -> bool:
+    """Is ``layer``, whose ``call`` runs now, a compiled model that is no part of another call?"""
+    return bool(getattr(layer, "compiled", False)) and layer._get_call_context().entry_layer is layer
 
 
 @contextlib.contextmanager

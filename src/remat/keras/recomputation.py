@@ -10,26 +10,37 @@ from typing import Any
 import keras
 
 from remat.errors import UnsupportedStep
+from remat.keras import _private
 
 _CONFIG_KEY = "remat_recompute"
+_SEGMENTS_KEY = "in_segments"
 _PACKAGE, _NAME = "remat", "RecomputedLayer"
 
 Enabled = bool | Callable[[], bool]
 
 
-def recompute(target: Any, layers: Sequence[str | keras.layers.Layer] | None = None, *, enabled: Enabled = True) -> Any:
+def recompute(
+    target: Any,
+    layers: Sequence[str | keras.layers.Layer] | None = None,
+    *,
+    enabled: Enabled = True,
+    in_segments: bool = False,
+) -> Any:
     """Drop the activations inside of layers after the forward pass and recompute them in the backward pass.
 
     The layers stay the same objects, with the same weights, names and results; training gives the same numbers in less
     memory. What is inside one layer is recomputed as a whole and its inputs are kept, so choose the blocks of a
-    network, not single operations and not the whole model. The setting is part of a layer's config: it survives
-    ``save`` and ``load_model`` (import ``remat.keras`` first), ``clone_model`` and ``from_config``.
+    network, not single operations. The setting is part of a layer's config: it survives ``save`` and ``load_model``
+    (import ``remat.keras`` first), ``clone_model`` and ``from_config``.
 
     Args:
         target: a layer, or a model (compiled or not) whose ``layers`` are named.
         layers: names of layers of the model at any depth, or the layers themselves; None for ``target`` itself.
         enabled: False gives the layers their plain ``call`` back; or a function that says so at each call. In the
             environment ``REMAT_RECOMPUTE=0`` switches all off.
+        in_segments: keep a few tensors on the way through each layer and recompute from one to the next, for a layer
+            that is a whole network. A compiled model that is trained itself, not as a layer of another one, is
+            recomputed in segments without being asked: as one piece nothing would be saved. (Not in tf_keras.)
 
     Returns:
         ``target``.
@@ -39,19 +50,19 @@ def recompute(target: Any, layers: Sequence[str | keras.layers.Layer] | None = N
         UnsupportedStep: for another backend than TensorFlow.
     """
     if layers is None:
-        return recompute_layer(target, enabled=enabled)
+        return recompute_layer(target, enabled=enabled, in_segments=in_segments)
     if isinstance(layers, str):
         raise TypeError(f"layers takes a list of names, not the string {layers!r}; write [{layers!r}]")
     for layer in find_layers(target, layers):
-        recompute_layer(layer, enabled=enabled)
+        recompute_layer(layer, enabled=enabled, in_segments=in_segments)
     _forget_functions(target)
     return target
 
 
-def recompute_layer(layer: Any, *, enabled: Enabled = True) -> Any:
+def recompute_layer(layer: Any, *, enabled: Enabled = True, in_segments: bool = False) -> Any:
     """Make one layer recompute; see ``recompute``."""
     if not isinstance(layer, keras.layers.Layer):
-        return _recompute_tf_keras_layer(layer, enabled)
+        return _recompute_tf_keras_layer(layer, enabled, in_segments)
     if keras.backend.backend() != "tensorflow":
         raise UnsupportedStep(
             f"recompute supports Keras on TensorFlow, and the active backend is {keras.backend.backend()!r}; set "
@@ -61,6 +72,7 @@ def recompute_layer(layer: Any, *, enabled: Enabled = True) -> Any:
     # Keras tracks attributes; the class is none.
     object.__setattr__(layer, "__class__", plain if enabled is False else _recomputing(plain))
     object.__setattr__(layer, "_remat_enabled", enabled)
+    object.__setattr__(layer, "_remat_in_segments", in_segments)
     _forget_functions(layer)
     return layer
 
@@ -108,9 +120,11 @@ class RecomputedLayer:
     def from_config(config: Mapping[str, Any], custom_objects: Mapping[str, Any] | None = None) -> Any:
         """The layer of the class that the config names, recomputing."""
         config = dict(config)
-        plain = config.pop(_CONFIG_KEY)
+        plain = dict(config.pop(_CONFIG_KEY))
+        in_segments = plain.pop(_SEGMENTS_KEY, False)
         described = {**plain, "config": config}
-        return recompute_layer(keras.saving.deserialize_keras_object(described, custom_objects=custom_objects))
+        layer = keras.saving.deserialize_keras_object(described, custom_objects=custom_objects)
+        return recompute_layer(layer, in_segments=in_segments)
 
 
 keras.saving.get_custom_objects()[f"{_PACKAGE}>{_NAME}"] = RecomputedLayer
@@ -121,16 +135,20 @@ def _recomputing(plain: type) -> type:
     """The class of a recomputed layer: a subclass with the same name, whose ``call`` is recomputed."""
     from remat.tensorflow.recomputation import recompute as recompute_function
 
-    recomputed_call = recompute_function(plain.call)  # type: ignore[attr-defined]
+    in_one_piece = recompute_function(plain.call)  # type: ignore[attr-defined]
+    in_segments = recompute_function(plain.call, in_segments=True)  # type: ignore[attr-defined]
 
     @functools.wraps(plain.call)  # type: ignore[attr-defined]
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         enabled = self._remat_enabled
-        on = enabled() if callable(enabled) else enabled
-        return (recomputed_call if on else plain.call)(self, *args, **kwargs)  # type: ignore[attr-defined]
+        if not (enabled() if callable(enabled) else enabled):
+            return plain.call(self, *args, **kwargs)  # type: ignore[attr-defined]
+        is_whole = self._remat_in_segments or _private.is_trained_itself(self)
+        return (in_segments if is_whole else in_one_piece)(self, *args, **kwargs)
 
     def get_config(self: Any) -> dict[str, Any]:
-        return {**plain.get_config(self), _CONFIG_KEY: _described(plain)}  # type: ignore[attr-defined]
+        described = _described(plain) | ({_SEGMENTS_KEY: True} if self._remat_in_segments else {})
+        return {**plain.get_config(self), _CONFIG_KEY: described}  # type: ignore[attr-defined]
 
     def from_config(cls: type, config: Mapping[str, Any], custom_objects: Any = None) -> Any:
         if _CONFIG_KEY not in config:
@@ -163,14 +181,15 @@ def _described(plain: type) -> dict[str, Any]:
     }
 
 
-def _recompute_tf_keras_layer(layer: Any, enabled: Enabled) -> Any:
+def _recompute_tf_keras_layer(layer: Any, enabled: Enabled, in_segments: bool) -> Any:
     legacy = sys.modules.get("tf_keras")
     if legacy is None or not isinstance(layer, legacy.layers.Layer):
         raise TypeError(f"recompute takes a Keras layer or model, not {layer!r}")
     from remat.tensorflow.recomputation import recompute as recompute_function
 
     plain_call = getattr(layer, "_remat_plain_call", layer.call)
-    layer.call = plain_call if enabled is False else recompute_function(plain_call, enabled=enabled)
+    recomputed = recompute_function(plain_call, enabled=enabled, in_segments=in_segments)
+    layer.call = plain_call if enabled is False else recomputed
     layer._remat_plain_call = plain_call
     _forget_functions(layer)
     return layer

@@ -18,6 +18,7 @@ from tensorflow.core.framework import attr_value_pb2
 from tensorflow.python.autograph.core import ag_ctx as _ag_ctx
 from tensorflow.python.eager import context as _context
 from tensorflow.python.eager import record as _record
+from tensorflow.python.eager.polymorphic_function import polymorphic_function as _polymorphic_function
 from tensorflow.python.framework import ops as _ops
 from tensorflow.python.framework import random_seed as _random_seed
 from tensorflow.python.framework.func_graph import FuncGraph
@@ -218,6 +219,16 @@ def left_alone_by_autograph(function: _Function) -> _Function:
     """Mark ``function`` so that AutoGraph calls it as it is."""
     function.autograph_info__ = None  # type: ignore[attr-defined]
     return function
+
+
+def is_tf_function(function: Any) -> bool:
+    """Is it what ``tf.function`` returns?"""
+    return isinstance(function, _polymorphic_function.Function)
+
+
+def with_python_function(function: Any, change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
+    """Another ``tf.function`` with the options of ``function``, of what ``change`` makes of its Python function."""
+    return function._clone(change(function.python_function))
 
 
 class _EagerSeeds:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,13 +19,13 @@ from typing import Any, TypeVar
 import tensorflow as tf
 
 from remat.budget import parse_budget
-from remat.errors import UnsupportedStep
-from remat.joint_plan import JointPlan, PieceTimes, choose, counts_to_try, size_of_largest
+from remat.errors import InfeasibleBudget, UnsupportedStep
+from remat.joint_plan import JointPlan, Option, PieceTimes, choose, counts_to_try, size_of_largest
 from remat.plan import Plan
 from remat.tensorflow import _private
 from remat.tensorflow.device import current_device
-from remat.tensorflow.resident import carried_inputs
-from remat.tensorflow.rewrite import Candidate, Request
+from remat.tensorflow.resident import carried_inputs, resident_elsewhere_bytes
+from remat.tensorflow.rewrite import Candidate, Request, rewrite
 
 # Called in the body of a loop over micro-batches, with the batch's tensors and the pieces cut from them.
 OnBody = Callable[[Sequence[tf.Tensor], Sequence[tf.Tensor]], None]
@@ -80,27 +81,30 @@ class Pieces:
         """The body of the loop over micro-batches of ``size`` samples."""
         if size not in self._candidates:
             traced = self._traced(size)
-            inside = {outer.name: inner.name for outer, inner in traced.body.captures if tf.is_symbolic_tensor(outer)}
-            known = {}
-            for leaf, piece, shape in zip(traced.leaves, traced.pieces, self._shapes, strict=True):
-                if leaf.name in inside:
-                    rows = TIMED_PIECES * size if self._in_xla else shape[0]
-                    known[inside[leaf.name]] = (rows, *shape[1:])
-                known[piece.name] = (size, *shape[1:])
+            known = self._real_shapes(traced.body, traced.leaves, traced.pieces, size)
             self._candidates[size] = Candidate.of(traced.body, known, self._in_xla, carried_inputs(traced.body))
         return self._candidates[size]
 
-    def times_s(self, sizes: Iterable[int]) -> dict[int, float]:
+    def times_s(self, sizes: Iterable[int], requests: Mapping[int, Request] | None = None) -> dict[int, float]:
         """Measured seconds of one micro-batch, by its number of samples: the least of a few runs of two of them.
 
         The sizes take turns, so that whatever else the machine does for a while disturbs all of them alike. On a CPU
         that is busy all the time with something else, seconds are those of the processor.
+
+        Args:
+            sizes: numbers of samples.
+            requests: the budgets of those that are to recompute, by size. One that no plan keeps is left out.
         """
-        timed = []
+        functions: dict[int, Any] = {}
         for size in sizes:
+            request = (requests or {}).get(size)
+            with contextlib.suppress(InfeasibleBudget):
+                functions[size] = self._traced(size).function if request is None else self._planned(size, request)
+        timed = []
+        for size, function in functions.items():  # Only now: what lies on the device counts against the budgets.
             rows = tf.range(TIMED_PIECES * size)
             batch = [tf.gather(leaf, rows % tf.maximum(1, tf.shape(leaf)[0])) for leaf in self._leaves]
-            timed.append((size, self._traced(size).function, batch))
+            timed.append((size, function, batch))
         wall_s = {size: math.inf for size, _, _ in timed}
         processor_s = dict(wall_s)
         variables = {id(v): v for _, function, _ in timed for v in function.graph.variables}
@@ -122,15 +126,53 @@ class Pieces:
             def on_body(leaves: Sequence[tf.Tensor], pieces: Sequence[tf.Tensor]) -> None:
                 bodies.append((tf.compat.v1.get_default_graph(), list(leaves), list(pieces)))
 
-            rows = TIMED_PIECES * size if self._in_xla else None
-            specs = [tf.TensorSpec((rows, *leaf.shape[1:]), leaf.dtype) for leaf in self._leaves]
-
-            def run(*leaves: tf.Tensor) -> Any:
-                return self._run(list(leaves), on_body)
-
-            function = tf.function(run, jit_compile=self._in_xla, autograph=False).get_concrete_function(*specs)
+            function = self._function(size, on_body)
             self._known[key] = _Traced(function, *bodies[0])
         return self._known[key]
+
+    def _planned(self, size: int, request: Request) -> Any:
+        """The function with the loop's body planned, and written, for micro-batches of ``size`` samples."""
+
+        def on_body(leaves: Sequence[tf.Tensor], pieces: Sequence[tf.Tensor]) -> None:
+            body = tf.compat.v1.get_default_graph()
+
+            def finish(succeeded: bool) -> None:
+                if succeeded:
+                    known, carried = self._real_shapes(body, leaves, pieces, size), carried_inputs(body)
+                    rewrite(
+                        body,
+                        request,
+                        input_shapes=known,
+                        resident_bytes=resident_elsewhere_bytes(body, known, carried),
+                        in_xla=self._in_xla,
+                        carried=carried,
+                    )
+
+            _private.call_when_traced(finish)
+
+        return self._function(size, on_body)
+
+    def _function(self, size: int, on_body: OnBody) -> Any:
+        rows = TIMED_PIECES * size if self._in_xla else None
+        specs = [tf.TensorSpec((rows, *leaf.shape[1:]), leaf.dtype) for leaf in self._leaves]
+
+        def run(*leaves: tf.Tensor) -> Any:
+            return self._run(list(leaves), on_body)
+
+        return tf.function(run, jit_compile=self._in_xla, autograph=False).get_concrete_function(*specs)
+
+    def _real_shapes(
+        self, body: _private.FuncGraph, leaves: Sequence[tf.Tensor], pieces: Sequence[tf.Tensor], size: int
+    ) -> dict[str, tuple[int, ...]]:
+        """Shapes of the inputs of the loop's body, by name, for micro-batches of ``size`` samples."""
+        inside = {outer.name: inner.name for outer, inner in body.captures if tf.is_symbolic_tensor(outer)}
+        known = {}
+        for leaf, piece, shape in zip(leaves, pieces, self._shapes, strict=True):
+            if leaf.name in inside:
+                rows = TIMED_PIECES * size if self._in_xla else shape[0]
+                known[inside[leaf.name]] = (rows, *shape[1:])
+            known[piece.name] = (size, *shape[1:])
+        return known
 
 
 def joint_plan(
@@ -176,6 +218,16 @@ def joint_plan(
         graph = whole.step.graph if cut is None or size == batch_size else cut.candidate(size).step.graph
         return graph.time_s
 
+    def measure(options: Sequence[Option]) -> dict[int, float]:
+        assert cut is not None
+        requests = {
+            option.size: dataclasses.replace(request, budget=budget_bytes, known=option.plan)
+            for option in options
+            if option.recomputes
+        }
+        seconds = cut.times_s([option.size for option in options], requests)
+        return {o.micro_batches: o.micro_batches * seconds[o.size] for o in options if o.size in seconds}
+
     return choose(
         batch_size,
         budget_bytes,
@@ -185,6 +237,7 @@ def joint_plan(
         coupled=coupled,
         only_whole=only_whole,
         times_are_measured=times is not None,
+        measure=None if cut is None else measure,
     )
 
 

@@ -13,19 +13,20 @@ import tensorflow as tf
 from remat.errors import UnsupportedStep
 from remat.recompute_switch import is_switched_off
 from remat.tensorflow import _private
-from remat.tensorflow.eager_regions import run_eagerly
+from remat.tensorflow.eager_regions import EagerCalls
 from remat.tensorflow.regions import run_in_graph
 
 F = TypeVar("F", bound=Callable[..., Any])
+Enabled = bool | Callable[[], bool]
 
 
 @overload
-def recompute(function: F, *, enabled: bool | Callable[[], bool] = True) -> F: ...
+def recompute(function: F, *, enabled: Enabled = True, in_segments: bool = False) -> F: ...
 @overload
-def recompute(function: None = None, *, enabled: bool | Callable[[], bool] = True) -> Callable[[F], F]: ...
+def recompute(function: None = None, *, enabled: Enabled = True, in_segments: bool = False) -> Callable[[F], F]: ...
 
 
-def recompute(function: Any = None, *, enabled: bool | Callable[[], bool] = True) -> Any:
+def recompute(function: Any = None, *, enabled: Enabled = True, in_segments: bool = False) -> Any:
     """Drop a function's activations after the forward pass and recompute them in the backward pass.
 
     The numbers are those of the plain function. What must not run twice does not: random draws are kept, variables are
@@ -43,10 +44,15 @@ def recompute(function: Any = None, *, enabled: bool | Callable[[], bool] = True
         function: any callable on tensors, a Keras layer (changed in place and returned) or a layer class (a subclass
             is returned); None to use it as a decorator with arguments. Arguments and results may be nested; tensors
             and variables that the function closes over are found. Each call holds its inputs, its outputs and what may
-            not repeat until its backward pass, so one call over a whole model saves nothing: wrap its parts.
+            not repeat until its backward pass. A ``tf.function`` is traced once for each signature, as ever; what is
+            no ``tf.function`` runs in Python at each eager call, as ever.
         enabled: False to run plainly, or a function that says so at each call. A call may also pass
             ``enabled=False`` itself, unless ``function`` has a parameter of that name. ``REMAT_RECOMPUTE=0`` in the
             environment switches all off.
+        in_segments: for a function that is a whole network. One call over all of it would have everything again at once
+            in its backward pass, and save nothing; in segments it also keeps a few tensors on the way, and recomputes
+            from one to the next: about 2 sqrt(n) of n equal tensors in a row. A Keras model that is given itself and
+            trained (``compile``, ``fit``) is recomputed in segments without being asked.
 
     Returns:
         A function with the same signature.
@@ -56,21 +62,25 @@ def recompute(function: Any = None, *, enabled: bool | Callable[[], bool] = True
             must be given as a layer.
     """
     if function is None:
-        return functools.partial(recompute, enabled=enabled)
+        return functools.partial(recompute, enabled=enabled, in_segments=in_segments)
     if _is_keras_layer(function):
         from remat.keras.recomputation import recompute_layer
 
-        return recompute_layer(function, enabled=enabled)
+        return recompute_layer(function, enabled=enabled, in_segments=in_segments)
     if not callable(function):
         raise TypeError(f"recompute takes a function, a Keras layer or a layer class, not {function!r}")
     if inspect.isclass(function):
-        call = recompute(getattr(function, "call"), enabled=enabled)  # noqa: B009
+        call = recompute(getattr(function, "call"), enabled=enabled, in_segments=in_segments)  # noqa: B009
         return type(function.__name__, (function,), {"call": call})
-    return _recomputed_function(function, enabled)
+    return _recomputed_function(function, enabled, in_segments)
 
 
-def _recomputed_function(function: Callable[..., Any], enabled: bool | Callable[[], bool]) -> Callable[..., Any]:
+def _recomputed_function(function: Callable[..., Any], enabled: Enabled, in_segments: bool) -> Callable[..., Any]:
     has_own_enabled = "enabled" in _parameters(function)
+    calls = EagerCalls(function, in_segments)
+    compiled: Callable[..., Any] | None = None
+    if _private.is_tf_function(function):
+        compiled = _private.with_python_function(function, lambda own: _recomputed_function(own, True, in_segments))
 
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         wanted = enabled
@@ -80,11 +90,13 @@ def _recomputed_function(function: Callable[..., Any], enabled: bool | Callable[
         if is_switched_off() or not (wanted() if callable(wanted) else wanted):
             return converted(*args, **kwargs)
         _refuse_symbolic(function, args, kwargs)
+        if compiled is not None:
+            return compiled(*args, **kwargs)
         if not tf.executing_eagerly():
-            return run_in_graph(lambda: converted(*args, **kwargs))
+            return run_in_graph(lambda: converted(*args, **kwargs), in_segments)
         if not _private.tape_is_recording():
             return function(*args, **kwargs)  # Without a tape nothing would be kept anyway.
-        return run_eagerly(function, args, kwargs)
+        return calls.run(args, kwargs)
 
     # A tf.function or a partial has not all that a function has; wraps copies what is there.
     functools.update_wrapper(recomputed, function)

@@ -15,55 +15,32 @@ from __future__ import annotations
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from remat.errors import UnsupportedStep
-from remat.tensorflow import _private, op_facts, structure, xla_ties
+from remat.tensorflow import _private, structure, xla_ties
+from remat.tensorflow.region import Region, is_differentiable, region_of
+from remat.tensorflow.segments import pieces_of
 
 _REGION = "RematRegion"
 _ARRIVAL = "RematArrival"
 _TIE = "RematTie"
-_KEY = "_remat_region"
+REGION_KEY = "_remat_region"
 _ARRIVED = "_remat_arrived"
-
-# A copy of one of these would need the gradient of a function that TensorFlow attached to the original.
-_CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
-
-
-@dataclass(frozen=True, eq=False)
-class Region:
-    """What the backward pass of one call needs.
-
-    Attributes:
-        graph: where the forward pass runs.
-        operations: the repeatable operations that the outputs need, in program order.
-        outputs: the tensors that the gate takes in, differentiable.
-        boundary: what the operations read from outside of them, differentiable or not.
-        differentiable: the tensors of ``boundary`` that the gate takes in after the outputs.
-        ties: for tensors that ``operations`` read tied, by name, what was tied; such operations are copies themselves.
-    """
-
-    graph: tf.Graph
-    operations: tuple[tf.Operation, ...]
-    outputs: tuple[tf.Tensor, ...]
-    boundary: tuple[tf.Tensor, ...]
-    differentiable: tuple[tf.Tensor, ...]
-    ties: Mapping[str, tf.Tensor] = field(default_factory=dict)
-
 
 _regions: weakref.WeakValueDictionary[str, Region] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 
 
-def run_in_graph(function: Callable[[], Any]) -> Any:
+def run_in_graph(function: Callable[[], Any], segmented: bool = False) -> Any:
     """Run ``function`` in the default graph, its differentiable results being recomputable.
 
     Args:
         function: called once.
+        segmented: recompute it in pieces.
 
     Returns:
         Its result, with the same structure and the same values.
@@ -78,7 +55,7 @@ def run_in_graph(function: Callable[[], Any]) -> Any:
     outputs = {t.name: t for t in symbolic if t.op in members and is_differentiable(t)}
     if not outputs:
         return result
-    region = _region_of(graph, made, list(outputs.values()))
+    region = region_of(graph, made, list(outputs.values()), segmented)
     if not region.operations or not region.differentiable:
         return result
     gated = dict(zip(outputs, _gated(region), strict=True))
@@ -86,38 +63,15 @@ def run_in_graph(function: Callable[[], Any]) -> Any:
     return rebuild([structure.with_mask_of(t, places[id(t)]) if id(t) in places else t for t in leaves])
 
 
-def is_differentiable(tensor: tf.Tensor) -> bool:
-    """Can ``tensor`` carry a gradient?"""
-    return bool(tensor.dtype.is_floating or tensor.dtype.is_complex)
-
-
-def may_repeat(op: tf.Operation) -> bool:
-    """May ``op`` run again in a backward pass, perhaps in another graph?"""
-    return op.type == "Const" or (op_facts.may_repeat(op) and op.type not in _CALLS)
-
-
-def _region_of(graph: tf.Graph, made: Sequence[tf.Operation], outputs: Sequence[tf.Tensor]) -> Region:
-    # Small tensors from outside come in as constants; they are inputs all the same, and gradients leave through them.
-    inputs = {t.op for t in getattr(graph, "inputs", ()) if tf.is_symbolic_tensor(t)}
-    members = {op for op in made if may_repeat(op) and op not in inputs}
-    needed: set[tf.Operation] = set()
-    stack = [t.op for t in outputs]
-    while stack:
-        op = stack.pop()
-        if op in members and op not in needed:
-            needed.add(op)
-            stack += [t.op for t in op.inputs]
-    operations = tuple(op for op in made if op in needed)
-    read = {t.name: t for op in operations for t in op.inputs if t.op not in needed}
-    read |= {t.name: t for t in outputs if t.op not in needed}
-    boundary = tuple(read.values())
-    return Region(graph, operations, tuple(outputs), boundary, tuple(t for t in boundary if is_differentiable(t)))
+def regions_of(graph: tf.Graph) -> list[Region]:
+    """The regions whose forward pass is in ``graph``, in the order in which they ended."""
+    return list(getattr(graph, "_remat_regions", ()))
 
 
 def _gated(region: Region) -> list[tf.Tensor]:
     """The region's outputs behind its gate, and each behind a gate of its own that tells whether a gradient arrived."""
     key = _register(region, region.graph)
-    passed = _private.gate([*region.outputs, *region.differentiable], _REGION, {_KEY: key.encode()}, "recomputed")
+    passed = _private.gate([*region.outputs, *region.differentiable], _REGION, {REGION_KEY: key.encode()}, "recomputed")
     return [_private.gate([t], _ARRIVAL)[0] for t in passed[: len(region.outputs)]]
 
 
@@ -142,46 +96,59 @@ def _tie_gradient(_: tf.Operation, incoming: tf.Tensor, *__: Any) -> list[Any]:
 
 
 def _region_gradient(op: tf.Operation, *incoming: Any) -> list[Any]:
-    region = _regions.get(_private.string_attribute(op, _KEY) or "")
+    region = _regions.get(_private.string_attribute(op, REGION_KEY) or "")
     if region is None:
         raise UnsupportedStep(
             f"the recomputed region {op.name!r} was loaded from a file, which holds no backward pass of it; build the "
             "model from its code (and load its weights) to train it"
         )
     if op.graph is not region.graph:
-        region = _moved(region, op.graph)
-    arrived = {
-        number: gradient
-        for number, gradient in enumerate(incoming[: len(region.outputs)])
+        region = region.in_graph(op.graph)
+    arrived: dict[str, list[Any]] = {
+        output.name: [gradient]
+        for output, gradient in zip(region.outputs, incoming, strict=False)
         if gradient is not None and _private.is_marked(gradient, _ARRIVED)
     }
+    pieces = pieces_of(region, _inner_operations(region)) if region.segmented else [region]
+    for piece in reversed(pieces):
+        outputs = [t for t in piece.outputs if t.name in arrived]
+        if outputs:
+            backward = _Backward(piece, [_together(arrived.pop(t.name)) for t in outputs])
+            for source, gradient in zip(piece.differentiable, backward.gradients(outputs), strict=True):
+                if gradient is not None:
+                    arrived.setdefault(source.name, []).append(gradient)
     nothing: list[Any] = [None] * len(region.outputs)
-    if not arrived:
-        return nothing + [None] * len(region.differentiable)
-    backward = _Backward(region, list(arrived.values()))
-    return nothing + backward.gradients([region.outputs[number] for number in arrived])
+    return nothing + [_together(arrived[t.name]) if t.name in arrived else None for t in region.differentiable]
 
 
-def _moved(region: Region, graph: tf.Graph) -> Region:
-    """The region in another copy of its graph, as TensorFlow makes one of a loop's body."""
+def _inner_operations(region: Region) -> Iterator[list[str]]:
+    """What lies between the ends of each region inside this one, its gates included."""
+    for op in region.operations:
+        if key := _private.string_attribute(op, REGION_KEY):
+            arrivals = [reader.name for t in op.outputs for reader in t.consumers()]
+            yield [*(inner.name for inner in _regions[key].operations), op.name, *arrivals]
 
-    def same(tensors: Sequence[tf.Tensor]) -> tuple[tf.Tensor, ...]:
-        return tuple(graph.get_tensor_by_name(t.name) for t in tensors)
 
-    operations = tuple(graph.get_operation_by_name(op.name) for op in region.operations)
-    ties = {name: graph.get_tensor_by_name(t.name) for name, t in region.ties.items()}
-    return Region(graph, operations, same(region.outputs), same(region.boundary), same(region.differentiable), ties)
+def _together(gradients: Sequence[Any]) -> Any:
+    """The sum of a tensor's gradients; rows of a table stay rows."""
+    if len(gradients) == 1:
+        return gradients[0]
+    if all(isinstance(gradient, tf.IndexedSlices) for gradient in gradients):
+        first = gradients[0]
+        rows, places = (tf.concat(parts, 0) for parts in zip(*((g.values, g.indices) for g in gradients), strict=True))
+        return tf.IndexedSlices(rows, places, first.dense_shape)
+    return tf.add_n([tf.convert_to_tensor(gradient) for gradient in gradients])
 
 
 class _Backward:
     """One backward pass through a region, in the graph that is the default now."""
 
-    def __init__(self, region: Region, incoming: Sequence[tf.Tensor]) -> None:
+    def __init__(self, region: Region, incoming: Sequence[Any]) -> None:
         self.region = region
-        self.incoming = list(incoming)
+        self.incoming = [tf.convert_to_tensor(gradient) for gradient in incoming]
         self.graph = tf.compat.v1.get_default_graph()
         self.in_xla = _private.in_xla_context(self.graph)
-        self.held = [t.op for t in incoming if t.graph is self.graph]
+        self.held = [t.op for t in self.incoming if t.graph is self.graph]
         self.zero: tf.Tensor | None = None
         self.copies: dict[str, tf.Tensor] = {}
         self.ties: dict[str, tf.Tensor] = {}
@@ -210,7 +177,7 @@ class _Backward:
             op = stack.pop()
             if op in members and op not in needed:
                 needed.add(op)
-                stack += [self.region.ties.get(t.name, t).op for t in op.inputs]
+                stack += [t.op for t in self.region.read_by(op)]
         return [op for op in self.region.operations if op in needed]
 
     def _read_boundary(self) -> None:
@@ -220,13 +187,13 @@ class _Backward:
                 self.copies[tensor.name] = _private.marked(tensor)
 
     def _copy(self, op: tf.Operation) -> None:
-        inputs = [self.copies[self.region.ties.get(t.name, t).name] for t in op.inputs]
+        inputs = [self.copies[t.name] for t in self.region.read_by(op)]
         early = not any(t.name in self.late for t in inputs)
         if self.in_xla and early:
             self._tie_one_of(inputs)
         attributes = {}
-        if key := _private.string_attribute(op, _KEY):
-            attributes[_KEY] = _register(self._inner(key), self.graph).encode()
+        if key := _private.string_attribute(op, REGION_KEY):
+            attributes[REGION_KEY] = _register(self._inner(key), self.graph).encode()
         held = self.held if early and op.type != "Const" else []
         copy = _private.copy_into(self.graph, op, inputs, held, attributes)
         for source, target in zip(op.outputs, copy.outputs, strict=True):
@@ -238,7 +205,7 @@ class _Backward:
         """A region inside this one, among the copies: its backward pass reads them and no first run."""
         region = _regions[key]
         if region.graph is not self.region.graph:
-            region = _moved(region, self.region.graph)
+            region = region.in_graph(self.region.graph)
 
         def mapped(tensors: Sequence[tf.Tensor]) -> tuple[tf.Tensor, ...]:
             return tuple(self.copies.get(t.name, t) for t in tensors)
@@ -251,6 +218,7 @@ class _Backward:
             mapped(region.boundary),
             mapped(region.differentiable),
             self.ties,
+            region.segmented,
         )
 
     def _written_once(self, tensor: tf.Tensor) -> tf.Tensor:
