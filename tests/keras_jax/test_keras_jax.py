@@ -37,8 +37,9 @@ SLOW = {
     "micro-batches": {"model": "dense", "budget": "80%", "micro_batches": 3, "batch": 1536, "samples": 3700},
 }
 DISTRIBUTED = {
-    "batches": {"model": "functional", "budget": "85%", "distribution": "batches"},
-    "units": {"model": "functional", "budget": 1000, "distribution": "units"},
+    "batches": {"model": "functional", "budget": "80%", "batch": 1024, "distribution": "batches"},
+    "units": {"model": "functional", "budget": "75%", "batch": 1024, "distribution": "units"},
+    "too small": {"model": "functional", "budget": 1000, "distribution": "units"},
     "in micro-batches": {"model": "dense", "budget": None, "micro_batches": 2, "distribution": "batches"},
 }
 
@@ -184,16 +185,17 @@ def test_micro_batches_without_a_budget(quick):
 
 
 @pytest.mark.slow
-def test_several_devices(distributed):
-    """Sums over the devices are those of plain training; the budget is one of each device."""
-    check_training(distributed["batches"])
+@pytest.mark.parametrize("name", ["batches", "units"])
+def test_several_devices(distributed, name):
+    """Batches, or layers as well, in parts: sums over the devices are those of plain training within each's budget."""
+    check_training(distributed[name])
 
 
 @pytest.mark.slow
-def test_units_over_several_devices_name_a_real_minimum(distributed):
-    """Where every plan would send more than the plain step, the plain peak is the smallest budget."""
-    check_refusal(distributed["units"], "InfeasibleBudget", "no schedule within 1000 bytes")
-    assert "TiB" not in distributed["units"]["message"]
+def test_the_smallest_budget_of_several_devices(distributed):
+    """It is a peak that a program has, not the mark of one that was refused for what it sends."""
+    check_refusal(distributed["too small"], "InfeasibleBudget", "no schedule within 1000 bytes")
+    assert "TiB" not in distributed["too small"]["message"]
 
 
 @pytest.mark.slow
