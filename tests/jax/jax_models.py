@@ -47,7 +47,7 @@ def mlp(dtype: Any = jnp.float32, layers: int = 12, width: int = 64, batch: int 
     return Case(loss, (params, normal(99, batch, width, dtype=dtype)))
 
 
-def convnet(dtype: Any = jnp.float32) -> Case:
+def convnet(dtype: Any = jnp.float32, layers: int = 3) -> Case:
     """Convolutions with batch normalisation; the new running statistics are auxiliary results."""
     channels = 8
     params = [
@@ -55,7 +55,7 @@ def convnet(dtype: Any = jnp.float32) -> Case:
             "kernel": normal(n, 3, 3, 3 if n == 0 else channels, channels, scale=0.2, dtype=dtype),
             "scale": jnp.ones(channels, dtype),
         }
-        for n in range(3)
+        for n in range(layers)
     ]
     statistics = [jnp.zeros(channels, jnp.float32) for _ in params]
 

@@ -6,6 +6,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax_models import PLANNING, assert_close, mlp, normal
@@ -82,6 +83,54 @@ def test_tensor_parallel_layers_repeat_no_collective(mesh):
     assert_close(ours(*args), plain(*args))
     assert ours.plan.recomputed > 0
     assert 0 < collectives(ours, *args) == collectives(plain, *args)
+
+
+def blocks_in_parts(mesh):
+    """Residual blocks as large models have them: batches over one axis of the mesh, hidden units over the other."""
+    width, batch = 32, 2048
+    params = [
+        {"up": normal(n, width, 4 * width, scale=0.2), "down": normal(50 + n, 4 * width, width, scale=0.1)}
+        for n in range(6)
+    ]
+
+    def loss(params, x):
+        for p in params:
+            x = x + jax.nn.gelu(jnp.tanh(x) @ p["up"]) @ p["down"]
+        return jnp.mean(jnp.square(x))
+
+    def place(array, *axes):
+        return jax.device_put(array, NamedSharding(mesh, PartitionSpec(*axes)))
+
+    placed = [{"up": place(p["up"], None, "model"), "down": place(p["down"], "model", None)} for p in params]
+    return loss, (placed, place(normal(99, batch, width), "data"))
+
+
+@pytest.mark.parametrize(
+    "budget",
+    [pytest.param("70%", marks=pytest.mark.slow), "50%", pytest.param("minimum", marks=pytest.mark.slow)],
+)
+def test_units_over_a_model_axis(budget):
+    """Every device keeps the budget, with as many collectives as the plain step."""
+    mesh = Mesh(np.array(jax.devices()[:DEVICES]).reshape(2, 2), ("data", "model"))
+    loss, args = blocks_in_parts(mesh)
+    step = step_of(loss)
+    plain = jax.jit(step)
+    if budget == "minimum":
+        with pytest.raises(remat.InfeasibleBudget) as caught:
+            remat.jax.jit(step, budget=1000, **PLANNING).lower(*args)
+        budget = caught.value.minimum_bytes
+    ours = remat.jax.jit(step, budget=budget, **PLANNING)
+
+    assert_close(ours(*args), plain(*args))
+    assert ours.plan.recomputed > 0
+    assert remat.jax.measure(ours, *args, repeats=1).peak_bytes == ours.plan.peak_bytes <= ours.plan.budget_bytes
+    assert ours.plan.baseline_peak_bytes == pytest.approx(
+        remat.jax.measure(plain, *args, repeats=1).peak_bytes, rel=0.02
+    )
+    assert 0 < collectives(ours, *args) == collectives(plain, *args)
+    # What the planner counts for a device: half of the batch, half of the units.
+    made = [ours.graph.tensors[value] for op in ours.graph.ops for value in op.outputs]
+    assert {t.size_bytes for t in made if t.shape == (2048, 128)} - {0} == {2048 * 128 * 4 // DEVICES}
 
 
 def scanned_case(mesh, *, split_layers):

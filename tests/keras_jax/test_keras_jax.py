@@ -34,11 +34,16 @@ SLOW = {
     "several steps": {"model": "functional", "budget": "80%", "steps_per_execution": 2},
     "too small": {"model": "functional", "budget": 1000},
     "retried": {"model": "functional", "budget": 1000, "retried": True},
+    "chosen": {"model": "dense", "budget": "45%", "micro_batches": "auto", "batch": 1536, "samples": 3700},
+    "chosen, coupled": {"model": "functional", "budget": "85%", "micro_batches": "auto"},
+    "chosen, own step": {"model": "subclassed", "budget": "85%", "micro_batches": "auto"},
+    "chosen, fits": {"model": "dense", "budget": "1GiB", "micro_batches": "auto"},
     "micro-batches": {"model": "dense", "budget": "80%", "micro_batches": 3, "batch": 1536, "samples": 3700},
 }
 DISTRIBUTED = {
-    "batches": {"model": "functional", "budget": "85%", "distribution": "batches"},
-    "units": {"model": "functional", "budget": 1000, "distribution": "units"},
+    "batches": {"model": "functional", "budget": "80%", "batch": 1024, "distribution": "batches"},
+    "units": {"model": "functional", "budget": "75%", "batch": 1024, "distribution": "units"},
+    "too small": {"model": "functional", "budget": 1000, "distribution": "units"},
     "in micro-batches": {"model": "dense", "budget": None, "micro_batches": 2, "distribution": "batches"},
 }
 
@@ -175,6 +180,36 @@ def test_a_budget_in_each_micro_batch():
     check_training(slow("micro-batches"))
 
 
+@pytest.mark.slow
+def test_the_number_of_micro_batches_is_chosen():
+    """The least time within the budget, whatever pair that is, with the numbers of full batches."""
+    result, joint = slow("chosen"), slow("chosen")["joint"]
+    assert result["difference"] < 1e-5
+    assert result["limited"]["loss"] == pytest.approx(result["plain"]["loss"], rel=1e-4)
+    assert joint["micro_batches"] > 1 or result["plan"]["recomputed"] > 0
+    assert result["plan"]["peak_bytes"] <= joint["budget_bytes"] == result["plan"]["budget_bytes"]
+    assert joint["counts"][:4] == [1, 2, 3, 4]
+    assert joint["times_are_measured"]
+    assert "the least predicted time" in joint["text"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("chosen, coupled", "exact, where micro-batches would change"), ("chosen, own step", "the only possibility")],
+)
+def test_the_batch_stays_whole_where_micro_batches_are_inexact(name, reason):
+    check_training(slow(name))
+    assert slow(name)["joint"]["micro_batches"] == 1
+    assert reason in slow(name)["joint"]["text"]
+
+
+@pytest.mark.slow
+def test_what_fits_is_left_alone():
+    assert slow("chosen, fits")["joint"]["counts"] == [1]
+    assert slow("chosen, fits")["plan"]["recomputed"] == 0
+
+
 def test_micro_batches_without_a_budget(quick):
     result = quick["micro-batches alone"]
     assert "error" not in result, result
@@ -184,16 +219,17 @@ def test_micro_batches_without_a_budget(quick):
 
 
 @pytest.mark.slow
-def test_several_devices(distributed):
-    """Sums over the devices are those of plain training; the budget is one of each device."""
-    check_training(distributed["batches"])
+@pytest.mark.parametrize("name", ["batches", "units"])
+def test_several_devices(distributed, name):
+    """Batches, or layers as well, in parts: sums over the devices are those of plain training within each's budget."""
+    check_training(distributed[name])
 
 
 @pytest.mark.slow
-def test_units_over_several_devices_name_a_real_minimum(distributed):
-    """Where every plan would send more than the plain step, the plain peak is the smallest budget."""
-    check_refusal(distributed["units"], "InfeasibleBudget", "no schedule within 1000 bytes")
-    assert "TiB" not in distributed["units"]["message"]
+def test_the_smallest_budget_of_several_devices(distributed):
+    """It is a peak that a program has, not the mark of one that was refused for what it sends."""
+    check_refusal(distributed["too small"], "InfeasibleBudget", "no schedule within 1000 bytes")
+    assert "TiB" not in distributed["too small"]["message"]
 
 
 @pytest.mark.slow

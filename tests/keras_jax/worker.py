@@ -128,7 +128,16 @@ def train(spec: dict[str, Any], limited: bool) -> dict[str, Any]:
     variables = [np.asarray(v) for v in [*model.variables, *model.optimizer.variables]]
     result: dict[str, Any] = {"history": history.history, "variables": variables, "plan": None}
     plan, graph = (remat.keras.plan_of(model), remat.keras.graph_of(model)) if limited else (None, None)
-    if spec.get("micro_batches"):
+    joint = remat.keras.joint_plan_of(model) if limited else None
+    if joint is not None:
+        result["joint"] = {
+            "micro_batches": joint.micro_batches,
+            "budget_bytes": joint.budget_bytes,
+            "counts": [option.micro_batches for option in joint.options],
+            "times_are_measured": joint.times_are_measured,
+            "text": str(joint),
+        }
+    if isinstance(spec.get("micro_batches"), int):
         remat.keras.limit_memory(model, None)
         result["peak"] = step_bytes(model, spec["micro_batches"] if limited else 1, x[:batch], y[:batch])
     if plan is not None and graph is not None:
@@ -191,6 +200,7 @@ def compare(spec: dict[str, Any]) -> dict[str, Any]:
         "plain": plain["history"],
         "limited": limited["history"],
         "plan": limited["plan"],
+        "joint": limited.get("joint"),
         "peaks": {"plain": plain.get("peak"), "limited": limited.get("peak")},
         "loaded": sorted(name for name in sys.modules if name.startswith("remat.")),
         "devices": len(jax.devices()),

@@ -65,3 +65,21 @@ def test_what_a_recurrent_layer_keeps():
     assert kept == pytest.approx(out[3].untyped_storage().nbytes(), rel=0.02)
     predicted = cpu_kernels.workspace_bytes(ATEN.mkldnn_rnn_layer.default, args, out)
     assert predicted == pytest.approx(scratch, rel=0.2)
+
+
+def test_a_recurrent_layer_copies_a_transposed_gradient():
+    length, batch, hidden = 64, 8, 32
+    x = torch.randn(length, batch, hidden)
+    weights = [torch.randn(4 * hidden, hidden)] * 2 + [torch.randn(4 * hidden)] * 2
+    states = [torch.zeros(batch, hidden)] * 2
+    layer = 2, hidden, 1, True, False
+    outputs, last, cell, kept = ATEN.mkldnn_rnn_layer.default(x, *weights, *states, False, [], *layer, False, True)
+    found = []
+    for gradient in (torch.randn(length, batch, hidden), torch.randn(batch, length, hidden).transpose(0, 1)):
+        made = outputs, last, cell, gradient, None, None, False
+        args = x, *weights, *states, *made, 2, hidden, 1, True, True, False, [], False, kept
+        scratch, out = measured(ATEN.mkldnn_rnn_layer_backward.default, *args)
+        found.append((scratch, cpu_kernels.workspace_bytes(ATEN.mkldnn_rnn_layer_backward.default, args, out)))
+    (plain, predicted_plain), (transposed, predicted) = found
+    assert transposed - plain == pytest.approx(x.nbytes, rel=0.02)
+    assert predicted - predicted_plain == x.nbytes

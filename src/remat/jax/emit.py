@@ -9,7 +9,7 @@ import jax
 
 from remat.jax import _private, ties
 from remat.jax.context import Tie
-from remat.jax.holds import find_holds
+from remat.jax.holds import Hold, find_holds
 from remat.jax.program import Program
 from remat.schedule import Schedule
 
@@ -33,9 +33,11 @@ def emit(program: Program, schedule: Schedule, turning_point: int, tie: Tie) -> 
     Returns:
         The function; captured arrays come in the order of ``program.constants``.
     """
-    holds = {}
+    holds: dict[int, Hold] = {}
+    shardings: Mapping[int, Any] = {}
     if len(schedule) > len(program.instructions):
         holds = {hold.step: hold for hold in find_holds(program, schedule, turning_point, tie)}
+        shardings = program.shardings
     last_read: dict[int, int] = {}
     for step, number in enumerate(schedule):
         last_read.update(dict.fromkeys(program.instructions[number].reads, step))
@@ -44,6 +46,13 @@ def emit(program: Program, schedule: Schedule, turning_point: int, tie: Tie) -> 
     for value, step in last_read.items():
         if value not in returned:
             dies.setdefault(step, []).append(value)
+
+    def placed(numbers: Sequence[int], arrays: Sequence[Any]) -> dict[int, Any]:
+        constrained: Callable[[Any, Any], Any] = jax.lax.with_sharding_constraint
+        return {
+            value: constrained(array, shardings[value]) if value in shardings else array
+            for value, array in zip(numbers, arrays, strict=True)
+        }
 
     def run(arguments: Sequence[Any], captured: Sequence[Any]) -> list[Any]:
         values: dict[int, Any] = dict(zip(program.inputs, arguments, strict=True))
@@ -59,8 +68,8 @@ def emit(program: Program, schedule: Schedule, turning_point: int, tie: Tie) -> 
                     values[hold.trigger] = trigger
                 else:
                     tied = ties.tie_by_data(read, [values[hold.trigger]])
-                values.update(zip(wanted, tied, strict=True))
-            values.update(zip(program.instructions[number].outputs, _execute(program, number, values), strict=True))
+                values.update(placed(wanted, tied))
+            values.update(placed(program.instructions[number].outputs, _execute(program, number, values)))
             for value in dies.get(step, ()):
                 del values[value]
         return [values[atom] if isinstance(atom, int) else atom.val for atom in program.outputs]

@@ -217,10 +217,23 @@ class InnerJitted(Follower):
 
     def __call__(self, *args: Any) -> Any:
         """Call the compiled function; the first call with new shapes traces, plans and compiles."""
+        return self._for(args)(*args)
+
+    def plan_for(self, *args: Any) -> Plan:
+        """Plan the function for arguments like these, without running it. There must be a budget.
+
+        Raises:
+            InfeasibleBudget: with the smallest budget for which this function succeeds.
+        """
+        self._for(args)
+        assert self.plan is not None
+        return self.plan
+
+    def _for(self, args: Sequence[Any]) -> Function:
         _, key = _key_of(args, {})
         if key not in self._compiled:
             self._compiled[key] = self._compile(args)
-        return self._compiled[key](*args)
+        return self._compiled[key]
 
     def _compile(self, args: Sequence[Any]) -> Function:
         run = self._whole(lambda function: function)

@@ -106,6 +106,16 @@ class Jitted(Follower):
         with self._shapes_of(args, kwargs):
             return self._outermost.lower(*args, **kwargs)
 
+    def plan_for(self, *args: Any) -> Plan:
+        """Plan the function for arguments like these, without running it. There must be a budget.
+
+        Raises:
+            InfeasibleBudget: with the smallest budget for which this function succeeds.
+        """
+        self.lower(*args)
+        assert self.plan is not None
+        return self.plan
+
     @contextlib.contextmanager
     def _shapes_of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
         """While tracing, the shardings of the arrays behind the tracers are known from here."""

@@ -24,8 +24,8 @@ from remat.jax.named import plan_with_names
 from remat.jax.program import Program, program_of, trace_jaxpr
 from remat.jax.request import Request
 from remat.jax.scans import Talking, scan_menu
-from remat.jax.sharded import communications, graph_of_one_device, is_sharded, talking_bodies
-from remat.jax.trace import graph_of_program
+from remat.jax.sharded import communications, is_sharded, on_one_device, talking_bodies
+from remat.jax.trace import after_donation, graph_of_program
 from remat.plan import Plan
 from remat.plan import plan as make_plan
 from remat.planners.problem import Problem
@@ -147,8 +147,12 @@ def plan_function(
             return communications(compiled.as_text()) <= allowed
 
         accept = sends_no_more
+    traced = variants
+    variants = [dataclasses.replace(one, graph=after_donation(one.graph, one.program, donated)) for one in variants]
     first = variants[0]
-    followed = [one for one in variants if given is not None and one.graph.fingerprint == given.fingerprint]
+    # A plan may have been made from a trace, which knows of no donation.
+    known = (*variants, *traced)
+    followed = [one for one in known if given is not None and one.graph.fingerprint == given.fingerprint]
     if followed and given is not None:
         chosen, plan = followed[0], given
     elif request.plan is not None:
@@ -175,8 +179,8 @@ def plan_function(
 
 
 def _on_one_device(variant: Variant, shapes: Sequence[jax.ShapeDtypeStruct], tie: Tie) -> Variant:
-    graph = graph_of_one_device(variant.program, variant.graph, shapes, tie)
-    return dataclasses.replace(variant, graph=graph)
+    program, graph = on_one_device(variant.program, variant.graph, shapes, tie)
+    return dataclasses.replace(variant, program=program, graph=graph)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ Planning works on this list: value ids are the tensor ids of the graph, instruct
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import jax
@@ -70,6 +70,7 @@ class Program:
         inputs: ids of the arguments.
         constants: arrays that the function captured, by value id.
         outputs: what it returns.
+        shardings: over several devices, where the values lie that a plan makes again; by value id.
     """
 
     instructions: tuple[Instruction, ...]
@@ -77,6 +78,7 @@ class Program:
     inputs: tuple[int, ...]
     constants: Mapping[int, Any]
     outputs: tuple[Atom, ...]
+    shardings: Mapping[int, Any] = field(default_factory=dict)
 
 
 def program_of(closed: ClosedJaxpr, kept_names: Collection[str] = ()) -> Program:

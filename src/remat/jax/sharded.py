@@ -20,6 +20,7 @@ from remat.jax.context import Tie
 from remat.jax.emit import named_run
 from remat.jax.program import Program
 from remat.jax.scan_bodies import BODY_NAME
+from remat.jax.trace import resized
 
 _COLLECTIVE = re.compile(
     r" (?:all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|collective-broadcast|ragged-all-to-all)"
@@ -54,11 +55,15 @@ def talking_bodies(run: Any, shapes: Sequence[jax.ShapeDtypeStruct], tie: Tie) -
     return {loop: frozenset(values) for loop, values in found.items()}
 
 
-def graph_of_one_device(program: Program, graph: Graph, shapes: Sequence[jax.ShapeDtypeStruct], tie: Tie) -> Graph:
+def on_one_device(
+    program: Program, graph: Graph, shapes: Sequence[jax.ShapeDtypeStruct], tie: Tie
+) -> tuple[Program, Graph]:
     """The graph as one device sees it: sizes of its own parts, and every collective marked as one that runs once.
 
     Two compilations of the plain program tell: one with the numbers of instructions in the names that the compiler
-    keeps, and one that returns every value, for the sharding that the compiler gives it.
+    keeps, and one that returns every value, for the sharding that the compiler gives it. A plan's program asks for the
+    same shardings: left alone the compiler parts a value that is made again as its new readers like it best, and
+    sends parameters around for that.
     """
     captured = tuple(program.constants.values())
     arguments = (*shapes, *captured)
@@ -75,31 +80,20 @@ def graph_of_one_device(program: Program, graph: Graph, shapes: Sequence[jax.Sha
     shardings.update(
         (value, shape.sharding) for value, shape in zip(program.inputs, shapes, strict=True) if shape.sharding
     )
-    tensors = tuple(
-        dataclasses.replace(tensor, size_bytes=_own_bytes(tensor, shardings.get(number)))
-        for number, tensor in enumerate(graph.tensors)
-    )
+    sizes = {number: _own_bytes(tensor, shardings.get(number)) for number, tensor in enumerate(graph.tensors)}
 
     def workspace(op: Op) -> int:
         """The body of a loop holds as small a part of its values as of what it reads and makes."""
         around = (*op.inputs, *op.outputs)
         whole = sum(graph.tensors[value].size_bytes for value in around)
-        return op.workspace_bytes * sum(tensors[value].size_bytes for value in around) // max(1, whole)
+        return op.workspace_bytes * sum(sizes[value] for value in around) // max(1, whole)
 
     ops = tuple(
-        dataclasses.replace(
-            op,
-            workspace_bytes=workspace(op),
-            recomputable=op.recomputable and number not in talking,
-            in_place=tuple(
-                (source, target)
-                for source, target in op.in_place
-                if tensors[source].size_bytes == tensors[target].size_bytes
-            ),
-        )
+        dataclasses.replace(op, workspace_bytes=workspace(op), recomputable=op.recomputable and number not in talking)
         for number, op in enumerate(graph.ops)
     )
-    return dataclasses.replace(graph, ops=ops, tensors=tensors)
+    graph = resized(dataclasses.replace(graph, ops=ops), sizes)
+    return dataclasses.replace(program, shardings=shardings), graph
 
 
 def _own_bytes(tensor: Tensor, sharding: Any) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from remat.cost_model import DeviceProfile, get_profile, op_time_s
@@ -46,6 +47,46 @@ def graph_of_program(program: Program, profile: DeviceProfile) -> Graph:
     for instruction in program.instructions:
         ops.append(_op(instruction, tensors, profile, outputs))
     return Graph(tuple(ops), tuple(tensors), pinned, outputs, free_order=False)
+
+
+def after_donation(graph: Graph, program: Program, donated: Collection[int]) -> Graph:
+    """The graph with results that take over the buffers of donated arguments, and so need no bytes of their own.
+
+    Args:
+        graph: of the program.
+        program: the traced function.
+        donated: numbers of the arguments whose buffers are given away. As in JAX, each result takes the first that is
+            left of its shape and dtype.
+    """
+    left = [program.inputs[number] for number in donated]
+    sizes: dict[int, int] = {}
+    for value in graph.outputs:
+        kind = _kind(graph.tensors[value])
+        found = next((one for one in left if _kind(graph.tensors[one]) == kind), None)
+        if found is not None and value not in graph.inputs:
+            left.remove(found)
+            sizes[value] = 0
+    return resized(graph, sizes)
+
+
+def resized(graph: Graph, sizes: Mapping[int, int]) -> Graph:
+    """The graph with other sizes, in bytes; a kernel writes over an input only where that is as large as its result."""
+    tensors = tuple(
+        dataclasses.replace(tensor, size_bytes=sizes[number]) if number in sizes else tensor
+        for number, tensor in enumerate(graph.tensors)
+    )
+    ops = tuple(
+        dataclasses.replace(
+            op,
+            in_place=tuple(pair for pair in op.in_place if len({tensors[number].size_bytes for number in pair}) == 1),
+        )
+        for op in graph.ops
+    )
+    return dataclasses.replace(graph, ops=ops, tensors=tensors)
+
+
+def _kind(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, tensor.size_bytes
 
 
 def _shape_and_dtype(aval: Any) -> tuple[tuple[int, ...] | None, str | None]:

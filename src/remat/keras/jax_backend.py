@@ -14,8 +14,10 @@ from remat.graph import Graph
 from remat.jax.inner_plan import InnerJitted, Transform
 from remat.jax.jit import Jitted
 from remat.jax.request import Request
+from remat.joint_plan import JointPlan
 from remat.keras import _private
 from remat.keras.attachment import Attachment
+from remat.keras.jax_joint import choose_micro_batches
 from remat.keras.jax_micro_batch_step import JaxMicroBatchedStep
 from remat.keras.named_layers import NamedLayers
 from remat.plan import Plan
@@ -34,7 +36,7 @@ class JaxLimit(Attachment):
         model: the model.
         request: the budget; None plans nothing.
         checkpoints: layers or names of what to keep, instead of a budget.
-        micro_batches: how many pieces a batch is cut into.
+        micro_batches: how many pieces a batch is cut into; None chooses that at the first step.
     """
 
     def __init__(
@@ -42,10 +44,14 @@ class JaxLimit(Attachment):
         model: keras.Model,
         request: Request | None,
         checkpoints: Sequence[Any] | None = None,
-        micro_batches: int = 1,
+        micro_batches: int | None = 1,
     ) -> None:
         self._checkpoints = None if checkpoints is None else NamedLayers(model, checkpoints)
-        self._micro_step = JaxMicroBatchedStep(model, micro_batches) if micro_batches > 1 else None
+        self._micro_batches = micro_batches
+        self._micro_steps: dict[int, JaxMicroBatchedStep] = {}
+        if micro_batches is not None and micro_batches > 1:
+            self._micro_steps[micro_batches] = JaxMicroBatchedStep(model, micro_batches)
+        self._joint: JointPlan | None = None
         self._request = request
         self._jit_options: dict[str, Any] = {}
         self._forget()
@@ -55,6 +61,11 @@ class JaxLimit(Attachment):
     def plan(self) -> Plan | None:
         """The plan in force, None before the first training step."""
         return self._main.plan if self._main is not None else None
+
+    @property
+    def joint_plan(self) -> JointPlan | None:
+        """What was chosen, and from what; None with a number of micro-batches or before the first training step."""
+        return self._joint
 
     @property
     def graph(self) -> Graph | None:
@@ -76,7 +87,7 @@ class JaxLimit(Attachment):
                 f"{model.name!r} was compiled with {option}, where operations run at once and nothing can be planned; "
                 "compile it without that option, or do not limit its memory"
             )
-        if self._micro_step is not None and keras.distribution.distribution() is not None:
+        if self._micro_batches != 1 and keras.distribution.distribution() is not None:
             raise UnsupportedStep(
                 f"{model.name!r} trains under a keras.distribution, where micro_batches are not supported; give a "
                 "budget with micro_batches=1, or train on one device"
@@ -101,24 +112,38 @@ class JaxLimit(Attachment):
         data_bytes = sum(int(getattr(leaf, "nbytes", 0)) for leaf in jax.tree.leaves(data))
         if data_bytes > self._largest_bytes:
             self._largest_bytes = data_bytes
-            self._main = self._compiled(self._budget())
             self._smaller = None
+            if self._micro_batches is None:
+                self._main = self._chosen(state, data)
+            else:
+                self._main = self._compiled(self._micro_batches, self._budget())
         elif data_bytes < self._largest_bytes:
             if self._smaller is None:
                 plan = self.plan if self._checkpoints is None else None
-                self._smaller = self._compiled(plan.budget_bytes if plan is not None else None)
+                count = self._micro_batches if self._joint is None else self._joint.micro_batches
+                assert count is not None
+                self._smaller = self._compiled(count, plan.budget_bytes if plan is not None else None)
             return self._smaller(state, data)
         assert self._main is not None
         return self._main(state, data)
 
-    def _compiled(self, budget: int | str | None) -> Jitted | InnerJitted:
-        model, micro_step = self._required_model(), self._micro_step
+    def _chosen(self, state: Any, data: Any) -> Jitted | InnerJitted:
+        """The step with the number of micro-batches that costs least for batches of this size, which is said why."""
+        budget = self._budget()
+        assert budget is not None
+        self._joint, step = choose_micro_batches(self._required_model(), state, data, budget, self._compiled)
+        print(self._joint, flush=True)
+        return step
+
+    def _compiled(self, count: int, budget: int | str | None) -> Jitted | InnerJitted:
+        model = self._required_model()
         request = dataclasses.replace(self._request or Request(), budget=budget)
         naming: Transform = lambda function: function  # noqa: E731
         if self._checkpoints is not None:
             naming = self._checkpoints.naming
             request = dataclasses.replace(request, checkpoints=self._checkpoints.names)
-        if micro_step is not None:
+        if count > 1:
+            micro_step = self._micro_steps.setdefault(count, JaxMicroBatchedStep(model, count))
 
             def whole(transform: Transform) -> Callable[..., Any]:
                 # The part is traced by itself, later than the whole.

@@ -65,7 +65,7 @@ def limit_memory(
         micro_batches: into how many pieces a batch is cut, for one update with the full batch's numbers; see
             docs/micro_batches.md for what each part of a model does. "auto" chooses at the first step what keeps the
             budget at the least predicted time, recomputation alone where BatchNormalization makes micro-batches
-            inexact, and prints a line per possibility. TensorFlow only.
+            inexact, and prints a line per possibility. Not on PyTorch.
         planner: a planner's name.
         time_limit_s: wall seconds that an anytime planner may use.
         options: passed on to the planner.
@@ -77,8 +77,8 @@ def limit_memory(
         InvalidBudget: if the budget cannot be read.
         ValueError: for both a budget and checkpoints, a layer that the model does not have, or ``micro_batches`` that
             is neither a whole number of at least 1 nor "auto" with a budget.
-        UnsupportedStep: for another backend than TensorFlow, JAX and PyTorch, "auto" on the latter two, checkpoints or
-            micro-batches on PyTorch, a budget on several replicas, or ``run_eagerly`` on the first two; on PyTorch for
+        UnsupportedStep: for another backend than TensorFlow, JAX and PyTorch, checkpoints or micro-batches on
+            PyTorch, a budget on several replicas, or ``run_eagerly`` on the first two; on PyTorch for
             a model with its own ``train_step``; with a number of micro-batches likewise, and by ``fit`` for a loss of
             which it cannot be known what it divides by. By ``fit`` for a checkpoint that the training step lacks.
         InfeasibleBudget: by ``fit``, at the first step, if no schedule fits; it names the smallest budget.
@@ -104,11 +104,6 @@ def limit_memory(
             f"limit_memory supports Keras on TensorFlow, JAX and PyTorch, and the active backend is {backend!r}; set "
             "KERAS_BACKEND=tensorflow, jax or torch before keras is imported"
         )
-    if backend != "tensorflow" and count is None:
-        raise UnsupportedStep(
-            f'micro_batches="auto" is supported by Keras on TensorFlow, and the active backend is {backend!r}; give a '
-            "budget, and a number of micro-batches"
-        )
     if backend == "torch" and (budget is None or count != 1):
         unsupported = "checkpoints" if checkpoints is not None else f"micro_batches={micro_batches!r}"
         raise UnsupportedStep(
@@ -133,7 +128,6 @@ def limit_memory(
         from remat.jax.request import Request as JaxRequest
         from remat.keras.jax_backend import JaxLimit
 
-        assert count is not None
         jax_request = JaxRequest(budget, None, planner, time_limit_s, options) if budget is not None else None
         _limits[model] = JaxLimit(model, jax_request, checkpoints, count)
     return model

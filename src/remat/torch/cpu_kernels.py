@@ -58,7 +58,9 @@ def workspace_bytes(func: OpOverload, args: tuple[Any, ...], out: Any) -> int:
         return int(math.prod(out.shape))
     if name in ("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"):
         backward = name.endswith("backward")
-        return _rnn_line(args, backward).workspace_bytes(args[0].shape[0])
+        scratch = _rnn_line(args, backward).workspace_bytes(args[0].shape[0])
+        # With batch_first the outputs' gradient comes transposed, and is copied first.
+        return scratch + _bytes(args[10]) if backward and not args[10].is_contiguous() else scratch
     if name in _WANT_CONTIGUOUS:
         return sum(_bytes(t) for t in tensors if not t.is_contiguous())
     return 0

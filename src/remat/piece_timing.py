@@ -1,0 +1,35 @@
+"""Seconds of a few computations, measured on a machine that may do other work, too."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+
+# A run on one core of an idle machine takes as long by the wall as by the processor, and a little for the clocks.
+_ALONE = 1.1
+
+
+def least_times_s(runs: Mapping[int, Callable[[], None]], *, repeats: int, on_processor: bool) -> dict[int, float]:
+    """The least seconds of each computation, by its key.
+
+    They take turns, so that whatever else the machine does for a while disturbs all of them alike.
+
+    Args:
+        runs: what to run; each returns when its work is done. The first run of each warms up.
+        repeats: measured runs of each, 1 or more.
+        on_processor: does the work run on this machine's processor? Then, where even the quickest runs of some
+            computation waited for it, seconds are those of the processor.
+    """
+    wall_s = dict.fromkeys(runs, math.inf)
+    processor_s = dict.fromkeys(runs, math.inf)
+    for turn in range(1 + repeats):
+        for key, run in runs.items():
+            wall, processor = time.perf_counter(), time.process_time()
+            run()
+            wall, processor = time.perf_counter() - wall, time.process_time() - processor
+            if turn:
+                wall_s[key] = min(wall_s[key], wall)
+                processor_s[key] = min(processor_s[key], processor)
+    has_waited = any(wall > _ALONE * processor_s[key] for key, wall in wall_s.items())
+    return processor_s if on_processor and has_waited else wall_s
