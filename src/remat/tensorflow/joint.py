@@ -9,8 +9,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import dataclasses
-import math
-import time
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ import tensorflow as tf
 from remat.budget import parse_budget
 from remat.errors import InfeasibleBudget, UnsupportedStep
 from remat.joint_plan import JointPlan, Option, PieceTimes, choose, counts_to_try, size_of_largest
+from remat.piece_timing import least_times_s
 from remat.plan import Plan
 from remat.tensorflow import _private
 from remat.tensorflow.device import current_device
@@ -35,8 +35,6 @@ Result = TypeVar("Result")
 TIMED_PIECES = 2
 _TIMED_SIZES = 3
 _REPEATS = 5
-# A run on one core of an idle machine takes as long by the wall as by the processor, and a little for the clocks.
-_ALONE = 1.1
 
 
 @dataclass(frozen=True)
@@ -88,8 +86,7 @@ class Pieces:
     def times_s(self, sizes: Iterable[int], requests: Mapping[int, Request] | None = None) -> dict[int, float]:
         """Measured seconds of one micro-batch, by its number of samples: the least of a few runs of two of them.
 
-        The sizes take turns, so that whatever else the machine does for a while disturbs all of them alike. On a CPU
-        that is busy all the time with something else, seconds are those of the processor.
+        See :func:`remat.piece_timing.least_times_s`.
 
         Args:
             sizes: numbers of samples.
@@ -100,23 +97,15 @@ class Pieces:
             request = (requests or {}).get(size)
             with contextlib.suppress(InfeasibleBudget):
                 functions[size] = self._traced(size).function if request is None else self._planned(size, request)
-        timed = []
+        runs: dict[int, Callable[[], None]] = {}
         for size, function in functions.items():  # Only now: what lies on the device counts against the budgets.
             rows = tf.range(TIMED_PIECES * size)
             batch = [tf.gather(leaf, rows % tf.maximum(1, tf.shape(leaf)[0])) for leaf in self._leaves]
-            timed.append((size, function, batch))
-        wall_s = {size: math.inf for size, _, _ in timed}
-        processor_s = dict(wall_s)
-        variables = {id(v): v for _, function, _ in timed for v in function.graph.variables}
+            runs[size] = functools.partial(_run, function, batch)
+        variables = {id(v): v for function in functions.values() for v in function.graph.variables}
         with _unchanged(list(variables.values())):
-            for turn in range(1 + _REPEATS):
-                for size, function, batch in timed:
-                    wall, processor = _seconds(function, batch)
-                    if turn:  # The first one warms up.
-                        wall_s[size] = min(wall_s[size], wall)
-                        processor_s[size] = min(processor_s[size], processor)
-        is_busy = not current_device().is_gpu and _has_waited(wall_s, processor_s)
-        return {size: s / TIMED_PIECES for size, s in (processor_s if is_busy else wall_s).items()}
+            found = least_times_s(runs, repeats=_REPEATS, on_processor=not current_device().is_gpu)
+        return {size: seconds / TIMED_PIECES for size, seconds in found.items()}
 
     def _traced(self, size: int) -> _Traced:
         key = size if self._in_xla else 0
@@ -275,14 +264,6 @@ def _unchanged(variables: Sequence[tf.Variable]) -> Iterator[None]:
             variable.assign(value)
 
 
-def _seconds(function: Any, batch: Sequence[tf.Tensor]) -> tuple[float, float]:
-    """Of the wall and of all this process's threads together."""
-    wall, processor = time.perf_counter(), time.process_time()
+def _run(function: Any, batch: Sequence[tf.Tensor]) -> None:
     function(*batch)
     tf.test.experimental.sync_devices()
-    return time.perf_counter() - wall, time.process_time() - processor
-
-
-def _has_waited(wall_s: Mapping[int, float], processor_s: Mapping[int, float]) -> bool:
-    """Did even the quickest runs of some size wait for a processor?"""
-    return any(wall > _ALONE * processor_s[size] for size, wall in wall_s.items())
