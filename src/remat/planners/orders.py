@@ -32,8 +32,9 @@ def low_memory_order(problem: Problem, budget_bytes: int) -> tuple[int, ...]:
     if known is None:
         known = vars(problem)["_orders"] = _sweep(problem)
 
-    def over(order: _Order) -> tuple[int, int]:
-        return int(np.maximum(order.bytes - budget_bytes, 0).sum()), int(order.bytes.max(initial=0))
+    def over(order: _Order) -> float:
+        over_bytes = np.maximum(order.bytes - budget_bytes, 0).astype(np.float64)
+        return float((over_bytes * over_bytes).sum())
 
     return min(known, key=over).ops
 

@@ -26,7 +26,7 @@ _MOST_FIXED_STEPS: Final = 24_000
 _COLD: Final = 1e-5
 _COLDEST: Final = 1e-6
 _WARM: Final = 2e-4
-_SMALL_GAP: Final = 2e-3
+_SMALL_GAP: Final = 5e-4
 _NO_GAP: Final = 2e-4
 _TIGHTENINGS: Final = 3
 _MOST_IDLE_ROUNDS: Final = 3
@@ -66,7 +66,9 @@ def anneal(search: Search) -> None:
             _cool(search, board, 0, _hot(board, 5.0), _COLD, 4 * steps, _part(search, 0.7), fresh=True)
         _cool(search, board, 1, _WARM, _COLDEST, steps, search.deadline_s)
         return
-    gap = search.best_time_s - problem.graph.time_s - _bound_s(search)
+    extra_s, bound_s = search.best_time_s - problem.graph.time_s, _bound_s(search)
+    # A bound for program order says nothing once another order goes below it.
+    gap = extra_s - bound_s if bound_s <= extra_s else extra_s
     if gap <= _NO_GAP * problem.graph.time_s:
         return
     left = min(_MOST_STEPS, max(_FEWEST_STEPS, count * min(_STEPS_PER_OP, 10 * count)))
