@@ -169,7 +169,8 @@ def test_a_whole_model_is_recomputed_in_segments(how: str) -> None:
     share = {"graph": 0.2, "eager": 0.25, "xla": 0.5}[how]
     assert found["peak_bytes"] <= share * plain["peak_bytes"]
     assert found["seeds"] == plain["seeds"]
-    np.testing.assert_allclose(found["sums"], plain["sums"], rtol=1e-5)
+    # Biases before a BatchNormalization have no gradient but what rounding leaves: 1e-8.
+    np.testing.assert_allclose(found["sums"], plain["sums"], rtol=1e-5, atol=1e-6)
 
 
 def test_a_whole_model_trains_to_the_same_numbers() -> None:
