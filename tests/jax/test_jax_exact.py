@@ -82,10 +82,10 @@ def test_near_the_minimum(name, dtype):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
 @pytest.mark.parametrize("name", DEEP)
 def test_a_quarter_of_the_bytes(name, dtype):
-    """Deep enough that what must be kept between the layers is less."""
+    """Deep enough that what must be kept between the layers is less. With barriers: ties by data end at 27 % here."""
     case = DEEP[name](dtype)
     ours = remat.jax.value_and_grad(case.loss, has_aux=case.has_aux, budget="25%", time_limit_s=2)
-    jitted = jax.jit(ours)
+    jitted = remat.jax.jit(lambda *args: ours(*args))
 
     check_numbers(case, jitted(*case.args))
     measured = remat.jax.measure(jitted, *case.args, repeats=1)
