@@ -28,7 +28,7 @@ def check(graph: Graph, plans: tuple[remat.Plan, ...]) -> None:
 
 @pytest.mark.parametrize("planner", ["auto", "peak_greedy", "sqrt_n"])
 def test_of_a_chain(planner: str) -> None:
-    graph = chain(30)
+    graph = chain(31)
     plans = remat.frontier(graph, points=6, planner=planner)
     check(graph, plans)
     assert len(plans) == 6

@@ -7,6 +7,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 from remat.planners.condense import Condensed
@@ -202,7 +203,7 @@ def _ask_for_less(problem: Problem, reached: tuple[int, ...]) -> tuple[int, ...]
     for share in _SHARES_ASKED:
         while peak_bytes > problem.largest_step_bytes:
             search = Search(problem, max(problem.largest_step_bytes, int(share * peak_bytes)))
-            for strategy in (drop_greedily, evict, round_keep_milp, round_gap_lp, anneal):
+            for strategy in (drop_greedily, evict, round_keep_milp, round_gap_lp, partial(anneal, thorough=False)):
                 if search.best is None:
                     strategy(search)
             if search.best is None:

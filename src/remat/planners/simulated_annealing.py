@@ -23,6 +23,9 @@ _STEPS_PER_OP: Final = 800
 _MOST_STEPS: Final = 400_000
 _FIXED_STEPS_PER_RUN: Final = 12
 _MOST_FIXED_STEPS: Final = 24_000
+_SMALL: Final = 200
+_FRESH_STEPS: Final = 30_000
+_FRESH_STEPS_PER_RUN: Final = 600
 _COLD: Final = 1e-5
 _COLDEST: Final = 1e-6
 _WARM: Final = 2e-4
@@ -50,20 +53,27 @@ def simulated_annealing(graph: Graph, budget_bytes: int, *, time_limit_s: float 
     return search.result(smallest_peak_schedules(search.problem) if search.best is None else ())
 
 
-def anneal(search: Search) -> None:
-    """Offer what annealing finds, in a free order from one that needs little memory, then from the best known."""
+def anneal(search: Search, *, thorough: bool = True) -> None:
+    """Offer what annealing finds, in a free order from one that needs little memory, then from the best known.
+
+    Where the order is fixed, the step is small and it is to be ``thorough``, many edits are tried from the start, too.
+    """
     problem = search.problem
     board = Board(problem, whole=problem.graph.free_order)
     count = problem.count
     if not count or (not any(board.repeatable) and not board.whole):
         return
     if not board.whole:
-        steps = min(_MOST_FIXED_STEPS, _FIXED_STEPS_PER_RUN * sum(board.counts))
+        counted = sum(board.counts)
+        steps = min(_MOST_FIXED_STEPS, _FIXED_STEPS_PER_RUN * counted)
         if search.best is not None:
             # The longer the schedule, the longer each edit takes.
             steps = steps * count // len(search.best)
-        if search.best is None:
-            _cool(search, board, 0, _hot(board, 5.0), _COLD, 4 * steps, _part(search, 0.7), fresh=True)
+        is_small = thorough and counted <= _SMALL
+        if search.best is None or is_small:
+            # On a small step many edits take little time, and find what no rule of thumb does.
+            fresh = max(4 * steps, min(_FRESH_STEPS, _FRESH_STEPS_PER_RUN * counted) if is_small else 0)
+            _cool(search, board, 0, _hot(board, 5.0), _COLD, fresh, _part(search, 0.7), fresh=True)
         _cool(search, board, 1, _WARM, _COLDEST, steps, search.deadline_s)
         return
     extra_s, bound_s = search.best_time_s - problem.graph.time_s, _bound_s(search)
