@@ -21,7 +21,7 @@ _MOST_WINDOWS: Final = 4
 _MOST_NODES: Final = 200
 # A small graph is solved as an oracle would; elsewhere this is an improvement that must not cost more than the rest.
 _SMALL: Final = 60
-_MOST_S_OF_SMALL: Final = 10.0
+_MOST_S_OF_SMALL: Final = 15.0
 _MOST_S: Final = 0.5
 
 
@@ -33,7 +33,7 @@ def plan_windows_again(search: Search) -> None:
     fits, only a graph of one window is tried, in program order. Large neighbourhood search
     (Shaw 1998, doi:10.1007/3-540-49481-2_30) with the model of Checkmate (Jain et al. 2020, arXiv:1910.02653). Windows
     with the most recomputation come first. Complexity: at most four MILPs of 200 nodes, or half a second, each;
-    of a graph of up to 60 ops ten seconds.
+    of a graph of up to 60 ops fifteen seconds.
     """
     problem = search.problem
     if not 0 < problem.count <= _MOST_OPS:
