@@ -78,6 +78,18 @@ def copies(function: Any, *args: Any) -> int:
     return sum("_remat_copy" in op.node_def.attr for op in graph.get_operations())
 
 
+def graph_of_gradient(function):
+    """The graph of the gradient of the sum of squares of a function of four numbers."""
+
+    def step(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            loss = tf.reduce_sum(function(x) ** 2)
+        return tape.gradient(loss, x)
+
+    return tf.function(step, autograph=False).get_concrete_function(tf.TensorSpec([4])).graph
+
+
 def test_each_operation_is_recomputed_once_and_no_more():
     @recompute
     def block(x):
@@ -85,13 +97,7 @@ def test_each_operation_is_recomputed_once_and_no_more():
             x = tf.tanh(x)
         return x
 
-    def step(x):
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            loss = tf.reduce_sum(block(block(x)) ** 2)
-        return tape.gradient(loss, x)
-
-    graph = tf.function(step, autograph=False).get_concrete_function(tf.TensorSpec([4])).graph
+    graph = graph_of_gradient(lambda x: block(block(x)))
     tanhs = [op for op in graph.get_operations() if op.type == "Tanh"]
     assert len(tanhs) == 20
     assert sum("_remat_copy" in op.node_def.attr for op in tanhs) == 10
@@ -244,13 +250,7 @@ def test_a_whole_network_in_segments_keeps_few_tensors():
             x = tf.tanh(x)
         return x
 
-    def step(x):
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            loss = tf.reduce_sum(network(x) ** 2)
-        return tape.gradient(loss, x)
-
-    graph = tf.function(step, autograph=False).get_concrete_function(tf.TensorSpec([4])).graph
+    graph = graph_of_gradient(network)
     copied = [op for op in graph.get_operations() if op.type == "Tanh" and "_remat_copy" in op.node_def.attr]
     assert len(copied) == 25
     forward = [op for op in graph.get_operations() if op.type == "Tanh" and op not in copied]

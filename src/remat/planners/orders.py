@@ -20,13 +20,13 @@ _MOST_OPS: Final = 4000
 
 
 def low_memory_order(problem: Problem, budget_bytes: int) -> tuple[int, ...]:
-    """The order that greedy sweeps find, program order among them, with the fewest bytes over a budget.
+    """The order that greedy sweeps find, program order among them, that is least over a budget.
 
-    Bytes over the budget are summed over all steps, since each has to be relieved by recomputation; of equal orders the
-    one with the lowest peak. Sweeps go from the first op to the last, and from the last to the first. Each takes next
-    what adds least bytes, less a share of those that it brings nearer to being freed; some with random preferences of
-    ops, always the same ones. A heuristic without guarantee. Complexity: 130 sweeps of O(ops ready) each, once for a
-    problem of up to 4,000 ops.
+    Each step over the budget has to be relieved by recomputation, the higher the dearer: the squares of the bytes over
+    it are summed over all steps. Sweeps go from the first op to the last, and from the last to the first. Each takes
+    next what adds least bytes, less a share of those that it brings nearer to being freed; some with random preferences
+    of ops, always the same ones. A heuristic without guarantee. Complexity: 130 sweeps of O(ops ready) each, once for
+    a problem of up to 4,000 ops.
     """
     known: list[_Order] | None = vars(problem).get("_orders")
     if known is None:

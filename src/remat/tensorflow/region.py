@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import tensorflow as tf
@@ -61,6 +61,22 @@ def may_repeat(op: tf.Operation) -> bool:
     return op.type == "Const" or (op_facts.may_repeat(op) and op.type not in _CALLS)
 
 
+def needed_for(
+    outputs: Iterable[tf.Tensor],
+    members: Collection[tf.Operation],
+    read_by: Callable[[tf.Operation], Iterable[tf.Tensor]],
+) -> set[tf.Operation]:
+    """The members that lead to ``outputs`` through members alone."""
+    needed: set[tf.Operation] = set()
+    stack = [t.op for t in outputs]
+    while stack:
+        op = stack.pop()
+        if op in members and op not in needed:
+            needed.add(op)
+            stack += [t.op for t in read_by(op)]
+    return needed
+
+
 def region_of(
     graph: tf.Graph, made: Sequence[tf.Operation], outputs: Sequence[tf.Tensor], segmented: bool = False
 ) -> Region:
@@ -68,13 +84,7 @@ def region_of(
     # Small tensors from outside come in as constants; they are inputs all the same, and gradients leave through them.
     inputs = {t.op for t in getattr(graph, "inputs", ()) if tf.is_symbolic_tensor(t)}
     members = {op for op in made if may_repeat(op) and op not in inputs}
-    needed: set[tf.Operation] = set()
-    stack = [t.op for t in outputs]
-    while stack:
-        op = stack.pop()
-        if op in members and op not in needed:
-            needed.add(op)
-            stack += [t.op for t in op.inputs]
+    needed = needed_for(outputs, members, lambda op: op.inputs)
     operations = tuple(op for op in made if op in needed)
     read = {t.name: t for op in operations for t in op.inputs if t.op not in needed}
     read |= {t.name: t for t in outputs if t.op not in needed}

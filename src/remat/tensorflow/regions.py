@@ -22,7 +22,7 @@ import tensorflow as tf
 
 from remat.errors import UnsupportedStep
 from remat.tensorflow import _private, structure, xla_ties
-from remat.tensorflow.region import Region, is_differentiable, region_of
+from remat.tensorflow.region import Region, is_differentiable, needed_for, region_of
 from remat.tensorflow.segments import pieces_of
 
 _REGION = "RematRegion"
@@ -161,24 +161,14 @@ class _Backward:
                 self.incoming = [self._written_once(t) for t in self.incoming]
             self._read_boundary()
             before = len(self.graph.get_operations())
-            for op in self._needed(outputs):
+            needed = needed_for(outputs, set(self.region.operations), self.region.read_by)
+            for op in (op for op in self.region.operations if op in needed):
                 self._copy(op)
             made = [self.copies[t.name] for t in outputs]
             sources = [self.copies[t.name] for t in self.region.differentiable]
             gradients = tf.gradients(made, sources, grad_ys=self.incoming)
             self._point_at_copies(before)
         return list(gradients)
-
-    def _needed(self, outputs: Sequence[tf.Tensor]) -> list[tf.Operation]:
-        members = set(self.region.operations)
-        needed: set[tf.Operation] = set()
-        stack = [t.op for t in outputs]
-        while stack:
-            op = stack.pop()
-            if op in members and op not in needed:
-                needed.add(op)
-                stack += [t.op for t in self.region.read_by(op)]
-        return [op for op in self.region.operations if op in needed]
 
     def _read_boundary(self) -> None:
         for tensor in self.region.boundary:
