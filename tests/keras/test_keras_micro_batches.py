@@ -20,7 +20,6 @@ from accumulation import (
     fit,
     full_batches,
     inputs,
-    momentum,
     train,
     weights,
 )
@@ -36,17 +35,32 @@ def on_samples(model, **options):
 
 
 OPTIMIZERS = {
-    "sgd": momentum,
-    "adam": lambda: optimizers.Adam(0.01),
-    "adamw": lambda: optimizers.AdamW(0.01, weight_decay=0.05),
-    "adafactor": lambda: optimizers.Adafactor(0.01),
-    "lion": lambda: optimizers.Lion(0.002),
+    "sgd": functools.partial(optimizers.SGD, 0.05, momentum=0.9),
+    "adam": functools.partial(optimizers.Adam, 0.01),
+    "adamw": functools.partial(optimizers.AdamW, 0.01, weight_decay=0.05),
+    "adafactor": functools.partial(optimizers.Adafactor, 0.01),
+    "lion": functools.partial(optimizers.Lion, 0.002),
+}
+
+# Each is wrong, or lost, when it is applied once per micro-batch.
+PER_UPDATE = {
+    "clipnorm": {"clipnorm": 0.02},
+    "global_clipnorm": {"global_clipnorm": 0.02},
+    "clipvalue": {"clipvalue": 0.002},
+    "schedule": {"learning_rate": optimizers.schedules.ExponentialDecay(0.05, 4, 0.5)},
+    "ema": {"use_ema": True, "ema_momentum": 0.8, "ema_overwrite_frequency": 6},
+    "weight_decay": {"weight_decay": 0.1},
+    "loss_scale_factor": {"loss_scale_factor": 128.0},
+    "keras_steps": {"gradient_accumulation_steps": 2},
 }
 
 
 @functools.cache
-def with_optimizer(name):
-    return lambda: compiled(dense(), optimizer=OPTIMIZERS[name]())
+def with_optimizer(name, feature=None):
+    make, options = OPTIMIZERS[name], PER_UPDATE.get(feature, {})
+    if "learning_rate" in options:
+        make = functools.partial(make.func, **make.keywords)
+    return lambda: compiled(dense(), optimizer=make(**options))
 
 
 @pytest.mark.parametrize(
@@ -57,38 +71,27 @@ def test_optimizers(optimizer, count):
     assert int(found.model.optimizer.iterations) == UPDATES == 20
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_every_optimizer_and_count(optimizer, count):
-    assert_equal_training(with_optimizer(optimizer), on_samples, count)
-
-
-# Each is wrong, or lost, when it is applied once per micro-batch.
-PER_UPDATE = {
-    "clipnorm": lambda: optimizers.SGD(0.5, clipnorm=0.02),
-    "global_clipnorm": lambda: optimizers.SGD(0.5, global_clipnorm=0.02),
-    "clipvalue": lambda: optimizers.SGD(0.5, clipvalue=0.002),
-    "schedule": lambda: optimizers.SGD(optimizers.schedules.ExponentialDecay(0.5, 4, 0.5)),
-    "ema": lambda: optimizers.SGD(0.1, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=6),
-    "weight_decay": lambda: optimizers.SGD(0.1, weight_decay=0.1),
-    "loss_scale_factor": lambda: optimizers.SGD(0.1, loss_scale_factor=128.0),
-    "keras_steps": lambda: optimizers.SGD(0.1, gradient_accumulation_steps=2),
-}
-
-
-@functools.cache
-def once_per_update(name):
-    return lambda: compiled(dense(), optimizer=PER_UPDATE[name]())
-
-
-@pytest.mark.parametrize("what", PER_UPDATE)
-def test_once_per_update(what):
-    found = assert_equal_training(once_per_update(what), on_samples, 3)
+@pytest.mark.parametrize("feature", PER_UPDATE)
+def test_once_per_update(feature):
+    found = assert_equal_training(with_optimizer("sgd", feature), on_samples, 3)
     assert int(found.model.optimizer._iterations) == UPDATES
 
 
-def constrained():
+@pytest.mark.slow
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("feature", [None, *PER_UPDATE])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_optimizer_feature_and_count(optimizer, feature, count):
+    found = assert_equal_training(with_optimizer(optimizer, feature), on_samples, count)
+    assert int(found.model.optimizer._iterations) == UPDATES
+
+
+@functools.cache
+def constrained(optimizer="sgd"):
+    return lambda: _constrained(OPTIMIZERS[optimizer]())
+
+
+def _constrained(optimizer):
     data = keras.Input((6,))
     hidden = layers.Dense(
         8,
@@ -97,17 +100,22 @@ def constrained():
         kernel_regularizer="l1l2",
         activity_regularizer=keras.regularizers.L2(0.1),
     )(data)
-    return compiled(keras.Model(data, layers.Dense(3, bias_regularizer="l2")(hidden)))
+    return compiled(keras.Model(data, layers.Dense(3, bias_regularizer="l2")(hidden)), optimizer=optimizer)
 
 
 @pytest.mark.parametrize("count", [3, 7])
 def test_constraints_and_regularisers(count):
-    assert_equal_training(constrained, on_samples, count)
+    assert_equal_training(constrained(), on_samples, count)
 
 
-def with_weighted_metrics():
-    auc = keras.metrics.SparseTopKCategoricalAccuracy(2, name="top2")
-    return compiled(dense(), metrics=["accuracy", auc], weighted_metrics=["accuracy"])
+@functools.cache
+def with_weighted_metrics(optimizer="sgd"):
+    def build():
+        top2 = keras.metrics.SparseTopKCategoricalAccuracy(2, name="top2")
+        metrics = {"metrics": ["accuracy", top2], "weighted_metrics": ["accuracy"]}
+        return compiled(dense(), optimizer=OPTIMIZERS[optimizer](), **metrics)
+
+    return build
 
 
 def on_weighted_samples(model):
@@ -121,8 +129,23 @@ def on_weighted_classes(model):
 @pytest.mark.parametrize("count", [3, 7])
 @pytest.mark.parametrize("training", [on_weighted_samples, on_weighted_classes])
 def test_weights_and_weighted_metrics(training, count):
-    found = assert_equal_training(with_weighted_metrics, training, count)
+    found = assert_equal_training(with_weighted_metrics(), training, count)
     assert set(found.history) == {"loss", "accuracy", "top2", "weighted_accuracy"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize(
+    ("build", "training"),
+    [
+        (constrained, on_samples),
+        (with_weighted_metrics, on_weighted_samples),
+        (with_weighted_metrics, on_weighted_classes),
+    ],
+)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_optimizer_with_weights_and_constraints(optimizer, build, training, count):
+    assert_equal_training(build(optimizer), training, count)
 
 
 def several_steps_per_call():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import time
 from collections.abc import Callable
 from typing import Any
@@ -227,6 +228,15 @@ def test_code_that_one_cannot_change(call):
 
 
 _PLAIN = tf.gradients
+
+
+def test_every_module_of_tensorflow_1_is_reached():
+    """To import it by name makes another one than the attribute was."""
+    by_name = importlib.import_module("tensorflow.compat.v1")
+    plain = v1.gradients
+    with replaced_gradients("memory"):
+        assert by_name.gradients is v1.gradients is tf.gradients is not _PLAIN
+    assert by_name.gradients is v1.gradients is plain
 
 
 def test_two_calls_in_one_function_are_planned_once():

@@ -23,7 +23,6 @@ from tensorflow.python.framework import ops as _ops
 from tensorflow.python.framework import random_seed as _random_seed
 from tensorflow.python.framework.func_graph import FuncGraph
 from tensorflow.python.ops import control_flow_util as _control_flow_util
-from tensorflow.python.ops import gradients as _gradients_module
 from tensorflow.python.ops import gradients_impl as _gradients_impl
 from tensorflow.python.ops import handle_data_util as _handle_data_util
 from tensorflow.python.ops import resource_variable_ops as _resource_variable_ops
@@ -147,13 +146,18 @@ def gate(
 
 @contextlib.contextmanager
 def replaced_gradients(replacement: Callable[..., Any]) -> Iterator[None]:
-    """Put ``replacement`` wherever TensorFlow looks ``tf.gradients`` up; inside of it TensorFlow's own is used."""
+    """Put ``replacement`` wherever TensorFlow looks ``tf.gradients`` up; inside of it TensorFlow's own is used.
+
+    ``tf.compat.v1`` may be several modules: to import it by name, as tf_keras does, makes another one, and who looked
+    it up before keeps the first.
+    """
+    plain = (_gradients_impl.gradients, _gradients_impl.gradients_v2)
     places = [
-        (tf, "gradients"),
-        (tf.compat.v1, "gradients"),
-        (_gradients_impl, "gradients"),
-        (_gradients_impl, "gradients_v2"),
-        (_gradients_module, "gradients"),  # TensorFlow 1 optimizers look here.
+        (module, name)
+        for module_name, module in list(sys.modules.items())
+        if module_name.partition(".")[0] == "tensorflow"
+        for name in ("gradients", "gradients_v2")
+        if getattr(module, "__dict__", {}).get(name) in plain
     ]
     before = [getattr(owner, name) for owner, name in places]
     for owner, name in places:
@@ -265,6 +269,17 @@ def update_input(op: tf.Operation, index: int, tensor: tf.Tensor) -> None:
 def add_control_inputs(op: tf.Operation, before: Sequence[tf.Operation]) -> None:
     """Make ``op`` run after all of ``before``."""
     op._add_control_inputs(list(before))
+
+
+def after_all(ops: Sequence[tf.Operation]) -> tf.Operation:
+    """An operation that does nothing, after all of ``ops``, on the device of the last."""
+    graph = ops[-1].graph
+    with graph.as_default(), graph.control_dependencies(None), graph.control_dependencies(list(ops)):
+        barrier = tf.raw_ops.NoOp(name="barrier")
+    barrier = graph.get_operations()[-1] if barrier is None else barrier
+    if ops[-1].device:
+        barrier._set_device(ops[-1].device)
+    return barrier
 
 
 def call_when_traced(function: Callable[[bool], None]) -> None:

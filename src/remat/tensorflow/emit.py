@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from remat.plan import Plan
 from remat.tensorflow import _private, op_facts, xla_late, xla_ties
+from remat.tensorflow.barriers import span_starts
 from remat.tensorflow.trace import TracedStep
 
 # Tensors this small may float: holding their ops in order would cost edges and gain nothing.
@@ -32,9 +33,10 @@ def emit(plan: Plan, step: TracedStep, *, in_xla: bool = False) -> Emitted:
     """Rewrite the function so that it runs the plan's schedule.
 
     A second occurrence of an op becomes a copy of it, and what the schedule reads afterwards reads the copy.
-    Every op that touches a large tensor is held behind the one before it in the schedule, so that
-    the executor can neither run a recomputation early nor let two large ops overlap. Under XLA, which ignores
-    control edges, a recomputation reads a value that depends on the backward pass instead.
+    The schedule is cut into spans whose operations may run in any order without holding more than its peak. Every
+    op that touches a large tensor is held behind those of the span before its own, so that the executor can neither run
+    a recomputation early nor let large ops overlap where memory is short. Under XLA, which ignores control edges, a
+    recomputation reads a value that depends on the backward pass instead.
 
     Args:
         plan: a plan for ``step.graph``.
@@ -56,7 +58,9 @@ class _Emitter:
         self.newest: list[tf.Tensor] = list(step.tensors)
         self.runs = [0] * len(step.graph.ops)
         self.copies: list[tf.Operation] = []
-        self.last_heavy: tf.Operation | None = None
+        self.barrier: list[tf.Operation] = []  # What the operations of this span wait for; one at most.
+        self.span: set[str] = set()
+        self.unawaited: dict[str, tf.Operation] = {}  # Of the span, those that no other of it waits for.
         self.loose: list[tuple[tf.Operation, frozenset[int]]] = []
         self.control_edges = 0
         self.hidden: dict[str, tf.Tensor] = {}
@@ -68,7 +72,10 @@ class _Emitter:
         ]
 
     def run(self) -> Emitted:
-        for index in self.plan.schedule:
+        starts = frozenset(span_starts(self.graph, self.plan.schedule))
+        for position, index in enumerate(self.plan.schedule):
+            if position in starts:
+                self._end_span()
             operation = self._copy(index) if self.runs[index] else self._rebind(index)
             if self._heavy(index):
                 if self.graph.ops[index].kind in op_facts.MERGED_BY_ONEDNN:
@@ -114,29 +121,45 @@ class _Emitter:
 
     def _held_copy(self, operation: tf.Operation, inputs: list[tf.Tensor], name: str) -> tf.Operation:
         """A copy of ``operation`` that runs no sooner than the schedule says."""
-        held = [self.last_heavy] if self.last_heavy is not None else []
-        self.control_edges += len(held)
-        return _private.copy_operation(operation, inputs, held, name)
+        self.control_edges += len(self.barrier)
+        return _private.copy_operation(operation, inputs, self.barrier, name)
 
     def _keep_in_order(self, operation: tf.Operation) -> None:
         self._shield_from_optimizer(operation)
-        # What may be merged with a later op is waited for once that op has run; early it does no harm.
-        before = [late for late, others in self.loose if all(self.runs[n] for n in others)]
-        self.loose = [(late, others) for late, others in self.loose if late not in before]
-        if self.last_heavy is not None:
-            before.append(self.last_heavy)
-        self.last_heavy = operation
-        known = {op.name for op in operation.control_inputs} | {t.op.name for t in operation.inputs}
-        if missing := [op for op in before if op.name not in known]:
+        before = {op.name for op in operation.control_inputs} | {t.op.name for t in operation.inputs}
+        # Who waits for another operation of the span waits for the barrier, too.
+        if self.span.isdisjoint(before):
+            missing = [op for op in self.barrier if op.name not in before]
             _private.add_control_inputs(operation, missing)
             self.control_edges += len(missing)
+        for name in before:
+            self.unawaited.pop(name, None)
+        self.unawaited[operation.name] = operation
+        self.span.add(operation.name)
+
+    def _end_span(self) -> None:
+        # What may be merged with a later op is waited for once that op has run; early it does no harm.
+        done = [late for late, others in self.loose if all(self.runs[n] for n in others)]
+        self.loose = [(late, others) for late, others in self.loose if late not in done]
+        last = [*self.unawaited.values(), *done]
+        if len(last) > 1:
+            self.control_edges += len(last)
+            last = [_private.after_all(last)]
+        if last:
+            self.barrier = last
+        self.span.clear()
+        self.unawaited.clear()
 
     def _shield_from_optimizer(self, operation: tf.Operation) -> None:
-        for position, source in enumerate(operation.inputs):
-            if op_facts.is_merged(operation.type, source.op.type):
-                if source.name not in self.hidden:
-                    self.hidden[source.name] = _private.opaque(source)
-                _private.update_input(operation, position, self.hidden[source.name])
+        """Keep the graph optimizer from making other operations of this one and one of an earlier span."""
+        makers = [source.op for source in operation.inputs]
+        earlier = [op for op in makers if op.type != "Const" and op.name not in self.span]
+        for position, (source, maker) in enumerate(zip(operation.inputs, makers, strict=True)):
+            if maker.name in self.span or not earlier or not op_facts.is_merged(operation.type, maker.type):
+                continue
+            if source.name not in self.hidden:
+                self.hidden[source.name] = _private.opaque(source)
+            _private.update_input(operation, position, self.hidden[source.name])
 
 
 class _XlaEmitter(_Emitter):
@@ -174,6 +197,9 @@ class _XlaEmitter(_Emitter):
             if operation.outputs[0].name in self.elements:
                 self.elements[late.name] = self.elements[operation.outputs[0].name]
             self.newest[outputs[0]] = late
+
+    def _end_span(self) -> None:
+        """The compiler decides what runs side by side."""
 
     def _keep_in_order(self, operation: tf.Operation) -> None:
         if self.copies and operation is self.copies[-1]:

@@ -1,0 +1,54 @@
+"""Between two barriers everything may run at once: what that holds at most, counted naively."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from remat import simulate
+from remat.simulator import storage_lifetimes
+from remat.tensorflow.barriers import span_starts
+from remat.testing import chain, random_graph, random_schedule
+
+RESERVE = 0.05
+
+
+def most_held(graph, schedule, start, stop):
+    """Bytes where nothing that lives in the span is freed before its end, and all of it runs at once."""
+    lives = storage_lifetimes(graph, schedule)
+    held = sum(
+        int(size)
+        for size, birth, last, kept in zip(lives.size_bytes, lives.birth, lives.last, lives.kept, strict=True)
+        if birth < stop and (kept or last >= start)
+    )
+    return graph.pinned_bytes + held + sum(graph.ops[index].workspace_bytes for index in schedule[start:stop])
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_span_holds_less_than_the_peak_in_any_order(seed):
+    rng = random.Random(seed)
+    graph = random_graph(rng, rng.randint(3, 30))
+    schedule = random_schedule(graph, rng)
+    limit = (1 - RESERVE) * simulate(graph, schedule).peak_bytes
+    starts = span_starts(graph, schedule)
+
+    assert starts[0] == 0
+    for start, stop in itertools.pairwise([*starts, len(schedule)]):
+        assert start < stop
+        assert stop == start + 1 or most_held(graph, schedule, start, stop) <= limit
+        # It is as long as it can be.
+        assert stop == len(schedule) or most_held(graph, schedule, start, stop + 1) > limit
+
+
+def test_where_memory_is_short_each_operation_waits_for_the_one_before():
+    """A chain's forward pass and the end of its backward pass need no order; around the peak there is no choice."""
+    graph = chain(10, size_bytes=100)
+
+    assert simulate(graph, graph.plain_schedule).peak_step == 10
+    assert span_starts(graph, graph.plain_schedule) == [0, 10, 11, 12, 14, 18]
+
+
+def test_an_empty_schedule_has_no_span():
+    assert span_starts(chain(1), ()) == []
