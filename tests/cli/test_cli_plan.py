@@ -135,6 +135,20 @@ def test_unknown_device_lists_the_devices(fails):
     assert "h200" in line
 
 
+@pytest.mark.parametrize("command", ["plan", "frontier", "measure", "check"])
+def test_unknown_device_of_the_environment(fails, monkeypatch, command):
+    monkeypatch.setenv("REMAT_DEVICE", "abacus")
+
+    assert fails(command, "some:model").startswith("remat: REMAT_DEVICE=abacus: there is no device profile")
+
+
+def test_this_machine_was_not_measured(fails, monkeypatch, tmp_path):
+    monkeypatch.setattr("remat.cost_model.measured_path", lambda: tmp_path / "profile.json")
+    for command in (("plan",), ("frontier",), ("check",), ("measure", "--no-calibrate")):
+        line = fails(*command, "some:model", "--device", "measured")
+        assert line.startswith(f"remat: no measured device profile at {tmp_path / 'profile.json'}; `remat measure")
+
+
 def test_model_options_are_refused_for_a_graph_file(fails, graph_file):
     line = fails("plan", graph_file, "--batch-size", "8", "--dtype-policy", "float32")
 

@@ -17,6 +17,7 @@ from remat.cli.adapters import make_workload
 from remat.cli.console import CommandError, describe_error, progress, traceback_wanted
 from remat.cli.native_log import native_log_held_back
 from remat.cli.options import Source
+from remat.cost_model import device_here
 from remat.errors import RematError
 from remat.graph import Graph
 from remat.serialization import load_graph
@@ -90,7 +91,7 @@ def traced(source: Source, workload: Workload) -> Graph:
     samples = "" if workload.batch_size is None else f" at batch size {workload.batch_size}"
     doing = f"Tracing a training step of {source.name}{samples}"
     with quiet_frameworks(), progress(doing), _told_of(source, "tracing its training step"):
-        return workload.graph(source.device or "cpu")
+        return workload.graph(source.device or device_here("cpu"))
 
 
 @contextlib.contextmanager
