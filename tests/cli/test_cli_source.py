@@ -36,6 +36,7 @@ def models(tmp_path, monkeypatch):
     """A module in the current folder, which is not on the path of an installed script."""
     (tmp_path / "my_models.py").write_text(MODELS)
     (tmp_path / "bad_syntax.py").write_text("def f(:\n")
+    (tmp_path / "a_script.py").write_text("import sys\nsys.exit(3)\n")
     (tmp_path / "needs_more.py").write_text("import a_package_that_nobody_has\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
@@ -51,6 +52,7 @@ def models(tmp_path, monkeypatch):
         pytest.param("my_models.sub:build", "not a package", id="no package"),
         pytest.param("bad_syntax:f", "SyntaxError", id="module with an error"),
         pytest.param("needs_more:f", "a_package_that_nobody_has", id="module with a missing dependency"),
+        pytest.param("a_script:main", "raised SystemExit: 3", id="script without a guard"),
         pytest.param("my_models:build", "'my_models' has no attribute 'build'", id="no attribute"),
         pytest.param("my_models:Nested.deep", "'Nested' has no attribute 'deep'", id="no nested attribute"),
         pytest.param("my_models:number", "not callable (its type is int)", id="not callable"),

@@ -162,7 +162,7 @@ def _build(source: Source, arguments: Mapping[str, Any], options: StepOptions) -
     shown = ", ".join(f"{name}={value!r}" for name, value in given.items())
     try:
         return build(**given), "batch_size" in given
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise CommandError(
             f"{source.name}: calling it as {source.name.partition(':')[2]}({shown}) raised {type(error).__name__}: "
             f"{describe_error(error)}"
@@ -186,7 +186,7 @@ def _import_callable(name: str) -> Callable[..., Any]:
         sys.path.insert(0, os.getcwd())
     try:
         found: Any = importlib.import_module(module_name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # A script that is run when it is imported may end itself.
         if isinstance(error, ModuleNotFoundError) and error.name in _FRAMEWORKS:
             raise
         raise CommandError(

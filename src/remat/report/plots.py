@@ -5,8 +5,7 @@ They use matplotlib's object interface only: no window is opened, no global stat
 
 from __future__ import annotations
 
-import os
-import secrets
+import io
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 from remat.breakdown import CATEGORIES, breakdown
 from remat.budget import format_bytes
 from remat.graph import Graph
+from remat.json_files import write_atomically
 from remat.plan import Plan
 from remat.schedule import Schedule
 from remat.simulator import simulate
@@ -245,13 +245,9 @@ def save_figure(figure: Figure, path: str | Path) -> None:
         OSError: if the file cannot be written; an older file of that name is then untouched.
     """
     check_picture_path(path)
-    target = Path(path)
-    unfinished = target.with_name(f".{target.stem}.{secrets.token_hex(4)}{target.suffix}")
-    try:
-        figure.savefig(unfinished)
-        os.replace(unfinished, target)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    picture = io.BytesIO()
+    figure.savefig(picture, format=Path(path).suffix.removeprefix("."))
+    write_atomically(path, picture.getvalue())
 
 
 def _steps(
