@@ -26,6 +26,12 @@ def chatty():
     print("building")
     return number
 
+def leaves():
+    raise SystemExit(3)
+
+def empty():
+    return ()
+
 def pretrained(include_top=True, weights="imagenet"):
     raise OSError("downloads " + weights if weights else "needs no download")
 """
@@ -85,6 +91,14 @@ def test_callable_that_raises_is_told_with_its_arguments_in_one_line(fails):
     line = fails("plan", "my_models:broken", "--kwargs", '{"width": 3}')
 
     assert "broken(width=3) raised RuntimeError: no such width as 3" in line
+
+
+def test_callable_that_ends_the_process(fails):
+    assert "calling it as leaves() raised SystemExit: 3" in fails("plan", "my_models:leaves")
+
+
+def test_callable_that_returns_an_empty_tuple(fails):
+    assert "this returned an empty tuple, no training step" in fails("plan", "my_models:empty")
 
 
 def test_callable_with_wrong_arguments(fails):
