@@ -9,6 +9,7 @@ ratios between ops only, so a profile of the right kind of device is enough; ``c
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from remat.errors import InvalidFile
 from remat.json_files import JsonReader, read_json, write_json
 
 MEASURED: Final = "measured"
+DEVICE_VARIABLE: Final = "REMAT_DEVICE"
 _FORMAT: Final = "remat.device_profile"
 _VERSION: Final = 1
 _FALLBACK_DTYPE: Final = "float32"
@@ -141,6 +143,11 @@ def get_profile(name: str) -> DeviceProfile:
         return _PROFILES[name.lower()]
     except KeyError:
         raise ValueError(f"there is no device profile {name!r}; choose one of {', '.join(profile_names())}") from None
+
+
+def device_here(usual: str) -> str:
+    """Name of the profile for a step that is planned where it runs: what ``REMAT_DEVICE`` says, else the usual one."""
+    return os.environ.get(DEVICE_VARIABLE) or usual
 
 
 def op_time_s(profile: DeviceProfile, flops: float, bytes_moved: float, dtype: str = _FALLBACK_DTYPE) -> float:

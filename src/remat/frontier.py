@@ -22,7 +22,8 @@ def frontier(
     """Plans for evenly spaced budgets from the smallest feasible peak to the plain one, smallest budget first.
 
     Overhead never rises with the budget: where a plan costs more than one for less memory, that one stands in its
-    place. The last plan is the plain step.
+    place. Nor does the proven bound: what no schedule within some bytes can do, none within fewer can. The last plan is
+    the plain step.
 
     Args:
         graph: the training step.
@@ -44,7 +45,7 @@ def frontier(
         found = plan(graph, budget_bytes, planner, time_limit_s)
         plans.append(_cheaper(plans[-1], found) if plans else found)
         report(len(plans), len(budgets))
-    return tuple(plans)
+    return _with_bounds_of_larger_budgets(plans)
 
 
 def _silent(done: int, total: int) -> None:
@@ -62,6 +63,16 @@ def _budgets(graph: Graph, points: int, planner: str, time_limit_s: float | None
     steps = points - 1
     budgets = (smallest_bytes + (plain_bytes - smallest_bytes) * step // steps for step in range(points))
     return sorted({max(1, budget_bytes) for budget_bytes in budgets})
+
+
+def _with_bounds_of_larger_budgets(plans: list[Plan]) -> tuple[Plan, ...]:
+    found: list[Plan] = []
+    for one in reversed(plans):
+        if found and found[-1].overhead_lower_bound > one.overhead_lower_bound:
+            bound, meaning = found[-1].overhead_lower_bound, found[-1].lower_bound_meaning
+            one = dataclasses.replace(one, overhead_lower_bound=bound, lower_bound_meaning=meaning)
+        found.append(one)
+    return tuple(reversed(found))
 
 
 def _cheaper(before: Plan, found: Plan) -> Plan:

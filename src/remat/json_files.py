@@ -170,7 +170,11 @@ def write_json(path: str | Path, value: Mapping[str, Any]) -> None:
 
 
 def write_atomically(path: str | Path, data: bytes) -> None:
-    """Write a file so that a reader sees the old one or the whole new one."""
+    """Write a file so that a reader sees the old one or the whole new one.
+
+    Raises:
+        OSError: if the file cannot be written, naming it; an older file of that name is then untouched.
+    """
     target = Path(os.path.realpath(path))
     if target.exists() and not target.is_file():
         target.write_bytes(data)  # A pipe or a device, which must not be replaced by a file.
@@ -179,5 +183,8 @@ def write_atomically(path: str | Path, data: bytes) -> None:
     try:
         draft.write_bytes(data)
         os.replace(draft, target)
+    except OSError as error:
+        # The draft's name says nothing to a user.
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
     finally:
         draft.unlink(missing_ok=True)

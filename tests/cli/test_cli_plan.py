@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 
 import remat
+from remat.cli import plan_command
+from remat.cli.options import Source
+from remat.cost_model import DeviceProfile
 
 KEYS = {
     "peak_bytes",
@@ -133,6 +136,29 @@ def test_unknown_device_lists_the_devices(fails):
 
     assert "abacus" in line
     assert "h200" in line
+
+
+@pytest.mark.parametrize("command", ["plan", "frontier", "measure", "check"])
+def test_unknown_device_of_the_environment(fails, monkeypatch, command):
+    monkeypatch.setenv("REMAT_DEVICE", "abacus")
+
+    assert fails(command, "some:model").startswith("remat: REMAT_DEVICE=abacus: there is no device profile")
+
+
+def test_this_machine_was_not_measured(fails, monkeypatch, tmp_path):
+    monkeypatch.setattr("remat.cost_model.measured_path", lambda: tmp_path / "profile.json")
+    for command in (("plan",), ("frontier",), ("check",), ("measure", "--no-calibrate")):
+        line = fails(*command, "some:model", "--device", "measured")
+        assert line.startswith(f"remat: no measured device profile at {tmp_path / 'profile.json'}; `remat measure")
+
+
+def test_the_measured_device_is_this_machine(monkeypatch, graph):
+    profile = DeviceProfile("measured by jax", {"float32": 1e12}, 1e11, memory_bytes=2**30)
+    monkeypatch.setattr(plan_command, "get_profile", lambda name: profile)
+
+    fit = plan_command._fit(Source("some:model", device="measured"), remat.plan(graph, "100%"))
+
+    assert fit["sentence"].startswith("Memory of this machine: 1 GiB, less 8% in reserve: the plain step fits")
 
 
 def test_model_options_are_refused_for_a_graph_file(fails, graph_file):

@@ -82,7 +82,7 @@ def test_schedule_that_was_edited(fails, plan_file, tmp_path):
     values["schedule"] = values["schedule"][:-1]
     plan_file.write_text(json.dumps(values))
 
-    assert "missing op" in fails("report", plan_file, "--out", tmp_path / "r.html")
+    assert f"{plan_file}: missing op" in fails("report", plan_file, "--out", tmp_path / "r.html")
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_folder_that_cannot_be_written(fails, plan_file, graph_file, tmp_path, c
 
     line = fails(command, source, "--out", folder / "out.html", *(["--points", 0] if command == "report" else []))
 
-    assert str(folder) in line
+    assert f"{folder / 'out.html'}: " in line
 
 
 def test_plan_that_is_no_file(fails, tmp_path):

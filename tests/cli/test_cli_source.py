@@ -26,6 +26,12 @@ def chatty():
     print("building")
     return number
 
+def leaves():
+    raise SystemExit(3)
+
+def empty():
+    return ()
+
 def pretrained(include_top=True, weights="imagenet"):
     raise OSError("downloads " + weights if weights else "needs no download")
 """
@@ -36,6 +42,7 @@ def models(tmp_path, monkeypatch):
     """A module in the current folder, which is not on the path of an installed script."""
     (tmp_path / "my_models.py").write_text(MODELS)
     (tmp_path / "bad_syntax.py").write_text("def f(:\n")
+    (tmp_path / "a_script.py").write_text("import sys\nsys.exit(3)\n")
     (tmp_path / "needs_more.py").write_text("import a_package_that_nobody_has\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
@@ -51,6 +58,7 @@ def models(tmp_path, monkeypatch):
         pytest.param("my_models.sub:build", "not a package", id="no package"),
         pytest.param("bad_syntax:f", "SyntaxError", id="module with an error"),
         pytest.param("needs_more:f", "a_package_that_nobody_has", id="module with a missing dependency"),
+        pytest.param("a_script:main", "raised SystemExit: 3", id="script without a guard"),
         pytest.param("my_models:build", "'my_models' has no attribute 'build'", id="no attribute"),
         pytest.param("my_models:Nested.deep", "'Nested' has no attribute 'deep'", id="no nested attribute"),
         pytest.param("my_models:number", "not callable (its type is int)", id="not callable"),
@@ -83,6 +91,14 @@ def test_callable_that_raises_is_told_with_its_arguments_in_one_line(fails):
     line = fails("plan", "my_models:broken", "--kwargs", '{"width": 3}')
 
     assert "broken(width=3) raised RuntimeError: no such width as 3" in line
+
+
+def test_callable_that_ends_the_process(fails):
+    assert "calling it as leaves() raised SystemExit: 3" in fails("plan", "my_models:leaves")
+
+
+def test_callable_that_returns_an_empty_tuple(fails):
+    assert "this returned an empty tuple, no training step" in fails("plan", "my_models:empty")
 
 
 def test_callable_with_wrong_arguments(fails):

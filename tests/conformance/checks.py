@@ -129,6 +129,19 @@ def a_plan_for_another_step_is_refused(front_end: FrontEnd, folder: Path) -> Non
         front_end.step(chain(front_end), budget="plenty")(weights(front_end), x)
 
 
+def times_are_those_of_the_device_that_the_environment_names(front_end: FrontEnd, folder: Path) -> None:
+    args = weights(front_end, 2), batch(front_end)
+
+    def plain_time_s(device: str) -> float:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("REMAT_DEVICE", device)
+            step = front_end.step(chain(front_end), budget="100%")
+            step(*args)
+        return float(step.plan.baseline_time_s)
+
+    assert plain_time_s("h200") < plain_time_s("cpu") / 5
+
+
 def recompute_saves_memory_and_takes_any_arguments(front_end: FrontEnd, folder: Path) -> None:
     def pair(x: Any, a: Any, scale: float = 1.0, *, mask: Any = None, twice: bool = False) -> Any:
         assert mask is None
@@ -180,6 +193,7 @@ CHECKS: tuple[Callable[[FrontEnd, Path], None], ...] = (
     random_draws_are_those_of_the_plain_step,
     a_budget_that_nothing_fits_is_refused_with_one_that_does,
     a_plan_for_another_step_is_refused,
+    times_are_those_of_the_device_that_the_environment_names,
     recompute_saves_memory_and_takes_any_arguments,
     micro_batches_give_the_numbers_of_the_whole_batch,
 )

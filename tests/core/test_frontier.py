@@ -8,7 +8,7 @@ import pytest
 
 import remat
 from remat import Graph, simulate, validate
-from remat.planners import get_planner, registry
+from remat.planners import get_planner, lower_bound, registry
 from remat.testing import chain, random_graph
 
 
@@ -24,6 +24,8 @@ def check(graph: Graph, plans: tuple[remat.Plan, ...]) -> None:
         assert 0 <= plan.overhead_lower_bound <= plan.overhead
     overheads = [plan.overhead for plan in plans]
     assert overheads == sorted(overheads, reverse=True)
+    bounds = [plan.overhead_lower_bound for plan in plans]
+    assert bounds == sorted(bounds, reverse=True)
 
 
 @pytest.mark.parametrize("planner", ["auto", "peak_greedy", "sqrt_n"])
@@ -57,6 +59,23 @@ def test_a_plan_that_got_worse_with_more_memory_is_not_shown(monkeypatch: pytest
     check(graph, plans)
     assert [plan.schedule for plan in plans[:-1]] == [plans[0].schedule] * 4
     assert plans[1].budget_bytes > plans[0].budget_bytes
+
+
+def test_a_bound_that_was_not_proved_in_time_is_that_of_the_next_larger_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(graph: Graph, budget_bytes: int, *rest: float, **more: float) -> lower_bound.LowerBound:
+        if budget_bytes < 14:
+            return lower_bound.LowerBound(0.0, "trivial")
+        return proved(graph, budget_bytes, *rest, **more)
+
+    proved = lower_bound.overhead_lower_bound
+    monkeypatch.setattr(lower_bound, "overhead_lower_bound", late)
+    graph = chain(31)
+    plans = remat.frontier(graph, points=4, planner="sqrt_n")
+    check(graph, plans)
+    first = next(plan for plan in plans if plan.budget_bytes >= 14)
+    assert plans[0].budget_bytes < 14
+    assert plans[0].overhead_lower_bound == first.overhead_lower_bound > 0
+    assert plans[0].lower_bound_meaning == first.lower_bound_meaning
 
 
 def test_progress_is_told() -> None:

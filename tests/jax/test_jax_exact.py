@@ -11,7 +11,7 @@ import remat
 import remat.jax
 
 CASES = {"mlp": mlp, "convnet": convnet, "transformer": transformer}
-
+SCANNED = {"scanned transformer": lambda dtype: transformer(dtype, layers=4, scanned=True)}
 
 DEEP = {
     "mlp": lambda dtype: mlp(dtype, layers=40, batch=2048),
@@ -57,14 +57,14 @@ def test_gradients_and_memory(name, budget, dtype):
         pytest.param("mlp", jnp.float32, id="mlp-f32"),
         *(
             pytest.param(name, dtype, id=f"{name}-{short}", marks=pytest.mark.slow)
-            for name in CASES
+            for name in (*CASES, *SCANNED)
             for short, dtype in (("f32", jnp.float32), ("bf16", jnp.bfloat16))
             if (name, short) != ("mlp", "f32")
         ),
     ],
 )
 def test_near_the_minimum(name, dtype):
-    case = CASES[name](dtype)
+    case = {**CASES, **SCANNED}[name](dtype)
     ours = remat.jax.value_and_grad(case.loss, has_aux=case.has_aux, budget=1000, **PLANNING)
     with pytest.raises(remat.InfeasibleBudget) as caught:
         jax.jit(ours)(*case.args)
@@ -80,18 +80,19 @@ def test_near_the_minimum(name, dtype):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
+@pytest.mark.parametrize("share", [0.5, 0.25])
 @pytest.mark.parametrize("name", DEEP)
-def test_a_quarter_of_the_bytes(name, dtype):
+def test_half_and_a_quarter_of_the_bytes(name, share, dtype):
     """Deep enough that what must be kept between the layers is less. With barriers: ties by data end at 27 % here."""
     case = DEEP[name](dtype)
-    ours = remat.jax.value_and_grad(case.loss, has_aux=case.has_aux, budget="25%", time_limit_s=2)
+    ours = remat.jax.value_and_grad(case.loss, has_aux=case.has_aux, budget=f"{share:.0%}", time_limit_s=2)
     jitted = remat.jax.jit(lambda *args: ours(*args))
 
     check_numbers(case, jitted(*case.args))
     measured = remat.jax.measure(jitted, *case.args, repeats=1)
     assert measured.peak_bytes == ours.plan.peak_bytes <= ours.plan.budget_bytes
     plain = remat.jax.measure(jax.value_and_grad(case.loss, has_aux=case.has_aux), *case.args, repeats=1)
-    assert measured.peak_bytes <= 0.255 * plain.peak_bytes
+    assert measured.peak_bytes <= 1.02 * share * plain.peak_bytes
 
 
 def test_called_on_arrays_it_compiles_itself():

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax_models import PLANNING, assert_close, mlp, normal, temp_bytes
+from jax_models import PLANNING, assert_close, convnet, mlp, normal, temp_bytes, transformer
 
 import remat
 import remat.jax
@@ -217,13 +217,23 @@ def test_a_plan_made_from_a_trace_is_followed():
         remat.jax.value_and_grad(stack(lambda x, w: jnp.sin(x @ w + 1.0)), plan=plan)(*arguments())
 
 
-def test_plain_jit_saves_what_ours_saves():
+@pytest.mark.parametrize(
+    "case",
+    [
+        functools.partial(mlp, layers=16),
+        pytest.param(functools.partial(convnet, layers=16), marks=pytest.mark.slow),
+        pytest.param(functools.partial(transformer, layers=6), marks=pytest.mark.slow),
+        pytest.param(functools.partial(transformer, layers=16, scanned=True), marks=pytest.mark.slow),
+    ],
+    ids=["mlp", "convnet", "transformer", "scanned transformer"],
+)
+def test_plain_jit_saves_what_ours_saves(case):
     """Ties by data hold under a plain ``jax.jit`` on a CPU, where ``jax.checkpoint`` saves nothing."""
-    case = mlp(layers=16)
-    plain = temp_bytes(jax.jit(jax.value_and_grad(case.loss)), *case.args)
+    case = case()
+    plain = temp_bytes(jax.jit(jax.value_and_grad(case.loss, has_aux=case.has_aux)), *case.args)
     saved = {}
     for jit in (jax.jit, remat.jax.jit):
-        ours = planned(case.loss, budget="60%")
+        ours = planned(case.loss, budget="60%", has_aux=case.has_aux)
         saved[jit] = plain - temp_bytes(jit(ours), *case.args)
 
     assert saved[jax.jit] > 0.3 * plain

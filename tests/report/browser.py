@@ -69,6 +69,7 @@ class Browser:
             deviceScaleFactor=2 if phone else 1,
             mobile=phone,
         )
+        self.command("Emulation.setTouchEmulationEnabled", enabled=phone)
         scheme = "dark" if dark else "light"
         self.command("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
         self.driver.get(page.as_uri())

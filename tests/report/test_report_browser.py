@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -86,7 +87,8 @@ def reported(ops: int) -> Report:
         schedule += [forward, backward] if forward in again and forward - 1 not in again else [backward]
     plan = plan_for_schedule(graph, tuple(schedule), planner="by hand")
     plain = remat.plan(graph, "100%")
-    return Report(graph, plan, (plan, plain), f"A step of {ops:,} operations")
+    bounded = replace(plan, overhead_lower_bound=plan.overhead / 2)
+    return Report(graph, plan, (bounded, plain), f"A step of {ops:,} operations")
 
 
 @pytest.fixture(scope="module")
@@ -309,13 +311,17 @@ def test_a_phone_shows_the_whole_width_without_scrolling_sideways(started: Brows
 
     assert started.run("return [innerWidth, document.documentElement.scrollWidth]") == [390, 390]
     sizes = started.run(
-        "return [...document.querySelectorAll('p, td, dd, button')]"
+        "return [...document.querySelectorAll('p, td, dd, small, button')]"
         ".map((element) => parseFloat(getComputedStyle(element).fontSize))"
     )
     assert min(sizes) >= 13
     heights = started.run("return [...document.querySelectorAll('#memory button')].map((e) => e.offsetHeight)")
     assert min(heights) >= 36
     assert has_colour(started, "canvas", "--budget")
+    widths = started.run("return [...document.querySelectorAll('.largest')].map((e) => [e.offsetWidth, e.scrollWidth])")
+    assert len(widths) == 2
+    assert all(inner <= outer <= 390 for outer, inner in widths)
+    assert "Pinch to zoom" in readout(started)
 
 
 def test_points_of_the_frontier_are_named_when_focused(browser: Browser, report: Report) -> None:
@@ -327,6 +333,21 @@ def test_points_of_the_frontier_are_named_when_focused(browser: Browser, report:
     shown = readout(browser, "frontier")
     assert shown.startswith(f"This plan: budget {remat.format_bytes(report.plan.budget_bytes)}")
     assert f"{report.plan.overhead * 100:.2f} % more time" in shown
+
+
+def test_between_two_budgets_nothing_is_shown_that_was_not_found_or_proved(browser: Browser) -> None:
+    """The plan of the smaller budget is there up to the larger one, and the bound of the larger one below it."""
+
+    def corners(line: str) -> list[list[float]]:
+        path = browser.driver.find_element(By.CSS_SELECTOR, f"#frontier .{line}").get_attribute("d")
+        return [[float(number) for number in corner.split(",")] for corner in path.removeprefix("M").split("L")]
+
+    smaller, until, larger = corners("found")
+    assert smaller[1] == until[1] < larger[1]
+    assert smaller[0] < until[0] == larger[0]
+    smaller, below, larger = corners("bound")
+    assert smaller[0] == below[0] < larger[0]
+    assert smaller[1] < below[1] == larger[1]
 
 
 def test_layers_are_sorted_by_their_columns_and_shown_on_request(browser: Browser) -> None:

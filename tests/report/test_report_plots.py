@@ -143,13 +143,14 @@ def test_failed_save_leaves_the_old_picture_alone(graph, tmp_path, monkeypatch):
     target.write_bytes(b"old")
     figure = plots.memory_figure(graph)
 
-    def full_disk(path: Path) -> None:
-        Path(path).write_bytes(b"half")
+    def full_disk(path: Path, data: bytes) -> None:
+        with path.open("wb") as file:
+            file.write(data[: len(data) // 2])
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(figure, "savefig", full_disk)
+    monkeypatch.setattr(Path, "write_bytes", full_disk)
 
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(OSError, match=f"No space left on device: '{target}'"):
         plots.save_figure(figure, target)
     assert target.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [target]

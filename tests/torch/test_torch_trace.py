@@ -104,6 +104,9 @@ def test_the_optimizer_counts():
     assert before.pinned_bytes == pytest.approx(plain.pinned_bytes + 2 * parameters, rel=0.01)
     assert after.pinned_bytes == pytest.approx(before.pinned_bytes, rel=0.01)
     assert any(op.name.startswith("optimizer/") for op in before.ops)
+    for graph in (before, after):
+        state = [graph.tensors[n] for n in graph.inputs if graph.tensors[n].role == "optimizer_state"]
+        assert sum(tensor.size_bytes for tensor in state) == pytest.approx(2 * parameters, rel=0.01)
 
 
 def test_larger_than_memory_on_the_meta_device():

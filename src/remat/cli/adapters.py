@@ -97,7 +97,9 @@ def _described(made: object) -> str:
     if made is None:
         return "None"
     if isinstance(made, tuple):
-        first = type(made[0]).__name__ if made else "nothing"
+        if not made:
+            return "an empty tuple"
+        first = type(made[0]).__name__
         return f"a tuple that begins with {'an' if first[0] in 'aeiou' else 'a'} {first}, not with a function"
     name = type(made).__name__
     return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"

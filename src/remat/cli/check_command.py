@@ -33,6 +33,7 @@ def check_command(
     Ends with exit code 0 where everything is equal but for rounding and the budget is kept, 1 otherwise.
     """
     refuse_file(source, "check")
+    source.check_device()
     parse_budget(budget, baseline_peak_bytes=1 << 60)
     fitting = _that_fits(source)
     with progress(f"Checking {source.name} within {budget}"):

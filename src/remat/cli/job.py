@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import random
 import sys
 from dataclasses import asdict
@@ -16,7 +17,7 @@ from remat.checking import check_workload
 from remat.cli.console import describe_error
 from remat.cli.options import Source
 from remat.cli.source import workload_from_source
-from remat.cost_model import calibrate, save_measured
+from remat.cost_model import DEVICE_VARIABLE, MEASURED, calibrate, save_measured
 from remat.fresh_process import answer_job
 from remat.json_files import write_json
 from remat.machine import memory_bytes
@@ -38,7 +39,10 @@ def _work(request: dict[str, Any], folder: Path) -> None:
     # Keras draws its default seeds here: the plain and the planned process then begin with the same weights.
     random.seed(_SEED)
     np.random.seed(_SEED)
-    workload = workload_from_source(Source(**request["source"]))
+    source = Source(**request["source"])
+    if source.device is not None:
+        os.environ[DEVICE_VARIABLE] = source.device
+    workload = workload_from_source(source)
     jobs = {"train": _train, "check": _check, "calibrate": _calibrate}
     write_json(folder / RESULT_FILE, jobs[request["job"]](request, workload, folder))
 
@@ -66,7 +70,7 @@ def _calibrate(request: dict[str, Any], workload: Workload, folder: Path) -> dic
     samples = op_samples(kernels)
     profile = calibrate(samples, f"measured by {framework}", memory_bytes=memory_bytes())
     path = save_measured(profile)
-    graph = workload.graph("measured")
+    graph = workload.graph(MEASURED)
     return {
         "path": str(path),
         "samples": [asdict(sample) for sample in samples],

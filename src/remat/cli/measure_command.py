@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -17,6 +17,7 @@ from remat.cli.job import PLAN_FILE, RESULT_FILE
 from remat.cli.options import Source
 from remat.cli.plan_command import AsJson
 from remat.cli.source import is_file
+from remat.cost_model import MEASURED, device_here
 from remat.fresh_process import run_job
 from remat.json_files import read_json
 from remat.plan import Plan
@@ -40,11 +41,13 @@ def measure_command(
     """Run the step plain and planned in fresh processes; show predicted and measured peaks and times."""
     refuse_file(source, "measure")
     parse_budget(budget, baseline_peak_bytes=1 << 60)
-    request = {"source": asdict(source), "steps": steps}
+    source.check_device(calibrates=calibrate)
     calibration = None
     if calibrate:
         with progress("Timing operations for the cost model"):
-            calibration, _ = job({**request, "job": "calibrate"}, "timing operations")
+            calibration, _ = job({"job": "calibrate", "source": asdict(source)}, "timing operations")
+        source = replace(source, device=source.device or device_here(MEASURED))
+    request = {"source": asdict(source), "steps": steps}
     with progress(f"Training the plain step of {source.name}"):
         plain, _ = job({**request, "job": "train", "budget": None}, "training the plain step")
     with progress(f"Training the step of {source.name} within {budget}"):

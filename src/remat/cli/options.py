@@ -15,7 +15,7 @@ from typing import Annotated, Any, Final, get_type_hints
 import typer
 
 from remat.cli.console import CommandError
-from remat.cost_model import profile_names
+from remat.cost_model import DEVICE_VARIABLE, device_here, get_profile, profile_names
 from remat.workload import InputShape, StepOptions
 
 _MODEL: Final = "Where SOURCE is module:callable"
@@ -98,17 +98,25 @@ class Source:
         inputs = tuple(_input_shape(text) for text in self.inputs or ())
         return StepOptions(self.batch_size, inputs, self.loss, self.optimizer, self.whole_step)
 
-    def check_device(self) -> None:
+    def check_device(self, *, calibrates: bool = False) -> None:
         """Make sure that the device is known, before minutes are spent.
+
+        Args:
+            calibrates: does the command itself make the profile of this machine?
 
         Raises:
             CommandError: if it is not; the message lists the names.
+            FileNotFoundError: for ``measured`` where nothing was measured; the message says how to.
+            InvalidFile: where what was measured cannot be read.
         """
-        if self.device is not None and self.device.lower() not in profile_names():
+        name = self.device or device_here("cpu")
+        if name.lower() not in profile_names():
+            given = f"--device {name}" if self.device else f"{DEVICE_VARIABLE}={name}"
             raise CommandError(
-                f"--device {self.device}: there is no device profile of this name; choose one of "
-                f"{', '.join(profile_names())}"
+                f"{given}: there is no device profile of this name; choose one of {', '.join(profile_names())}"
             )
+        if not calibrates:
+            get_profile(name)
 
 
 def takes_a_source(command: Callable[..., None]) -> Callable[..., None]:

@@ -17,7 +17,7 @@ from remat.cli.checks import check_planner
 from remat.cli.console import CommandError, check_output_path, check_time_limit, print_json, progress
 from remat.cli.options import Source
 from remat.cli.source import graph_from_source, is_file, traced, workload_from_source
-from remat.cost_model import get_profile
+from remat.cost_model import MEASURED, get_profile
 from remat.errors import InfeasibleBudget
 from remat.graph import Graph
 from remat.labels import layer_of
@@ -136,7 +136,8 @@ def _fit(source: Source, plan: Plan) -> dict[str, Any] | None:
         if planned
         else "neither the plain nor the planned step fits; ask for a smaller budget or batch"
     )
-    whose = "this machine" if profile.memory_bytes is None else source.device.lower()
+    is_here = profile.memory_bytes is None or source.device.lower() == MEASURED
+    whose = "this machine" if is_here else source.device.lower()
     sentence = f"Memory of {whose}: {remat.format_bytes(size)}, less {_MARGIN:.0%} in reserve: {verdict}."
     return {"memory_bytes": size, "usable_bytes": usable, "plain": plain, "planned": planned, "sentence": sentence}
 

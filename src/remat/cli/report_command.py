@@ -20,6 +20,7 @@ from remat.cli.console import (
     progress,
 )
 from remat.cli.plan_command import AsJson
+from remat.errors import InvalidSchedule
 from remat.graph import Graph
 from remat.plan import Plan
 from remat.serialization import load_plan_and_graph
@@ -83,7 +84,10 @@ def _plan_and_graph(plan_file: Path, graph_file: Path | None) -> tuple[Plan, Gra
             "--graph, or make the plan with `remat plan SOURCE --out`, which keeps both in one file"
         )
     # A file may have been edited.
-    remat.validate(graph, plan.schedule)
+    try:
+        remat.validate(graph, plan.schedule)
+    except InvalidSchedule as error:
+        raise CommandError(f"{plan_file}: {error}") from error
     return plan, graph
 
 

@@ -17,6 +17,7 @@ from remat.cli.adapters import make_workload
 from remat.cli.console import CommandError, describe_error, progress, traceback_wanted
 from remat.cli.native_log import native_log_held_back
 from remat.cli.options import Source
+from remat.cost_model import device_here
 from remat.errors import RematError
 from remat.graph import Graph
 from remat.serialization import load_graph
@@ -90,7 +91,7 @@ def traced(source: Source, workload: Workload) -> Graph:
     samples = "" if workload.batch_size is None else f" at batch size {workload.batch_size}"
     doing = f"Tracing a training step of {source.name}{samples}"
     with quiet_frameworks(), progress(doing), _told_of(source, "tracing its training step"):
-        return workload.graph(source.device or "cpu")
+        return workload.graph(source.device or device_here("cpu"))
 
 
 @contextlib.contextmanager
@@ -161,7 +162,7 @@ def _build(source: Source, arguments: Mapping[str, Any], options: StepOptions) -
     shown = ", ".join(f"{name}={value!r}" for name, value in given.items())
     try:
         return build(**given), "batch_size" in given
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise CommandError(
             f"{source.name}: calling it as {source.name.partition(':')[2]}({shown}) raised {type(error).__name__}: "
             f"{describe_error(error)}"
@@ -185,7 +186,7 @@ def _import_callable(name: str) -> Callable[..., Any]:
         sys.path.insert(0, os.getcwd())
     try:
         found: Any = importlib.import_module(module_name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # A script that is run when it is imported may end itself.
         if isinstance(error, ModuleNotFoundError) and error.name in _FRAMEWORKS:
             raise
         raise CommandError(

@@ -13,7 +13,7 @@ import jax
 
 from remat.budget import parse_budget
 from remat.closed_loop import infeasible, plan_within
-from remat.cost_model import get_profile
+from remat.cost_model import device_here, get_profile
 from remat.errors import InfeasibleBudget, UnsupportedStep
 from remat.graph import Graph
 from remat.jax import _private
@@ -213,7 +213,7 @@ def variants_of(
         kept_names: as of ``program_of``.
     """
     closed, structure = trace_jaxpr(function, arguments)
-    profile = get_profile("cpu" if jax.default_backend() == "cpu" else "a100")
+    profile = get_profile(device_here("cpu" if jax.default_backend() == "cpu" else "a100"))
     variants = []
     for one in (closed, *scan_menu(closed, profile, talking)):
         program = program_of(one, kept_names)

@@ -179,17 +179,20 @@ def _cards(graph: Graph, plan: Plan) -> list[dict[str, str]]:
             "value": f"{plan.overhead:.2%}",
             "note": f"{format_time(plan.time_s)} a step, plain {format_time(plan.baseline_time_s)}",
         },
-        {
-            "name": "Proven bound",
-            "value": f"{plan.overhead_lower_bound:.2%}",
-            "note": "no schedule takes less extra time",
-        },
+        _bound_card(plan),
         {
             "name": "Runs again",
             "value": f"{plan.recomputed:,}",
             "note": f"found by {plan.planner} in {plan.plan_seconds:.1f} s",
         },
     ]
+
+
+def _bound_card(plan: Plan) -> dict[str, str]:
+    if plan.overhead > 0 and plan.overhead_lower_bound == 0:
+        return {"name": "Proven bound", "value": "none", "note": "nothing above 0 was proved"}
+    value = f"{plan.overhead_lower_bound:.2%}"
+    return {"name": "Proven bound", "value": value, "note": "no schedule takes less extra time"}
 
 
 def _shown(category: str) -> str:
@@ -245,7 +248,8 @@ def _largest(graph: Graph, label: str, found: Breakdown) -> dict[str, Any]:
                 "size": format_bytes(live.size_bytes),
                 "shape": f"{'' if tensor.shape is None else list(tensor.shape)} {tensor.dtype or ''}".strip(),
                 "category": _shown(live.category),
-                "op": tensor.name if op is None else f"{op.kind} {op.name}",
+                "kind": tensor.role.replace("_", " ") if op is None else op.kind,
+                "name": tensor.name if op is None else op.name,
                 "layer": "" if live.op is None else layer_of(graph, live.op),
                 "source": "" if op is None else op.source,
             }

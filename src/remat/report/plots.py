@@ -5,23 +5,23 @@ They use matplotlib's object interface only: no window is opened, no global stat
 
 from __future__ import annotations
 
-import os
-import secrets
+import io
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from remat.breakdown import CATEGORIES, breakdown
 from remat.budget import format_bytes
 from remat.graph import Graph
+from remat.json_files import write_atomically
 from remat.plan import Plan
 from remat.schedule import Schedule
 from remat.simulator import simulate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure, FigureBase
 
 # Okabe and Ito's palette, which people with any form of colour blindness can tell apart.
 _GREY, _ORANGE, _BLUE, _VERMILION = "#8c8c8c", "#E69F00", "#0072B2", "#D55E00"
@@ -114,9 +114,13 @@ def _draw_frontier(axes: Axes, plans: Sequence[Plan], chosen: Plan | None = None
     budgets = [plan.budget_bytes / scale for plan in plans]
     overheads = [100 * plan.overhead for plan in plans]
     bounds = [100 * plan.overhead_lower_bound for plan in plans]
-    axes.plot(budgets, overheads, color=_BLUE, linewidth=1.8, marker="o", label=f"found by {plans[0].planner}")
-    axes.plot(budgets, bounds, color=_GREY, linewidth=1.4, linestyle=(0, (6, 3)), label="no schedule is below")
-    axes.fill_between(budgets, bounds, overheads, color=_BLUE, alpha=0.12)
+    # Between two budgets the plan of the smaller one can be had, and the bound of the larger one holds.
+    found = axes.plot(budgets, overheads, color=_BLUE, linewidth=1.8, marker="o", drawstyle="steps-post")
+    bound = axes.plot(budgets, bounds, color=_GREY, linewidth=1.4, linestyle=(0, (6, 3)), drawstyle="steps-pre")
+    found[0].set_label(f"found by {plans[0].planner}")
+    bound[0].set_label("no schedule is below")
+    for number, ends in enumerate(pairwise(budgets)):
+        axes.fill_between(ends, bounds[number + 1], overheads[number], color=_BLUE, alpha=0.12, linewidth=0)
     axes.set_xlabel(f"budget ({unit})")
     axes.set_ylabel("extra time (% of a plain step)")
     if chosen is not None:
@@ -147,7 +151,8 @@ def report_figure(
     plan.check_graph(graph)
     rows = 3 if frontier else 2
     figure = Figure(figsize=(9, 3 + 2.9 * rows), dpi=150, layout="constrained")
-    grid = figure.subplots(rows, 1, height_ratios=[3, 1.3, 2.4][:rows])
+    parts: Any = figure.subfigures(rows, 1, height_ratios=[3, 1.5, 2.6][:rows])
+    grid = [part.subplots() for part in parts]
     _draw_memory(grid[0], graph, plan)
     _draw_breakdown(grid[1], graph, plan)
     grid[0].set_title("Memory over the step", loc="left")
@@ -155,9 +160,8 @@ def report_figure(
     if frontier:
         _draw_frontier(grid[2], frontier, plan)
         grid[2].set_title("What each budget costs", loc="left")
-    for axes in grid:
-        _tidy(axes)
-        axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, fontsize="small")
+    for part, axes in zip(parts, grid, strict=True):
+        _finish(part, axes)
     figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
     return figure
 
@@ -245,13 +249,9 @@ def save_figure(figure: Figure, path: str | Path) -> None:
         OSError: if the file cannot be written; an older file of that name is then untouched.
     """
     check_picture_path(path)
-    target = Path(path)
-    unfinished = target.with_name(f".{target.stem}.{secrets.token_hex(4)}{target.suffix}")
-    try:
-        figure.savefig(unfinished)
-        os.replace(unfinished, target)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    picture = io.BytesIO()
+    figure.savefig(picture, format=Path(path).suffix.removeprefix("."))
+    write_atomically(path, picture.getvalue())
 
 
 def _steps(
@@ -277,7 +277,8 @@ def _tidy(axes: Axes) -> None:
         axes.spines[side].set_visible(False)
 
 
-def _finish(figure: Figure, axes: Axes) -> None:
+def _finish(figure: FigureBase, axes: Axes) -> None:
     _tidy(axes)
     # Below the axes, so that it hides no curve.
-    figure.legend(loc="outside lower center", ncols=2, frameon=False)
+    columns = 5 if len(axes.get_legend_handles_labels()[0]) > 4 else 2
+    figure.legend(loc="outside lower center", ncols=columns, frameon=False)

@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from remat.cost_model import get_profile
+from remat.cost_model import device_here, get_profile
 from remat.errors import UnsupportedStep
 from remat.plan import Plan
 from remat.tensorflow import _private
@@ -194,7 +194,7 @@ def _rewrite(graph: Any, wish: _Wish) -> Rewritten:
     input_shapes = _input_shapes(graph, wish.batch_size)
     step = trace_func_graph(
         graph,
-        profile=get_profile("a100" if device.is_gpu else "cpu"),
+        profile=get_profile(device_here("a100" if device.is_gpu else "cpu")),
         input_shapes=input_shapes,
         allocator=allocator,
     )

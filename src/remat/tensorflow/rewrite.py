@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from remat.budget import parse_budget
 from remat.closed_loop import infeasible, plan_within
-from remat.cost_model import get_profile
+from remat.cost_model import device_here, get_profile
 from remat.errors import InfeasibleBudget, UnsupportedStep
 from remat.graph import Graph
 from remat.plan import Plan
@@ -196,7 +196,7 @@ def _traced(
     device = current_device()
     return trace_func_graph(
         func_graph,
-        profile=get_profile("a100" if device.is_gpu else "cpu"),
+        profile=get_profile(device_here("a100" if device.is_gpu else "cpu")),
         input_shapes=input_shapes,
         allocator=device.allocator,
         outputs=outputs,

@@ -69,8 +69,9 @@ class StepRecorder(_private.TorchDispatchMode):
 
     def pin(self, tensors: Sequence[torch.Tensor], role: str = "") -> None:
         """Count tensors that exist before the step, whether it touches them or not."""
-        for tensor in tensors:
-            self.storages.fake(tensor, role)
+        for tensor in filter(has_storage, tensors):
+            storage = self.recording.storages[self.storages.of(self.storages.fake(tensor, role))]
+            storage.role = role or storage.role  # What an optimizer's state is cannot be told by the tensor.
 
     def count_beside(self, size_bytes: int) -> None:
         """Count memory that is there for the whole step and that no operator of it touches."""

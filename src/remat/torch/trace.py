@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from remat.cost_model import DeviceProfile, get_profile, op_time_s
+from remat.cost_model import DeviceProfile, device_here, get_profile, op_time_s
 from remat.graph import Graph, Op, Tensor
 from remat.torch.record import record_step
 from remat.torch.recording import RecordedOp, Recording
@@ -58,11 +58,11 @@ def trace(
 
 
 def default_profile(device_type: str) -> str:
-    """The profile for tensors on a device of this type."""
+    """The profile for tensors on a device of this type, or the one that ``REMAT_DEVICE`` names."""
     if device_type != "cuda":
-        return "cpu"
+        return device_here("cpu")
     name = torch.cuda.get_device_name().lower() if torch.cuda.is_available() else ""
-    return next((known for known in ("h200", "h100") if known in name), "a100")
+    return device_here(next((known for known in ("h200", "h100") if known in name), "a100"))
 
 
 def traced_step(recording: Recording, profile: DeviceProfile) -> TracedStep:

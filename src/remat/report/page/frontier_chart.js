@@ -6,13 +6,19 @@ function frontierChart(root, data, format) {
   const readout = root.querySelector(".readout");
   const points = data.frontier;
   const space = "http://www.w3.org/2000/svg";
-  const margin = { left: 58, right: 16, top: 14, bottom: 34 };
+  const margin = { left: 58, right: 16, top: 26, bottom: 46 };
 
   function element(name, attributes, text) {
     const made = document.createElementNS(space, name);
     for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
     if (text !== undefined) made.textContent = text;
     return made;
+  }
+
+  // Between two budgets the plan of the smaller one can be had, and the bound of the larger one holds (later = 1).
+  function stairs(key, later) {
+    const corner = (point, i) => (i ? [[later ? points[i - 1].budget : point.budget, later ? point[key] : points[i - 1][key]]] : []);
+    return points.flatMap((point, i) => [...corner(point, i), [point.budget, point[key]]]);
   }
 
   function draw() {
@@ -31,14 +37,15 @@ function frontierChart(root, data, format) {
       svg.append(element("text", { x: margin.left - 6, y: y(share), class: "tick end" }, label));
     }
     for (const [bytes, label] of format.byteTicks(right, Math.max(2, Math.floor(width / 120)))) {
-      svg.append(element("text", { x: x(bytes), y: height - margin.bottom + 18, class: "tick middle" }, label));
+      svg.append(element("text", { x: x(bytes), y: height - margin.bottom + 16, class: "tick middle" }, label));
     }
-    const path = (key) => points.map((point, i) => `${i ? "L" : "M"}${x(point.budget)},${y(point[key])}`).join("");
+    svg.append(element("text", { x: margin.left, y: margin.top - 8, class: "tick" }, "extra time"));
+    svg.append(element("text", { x: width - margin.right, y: height - 6, class: "tick end" }, "budget"));
     if (points.length) {
-      const back = [...points].reverse().map((point) => `L${x(point.budget)},${y(point.bound)}`).join("");
-      svg.append(element("path", { d: `${path("overhead")}${back}Z`, class: "gap" }));
-      svg.append(element("path", { d: path("bound"), class: "bound" }));
-      svg.append(element("path", { d: path("overhead"), class: "found" }));
+      const [found, bound] = [stairs("overhead", 0), stairs("bound", 1)].map((steps) => steps.map(([b, s]) => `${x(b)},${y(s)}`));
+      svg.append(element("path", { d: `M${[...found, ...[...bound].reverse()].join("L")}Z`, class: "gap" }));
+      svg.append(element("path", { d: `M${bound.join("L")}`, class: "bound" }));
+      svg.append(element("path", { d: `M${found.join("L")}`, class: "found" }));
     }
     all.forEach((point) => {
       const chosen = point === data.chosen;

@@ -206,7 +206,7 @@ function memoryChart(root, data, format) {
 
   function describe() {
     if (state.step === null) {
-      readout.textContent = readout.dataset.hint;
+      readout.textContent = matchMedia("(pointer: coarse)").matches ? readout.dataset.touchHint : readout.dataset.hint;
       return;
     }
     const curve = active();
