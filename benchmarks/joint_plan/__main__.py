@@ -207,7 +207,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--batch-size", type=int, default=192)
     parser.add_argument("--shares", nargs="+", type=int, default=list(SHARES), help="budgets in %% of the plain peak")
-    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--worker", choices=MODELS, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.worker:
