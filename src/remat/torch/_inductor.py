@@ -6,6 +6,7 @@ Importing this imports Inductor, which takes seconds: only ``remat.torch.compile
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 from unittest import mock
 
@@ -174,18 +175,35 @@ def peak_bytes(modules: Iterable[fx.GraphModule], settings: Mapping[str, Any] = 
     Raises:
         UnsupportedStep: if Inductor writes no code in which that could be read.
     """
-    strides: dict[str, tuple[int, ...]] = {}
-    return max(_peak_of(copied(module), strides, settings) for module in modules)
+    made: dict[str, _Result] = {}
+    return max(_peak_of(copied(module), made, settings) for module in modules)
 
 
-def _peak_of(module: fx.GraphModule, strides: dict[str, tuple[int, ...]], settings: Mapping[str, Any]) -> int:
-    """Of one pass. ``strides`` is what Inductor made of the forward pass' results, by their names."""
+@dataclass(frozen=True)
+class _Result:
+    """What Inductor makes of a result of the forward pass.
+
+    Attributes:
+        strides: its layout, which may differ from that in eager mode.
+        is_input: is it an input as it came? One that convolutions read is handed on as its copy with channels last.
+    """
+
+    strides: tuple[int, ...]
+    is_input: bool
+
+
+def _peak_of(module: fx.GraphModule, made: dict[str, _Result], settings: Mapping[str, Any]) -> int:
+    """Of one pass. ``made`` are the results of the forward pass by their names, once that was looked at."""
     (output,) = module.graph.find_nodes(op="output")
-    output.meta["user_visible_output_idxs"] = []
+    results = tree_leaves(output.args)
     inputs = module.graph.find_nodes(op="placeholder")
-    values = [_laid_out(node.meta["val"], strides.get(node.name)) for node in inputs]
+    is_backward = any("tangents" in node.name for node in inputs)
+    # Gradients get the layout that they have in eager mode; what is saved may have another.
+    visible = [n for n, node in enumerate(results) if is_backward and isinstance(node, fx.Node)]
+    output.meta["user_visible_output_idxs"] = visible
+    values = {node.name: _laid_out(node.meta["val"], made.get(node.name)) for node in inputs}
     memory = _Memory()
-    memory.receive({node.name: value for node, value in zip(inputs, values, strict=True)})
+    memory.receive({name: value for name, value in values.items() if not _is_input_of_step(name, made.get(name))})
     if not any(node.op == "call_function" for node in module.graph.nodes):
         return memory.ledger.peak_bytes
 
@@ -193,27 +211,31 @@ def _peak_of(module: fx.GraphModule, strides: dict[str, tuple[int, ...]], settin
         plan_memory(wrapper, is_inference)
         for line in wrapper.lines:
             memory.run(line)
-        for node, made in zip(tree_leaves(output.args), V.graph.graph_outputs, strict=True):
-            if isinstance(node, fx.Node) and made.has_tensor_output():
-                strides[node.name] = tuple(int(n) for n in made.get_stride())
+        for node, result in zip(results, V.graph.graph_outputs, strict=True):
+            if isinstance(node, fx.Node) and result.has_tensor_output():
+                strides = tuple(int(n) for n in result.get_stride())
+                made[node.name] = _Result(strides, result.get_name() in V.graph.graph_inputs)
         raise _Read
 
     plan_memory = PythonWrapperCodegen.run_wrapper_ir_passes
     shown = mock.patch.object(PythonWrapperCodegen, "run_wrapper_ir_passes", read_lines)
-    is_backward = any("tangents" in node.name for node in inputs)
     try:
         with shown, patch({**settings, "fx_graph_cache": False}):
-            compile_fx_inner(module, values, is_backward=is_backward)
+            compile_fx_inner(module, list(values.values()), is_backward=is_backward)
     except _Read:
         return memory.ledger.peak_bytes
     raise UnsupportedStep("Inductor wrote no Python code for this step, in which its memory could be read")
 
 
-def _laid_out(value: Any, strides: tuple[int, ...] | None) -> Any:
+def _is_input_of_step(name: str, result: _Result | None) -> bool:
+    return name.startswith("primals") and (result is None or result.is_input)
+
+
+def _laid_out(value: Any, result: _Result | None) -> Any:
     """A value in the layout that it has when it arrives, as AOTAutograd tells it."""
-    if not isinstance(value, torch.Tensor) or strides in (None, value.stride()):
+    if not isinstance(value, torch.Tensor) or result is None or result.strides == value.stride():
         return value
-    return value.as_strided(value.shape, strides)
+    return value.as_strided(value.shape, result.strides)
 
 
 class _Memory:
@@ -226,7 +248,7 @@ class _Memory:
         """What the forward pass saved. Views of one storage hold it together."""
         holders: dict[int, str] = {}
         for name, value in inputs.items():
-            if not isinstance(value, torch.Tensor) or name.startswith("primals"):
+            if not isinstance(value, torch.Tensor):
                 continue
             storage = value.untyped_storage()
             holder = holders.setdefault(storage_key(storage), name)
