@@ -10,6 +10,9 @@ from small_models import OwnTrainStep
 
 import remat
 
+BACKEND = keras.backend.backend()
+INSTEAD = "torch.micro_batches" if BACKEND == "torch" else f"{BACKEND}.value_and_grad"
+
 
 def limited(model, count=3, **options):
     return remat.keras.limit_memory(model, micro_batches=count, **options)
@@ -34,7 +37,7 @@ class OwnMetrics(keras.Model):
 @pytest.mark.parametrize(
     ("build", "name", "instead"),
     [
-        (OwnTrainStep, "train_step", f"use remat.{keras.backend.backend()}.value_and_grad inside it"),
+        (OwnTrainStep, "train_step", f"use remat.{INSTEAD} inside it"),
         (OwnLoss, "compute_loss", r"give the loss to compile\(\) or add_loss\(\)"),
         (OwnMetrics, "compute_metrics", r"give the metrics to compile\(\)"),
     ],

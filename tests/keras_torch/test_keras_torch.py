@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 
-SPECS = {
+SPECS: dict[str, dict[str, object]] = {
     "short last batch": {"budget": "80%", "samples": 300, "at least": True},
     "its own train_step": {"budget": "80%", "own": True},
     "compiled": {"budget": "80%", "compile": {"jit_compile": True}},
     "too small": {"budget": 1000},
     "automatic": {"budget": "auto"},
+    "micro-batches": {"budget": "85%", "micro_batches": 3, "batch": 900, "samples": 2000, "at least": True},
+    "chosen": {"budget": "80%", "micro_batches": "auto"},
 }
 
 
@@ -49,6 +51,19 @@ def test_training_is_the_same_to_the_bit(results):
     assert result["detached"]
 
 
+def test_micro_batches_within_a_budget(results):
+    result = results["micro-batches"]
+    assert "error" not in result, result
+    for name, values in result["plain"].items():
+        assert result["limited"][name] == pytest.approx(values, rel=1e-4)
+    assert result["difference"] < 1e-4
+    assert result["recomputed"] > 0
+    assert not any(result["departures"])
+    assert result["measured"] <= result["budget_bytes"] < result["plain_bytes"]
+    assert result["measured"] == pytest.approx(result["peak_bytes"], rel=0.05)
+    assert result["detached"]
+
+
 @pytest.mark.parametrize(
     ("name", "error", "message"),
     [
@@ -56,6 +71,7 @@ def test_training_is_the_same_to_the_bit(results):
         ("compiled", "UnsupportedStep", "jit_compile=True"),
         ("too small", "InfeasibleBudget", "1000 bytes"),
         ("automatic", "InvalidBudget", "CPU"),
+        ("chosen", "UnsupportedStep", "give a budget, a number of micro-batches, or both"),
     ],
 )
 def test_what_is_refused(results, name, error, message):

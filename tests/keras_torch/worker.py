@@ -17,6 +17,7 @@ import numpy as np
 from keras import layers
 
 import remat.keras
+import remat.torch
 
 WIDTH, BATCH = 32, 128
 PLANNING: dict[str, Any] = {"planner": "peak_greedy"}
@@ -28,6 +29,15 @@ def functional() -> keras.Model:
     for _ in range(6):
         x = layers.Dropout(0.2)(layers.Dense(4 * WIDTH, activation="tanh")(x))
     return keras.Model(inputs, layers.Dense(10, kernel_regularizer="l2", activity_regularizer="l2")(x))
+
+
+def dense() -> keras.Model:
+    """Nothing in it sees the other samples of a batch, or draws."""
+    inputs = keras.Input((WIDTH,))
+    x = inputs
+    for _ in range(6):
+        x = layers.Dense(4 * WIDTH, activation="gelu")(x)
+    return keras.Model(inputs, layers.Dense(10)(x))
 
 
 class Own(keras.Model):
@@ -47,19 +57,19 @@ def train(spec: dict[str, Any], limited: bool) -> tuple[dict[str, Any], keras.Mo
     rng = np.random.default_rng(1)
     x = rng.normal(size=(spec.get("samples", 256), WIDTH)).astype("float32")
     y = rng.integers(0, 10, len(x))
-    model = Own() if spec.get("own") else functional()
+    model = Own() if spec.get("own") else dense() if spec.get("micro_batches") else functional()
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(optimizer="adam", loss=loss, metrics=["accuracy"], **spec.get("compile", {}))
     if limited:
         try:
-            remat.keras.limit_memory(model, spec["budget"], **PLANNING)
-            history = model.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0)
+            remat.keras.limit_memory(model, spec["budget"], micro_batches=spec.get("micro_batches", 1), **PLANNING)
+            history = model.fit(x, y, batch_size=spec.get("batch", BATCH), epochs=2, shuffle=False, verbose=0)
         except remat.InfeasibleBudget as error:
             if not spec.get("at least"):
                 raise
             return train({**spec, "budget": error.minimum_bytes, "at least": False}, True)
     else:
-        history = model.fit(x, y, batch_size=BATCH, epochs=2, shuffle=False, verbose=0)
+        history = model.fit(x, y, batch_size=spec.get("batch", BATCH), epochs=2, shuffle=False, verbose=0)
     return history.history, model
 
 
@@ -74,6 +84,13 @@ def checked(budget: str) -> dict[str, Any]:
     return {"verdict": str(found), "recomputed": found.recomputed}
 
 
+def measured_peak(model: keras.Model, batch: int) -> int:
+    """Of one training step on a batch."""
+    rng = np.random.default_rng(1)
+    x, y = rng.normal(size=(batch, WIDTH)).astype("float32"), rng.integers(0, 10, batch)
+    return remat.torch.measure(lambda: model.train_on_batch(x, y), repeats=1).peak_bytes
+
+
 def outcome(spec: dict[str, Any]) -> dict[str, Any]:
     if "check" in spec:
         return checked(spec["check"])
@@ -84,10 +101,15 @@ def outcome(spec: dict[str, Any]) -> dict[str, Any]:
     plain, plain_model = train(spec, limited=False)
     plan = remat.keras.plan_of(model)
     assert plan is not None
+    weights = zip(plain_model.get_weights(), model.get_weights(), strict=True)
+    difference = max(float(np.abs(a - b).max() / np.abs(a).max()) for a, b in weights)
     same = all(np.array_equal(a, b) for a, b in zip(plain_model.get_weights(), model.get_weights(), strict=True))
     departures = [applied.departures for applied in remat.keras.limit._limits[model]._applied.values()]
+    measured = {} if not spec.get("micro_batches") else {"measured": measured_peak(model, spec.get("batch", BATCH))}
     remat.keras.limit_memory(model, None)
     return {
+        **measured,
+        "difference": difference,
         "plain": plain,
         "limited": limited,
         "same weights": same,
@@ -96,7 +118,7 @@ def outcome(spec: dict[str, Any]) -> dict[str, Any]:
         "peak_bytes": plan.peak_bytes,
         "budget_bytes": plan.budget_bytes,
         "plain_bytes": plan.baseline_peak_bytes,
-        "detached": "train_step" not in vars(model),
+        "detached": "make_train_function" not in vars(model),
     }
 
 

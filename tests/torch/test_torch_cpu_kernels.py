@@ -39,6 +39,21 @@ def test_convolutions(channels, out_channels):
     assert cpu_kernels.workspace_bytes(ATEN.convolution_backward.default, args, out) == pytest.approx(scratch, rel=0.05)
 
 
+@pytest.mark.parametrize("given", ["both", "input", "weight"])
+def test_convolutions_with_channels_last(given):
+    x, weight, *rest = convolution(64, 32, 32)
+    x = x if given == "weight" else x.to(memory_format=torch.channels_last)
+    weight = weight if given == "input" else weight.to(memory_format=torch.channels_last)
+    args = (x, weight, *rest)
+    scratch, out = measured(ATEN.convolution.default, *args)
+    assert out.is_contiguous(memory_format=torch.channels_last)
+    assert cpu_kernels.workspace_bytes(ATEN.convolution.default, args, out) == pytest.approx(scratch, rel=0.02)
+
+    args = (torch.randn_like(out), x, weight, [0], *rest[1:], [True, True, False])
+    scratch, out = measured(ATEN.convolution_backward.default, *args)
+    assert cpu_kernels.workspace_bytes(ATEN.convolution_backward.default, args, out) == pytest.approx(scratch, rel=0.02)
+
+
 def test_copies_of_what_is_not_contiguous():
     x, weight = torch.randn(64, 32, 64).transpose(1, 2), torch.ones(32)
     args = (x, [32], weight, weight, 1e-5)

@@ -22,6 +22,8 @@ def check(case, budget, **options):
     assert plan.recomputed > 0
     assert run(case, applied).same_as(plain)
     measured = peak_bytes(case, applied)
+    print(f"plain {plan.baseline_peak_bytes}, budget {plan.budget_bytes}, predicted {plan.peak_bytes}, ", end="")
+    print(f"measured {measured}, overhead {plan.overhead:.3f}")
     assert applied.departures == 0
     assert measured <= plan.budget_bytes
     assert measured == pytest.approx(plan.peak_bytes, rel=0.05)

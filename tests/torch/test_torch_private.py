@@ -110,3 +110,17 @@ def test_fake_tensors_take_no_modes_inside():
         assert isinstance(torch.zeros(2), _private.FakeTensor)
         with _private.no_modes():
             assert type(torch.zeros(2)) is torch.Tensor
+
+
+def test_the_lines_of_inductors_code_tell_what_is_allocated():
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    from remat.torch import _inductor
+
+    def forward(primals_1, primals_2):
+        return (torch.relu(primals_1 @ primals_2) @ primals_2,)
+
+    inputs = [torch.randn(64, 64) for _ in range(2)]
+    module = make_fx(forward, tracing_mode="fake")(*inputs)
+    # The first product is made, turned into its relu in place, and beside it the second product.
+    assert _inductor.peak_bytes([module]) == 2 * 64 * 64 * 4

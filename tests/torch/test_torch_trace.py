@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections import OrderedDict
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -184,3 +186,29 @@ def test_small_whole_numbers_keep_their_values():
     graph = remat.torch.trace(loss, torch.randn(4, 8, requires_grad=True), mask)
     assert steps.item() == 3
     assert any(op.kind.startswith("pow") for op in graph.ops)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+
+    def forward(self, x):
+        return x * self.inner(x)  # this line
+
+
+def test_layers_phases_and_source_lines():
+    model = nn.Sequential(OrderedDict(first=Block(), second=Block()))
+    graph = remat.torch.trace(lambda x: model(x).sum(), torch.randn(4, 8))
+
+    tanhs = [op for op in graph.ops if op.kind.startswith("tanh") and op.phase == "forward"]
+    assert [op.layer for op in tanhs] == ["first.inner.1", "second.inner.1"]
+    # Those of the backward pass are their forward operators'.
+    backward = [op for op in graph.ops if op.kind.startswith("tanh_backward")]
+    assert [(op.layer, op.phase) for op in backward] == [("second.inner.1", "backward"), ("first.inner.1", "backward")]
+    lines = Path(__file__).read_text().splitlines()
+    (number,) = [n for n, line in enumerate(lines, 1) if line.endswith("# this line")]
+    products = [op for op in graph.ops if op.kind.startswith("mul") and op.phase == "forward"]
+    assert [op.source.rpartition("/")[2] for op in products] == [f"{Path(__file__).name}:{number} in forward"] * 2
+    assert [op.layer for op in products] == ["first", "second"]
+    assert {t.name for t in graph.tensors if t.role == "parameter"} >= {"first.inner.0.weight", "second.inner.0.bias"}

@@ -47,6 +47,40 @@ def resnet(width: int = 16, batch: int = 16, blocks: int = 2) -> Case:
     return Case(module, lambda x, y: F.cross_entropy(module(x), y), args)
 
 
+class Bottleneck(nn.Module):
+    """The block of a ResNet-50, as torchvision writes it."""
+
+    def __init__(self, before: int, width: int, stride: int) -> None:
+        super().__init__()
+        after = 4 * width
+        sizes = [(before, width, 1, 1), (width, width, 3, stride), (width, after, 1, 1)]
+        self.convolutions = nn.ModuleList(nn.Conv2d(a, b, k, s, k // 2, bias=False) for a, b, k, s in sizes)
+        self.norms = nn.ModuleList(nn.BatchNorm2d(b) for _, b, _, _ in sizes)
+        self.relu = nn.ReLU(inplace=True)
+        self.shortcut = None
+        if before != after:
+            self.shortcut = nn.Sequential(nn.Conv2d(before, after, 1, stride, bias=False), nn.BatchNorm2d(after))
+
+    def forward(self, x):
+        out = x
+        for convolution, norm in zip(self.convolutions, self.norms, strict=True):
+            out = norm(convolution(out if out is x else self.relu(out)))
+        out += x if self.shortcut is None else self.shortcut(x)
+        return self.relu(out)
+
+
+def resnet50(batch: int = 32, size: int = 112) -> Case:
+    blocks = []
+    for stage, count in enumerate((3, 4, 6, 3)):
+        for n in range(count):
+            before = 64 if not blocks else blocks[-1].norms[-1].num_features
+            blocks.append(Bottleneck(before, 64 << stage, 2 if stage and not n else 1))
+    stem = [nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(True), nn.MaxPool2d(3, 2, 1)]
+    module = nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2048, 1000))
+    args = (torch.randn(batch, 3, size, size), torch.randint(1000, (batch,)))
+    return Case(module, lambda x, y: F.cross_entropy(module(x), y), args)
+
+
 class UNet(nn.Module):
     def __init__(self, width: int = 16, depth: int = 3) -> None:
         super().__init__()
@@ -153,4 +187,4 @@ def mlp(layers: int = 12, width: int = 64, batch: int = 256, dropout: float = 0.
     return Case(module, lambda x: module(x).square().mean(), (torch.randn(batch, width),))
 
 
-CASES = {"resnet": resnet, "unet": unet, "gpt2": gpt2, "bert": bert, "vit": vit, "lstm": lstm}
+CASES = {"resnet": resnet, "resnet50": resnet50, "unet": unet, "gpt2": gpt2, "bert": bert, "vit": vit, "lstm": lstm}

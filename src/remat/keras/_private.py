@@ -53,7 +53,8 @@ class Reduction:
     def weights(self) -> Any:
         """Weights and mask in one, as Keras multiplies the values by them."""
         dtype = self.values.dtype
-        weight = None if self.sample_weight is None else keras.ops.cast(self.sample_weight, dtype)
+        # A copy: on PyTorch Keras multiplies it in place.
+        weight = None if self.sample_weight is None else keras.ops.copy(keras.ops.cast(self.sample_weight, dtype))
         mask = None if self.mask is None else keras.ops.cast(self.mask, dtype)
         return _loss.apply_mask(weight, mask, dtype=dtype, reduction=self.kind)
 

@@ -16,10 +16,12 @@ from remat.keras import _private
 from remat.keras.batch_statistics import BatchStatistics
 from remat.keras.loss_terms import LossTerm, loss_terms
 from remat.keras.micro_batches import (
+    batch_size_of,
     check_model,
     check_variables,
     groups_of,
     names_of,
+    sizes_of_pieces,
     summand,
     warn_of_batch_statistics,
 )
@@ -67,12 +69,8 @@ class _Step:
         self.dtype = jnp.dtype(keras.config.floatx())
         unpacked = keras.utils.unpack_x_y_sample_weight(data)
         self.leaves, self.structure = jax.tree.flatten(unpacked)
-        self.batch_size = _batch_size(self.leaves, names_of(unpacked))
-        pieces = min(count, self.batch_size)
-        small, larger = divmod(self.batch_size, pieces)
-        # Size, number and first sample of the pieces of each size.
-        self.sizes = [(small + 1, larger, 0), (small, pieces - larger, larger * (small + 1))]
-        self.sizes = [entry for entry in self.sizes if entry[1]]
+        self.batch_size = batch_size_of(self.leaves, names_of(unpacked))
+        self.sizes = sizes_of_pieces(self.batch_size, count)
         check_variables(model.trainable_variables)
 
     def run(self, state: Any, transform: Transform) -> tuple[dict[str, Any], Any]:
@@ -228,20 +226,3 @@ def _values(scope: Any, variables: Sequence[Any]) -> list[Any]:
 def _typed_as(values: Any, like: Any) -> Any:
     """What a loop carries keeps its types."""
     return jax.tree.map(lambda value, old: lax.convert_element_type(value, jnp.result_type(old)), values, like)
-
-
-def _batch_size(leaves: Sequence[Any], names: Sequence[str]) -> int:
-    if not leaves:
-        raise UnsupportedStep("there is no array to split into micro-batches")
-    for leaf, name in zip(leaves, names, strict=True):
-        if not leaf.shape:
-            raise UnsupportedStep(
-                f"{name} has the shape {leaf.shape}, so it cannot be split into micro-batches; give it a first "
-                "dimension of the batch's size, or leave it out of what is batched"
-            )
-        if leaf.shape[0] != leaves[0].shape[0]:
-            raise UnsupportedStep(
-                f"{names[0]} has {leaves[0].shape[0]} samples and {name} has {leaf.shape[0]}; everything that is split "
-                "into micro-batches must have the same number"
-            )
-    return int(leaves[0].shape[0])

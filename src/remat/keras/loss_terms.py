@@ -117,7 +117,8 @@ def _check_one_value_per_sample(name: str, values: Any, size: Any) -> None:
     first = values.shape[0] if rank else None
     known = isinstance(size, int)
     if rank == 0 or (first is not None and (not known or first % size)):
+        shape = tuple(values.shape) if isinstance(values.shape, tuple) else values.shape  # PyTorch writes its own kind.
         raise UnsupportedStep(
-            f"the loss {name!r} returns values of the shape {values.shape} for one micro-batch, not one per sample, so "
+            f"the loss {name!r} returns values of the shape {shape} for one micro-batch, not one per sample, so "
             "it cannot be known what it divides by; return one value per sample, or leave micro_batches at 1"
         )

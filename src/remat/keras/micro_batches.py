@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -89,3 +90,33 @@ def names_of(data: Any) -> list[str]:
         present = [leaf for leaf in keras.tree.flatten(part) if leaf is not None]
         names += [name if len(present) == 1 else f"{name} (its tensor {n})" for n in range(len(present))]
     return names
+
+
+def batch_size_of(leaves: Sequence[Any], names: Sequence[str]) -> int:
+    """Samples of a batch whose shapes are known.
+
+    Raises:
+        UnsupportedStep: where its tensors have none, or do not agree.
+    """
+    if not leaves:
+        raise UnsupportedStep("there is no array to split into micro-batches")
+    for leaf, name in zip(leaves, names, strict=True):
+        if not leaf.shape:
+            raise UnsupportedStep(
+                f"{name} has the shape {tuple(leaf.shape)}, so it cannot be split into micro-batches; give it a first "
+                "dimension of the batch's size, or leave it out of what is batched"
+            )
+        if leaf.shape[0] != leaves[0].shape[0]:
+            raise UnsupportedStep(
+                f"{names[0]} has {leaves[0].shape[0]} samples and {name} has {leaf.shape[0]}; everything that is split "
+                "into micro-batches must have the same number"
+            )
+    return int(leaves[0].shape[0])
+
+
+def sizes_of_pieces(batch_size: int, count: int) -> list[tuple[int, int, int]]:
+    """The pieces of ``numpy.array_split``: size, number and first sample of those of each size, larger ones first."""
+    pieces = min(count, batch_size)
+    small, larger = divmod(batch_size, pieces)
+    sizes = [(small + 1, larger, 0), (small, pieces - larger, larger * (small + 1))]
+    return [entry for entry in sizes if entry[1]]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import keras
@@ -11,6 +11,8 @@ import torch
 
 from remat.errors import InvalidBudget, UnsupportedStep
 from remat.graph import Graph
+from remat.keras.attachment import Attachment
+from remat.keras.torch_micro_batch_step import TorchMicroBatchedStep
 from remat.plan import Plan
 from remat.torch.emit import Applied, apply
 from remat.torch.planning import StepPlan, plan
@@ -18,29 +20,37 @@ from remat.torch.planning import StepPlan, plan
 _GPU_MARGIN = 0.08
 
 
-class TorchLimit:
-    """A memory limit on one model: its ``train_step`` is replaced on the instance, and runs inside of ``apply``."""
+class TorchLimit(Attachment):
+    """A memory limit on one model: the forward pass of its training step runs inside of ``apply``.
+
+    Args:
+        model: the model.
+        budget: what a step may take, with micro-batches one of them; None recomputes nothing.
+        micro_batches: how many pieces a batch is cut into.
+        planner: a planner's name.
+        time_limit_s: for each round of planning.
+        options: passed on to the planner.
+
+    Raises:
+        UnsupportedStep: for a model with its own ``train_step``.
+    """
 
     def __init__(
         self,
         model: keras.Model,
-        budget: int | str,
+        budget: int | str | None,
+        micro_batches: int,
         planner: str,
         time_limit_s: float | None,
         options: Mapping[str, Any],
     ) -> None:
-        if type(model).train_step is not keras.Model.train_step or "train_step" in vars(model):
-            raise UnsupportedStep(
-                f"{model.name!r} has a train_step of its own, whose loss limit_memory cannot tell on PyTorch; put its "
-                "forward pass into a function and use remat.torch.plan and remat.torch.apply inside of train_step"
-            )
-        self._model = weakref.ref(model)
+        self._micro_step = TorchMicroBatchedStep(model, micro_batches) if micro_batches > 1 else None
+        _check_train_step(model)
+        super().__init__(model)
         self._budget = budget
         self._options = {"planner": planner, "time_limit_s": time_limit_s, **options}
         self._applied: dict[Any, Applied] = {}
         self._main: StepPlan | None = None
-        model.train_step = self._train_step
-        model.train_function = None
 
     @property
     def plan(self) -> Plan | None:
@@ -49,33 +59,41 @@ class TorchLimit:
 
     @property
     def graph(self) -> Graph | None:
-        """The step that the plan is for, None before the first training step."""
+        """The step that the plan is for, None before the first training step; with micro-batches, one piece of it."""
         return None if self._main is None else self._main.graph
 
-    def detach(self) -> None:
-        """Give the model its own training step back."""
-        model = self._model()
-        if model is not None:
-            vars(model).pop("train_step", None)
-            model.train_function = None
+    def _make_train_function(self, force: bool = False) -> Any:
+        model = self._required_model()
+        if model.train_function is None or force:
+            type(model).make_train_function(model, force=True)  # It refuses what Keras does not do on PyTorch.
+            model.train_function = lambda data: self._train_step(data[0])
+        return model.train_function
 
     def _train_step(self, data: Any) -> Any:
-        model = self._model()
-        assert model is not None, "a model whose train_step runs is alive"
+        model = self._required_model()
         if model.jit_compile:
             raise UnsupportedStep(
                 f"{model.name!r} was compiled with jit_compile=True, where torch.compile plans memory itself; compile "
                 "it without that option, or do not limit its memory"
             )
-        key = tuple(tuple(leaf.shape) for leaf in keras.tree.flatten(data) if hasattr(leaf, "shape"))
-        if key not in self._applied:
-            self._applied[key] = apply(self._plan_for(model, data))
-        with self._applied[key]:
+        if self._micro_step is not None:
+            return self._micro_step(model, data, lambda loss_fn, leaves: self._applied_to(model, loss_fn, leaves))
+        _check_train_step(model)
+        with self._applied_to(model, loss_of(model), keras.utils.unpack_x_y_sample_weight(data)):
             return keras.Model.train_step(model, data)
 
-    def _plan_for(self, model: keras.Model, data: Any) -> StepPlan:
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+    def _applied_to(
+        self, model: keras.Model, loss_fn: Callable[..., Any], args: Sequence[Any]
+    ) -> AbstractContextManager[Any]:
+        """What the forward pass of a step, or of one micro-batch, runs in."""
+        if self._budget is None:
+            return nullcontext()
+        key = tuple(tuple(leaf.shape) for leaf in keras.tree.flatten(args) if hasattr(leaf, "shape"))
+        if key not in self._applied:
+            self._applied[key] = apply(self._plan_for(model, loss_fn, args))
+        return self._applied[key]
 
+    def _plan_for(self, model: keras.Model, loss_fn: Callable[..., Any], args: Sequence[Any]) -> StepPlan:
         # A share means one of the largest batch seen: the first, as a rule.
         budget = self._budget if self._main is None else self._main.budget_bytes
         if budget == "auto":
@@ -85,10 +103,19 @@ class TorchLimit:
             if not model.optimizer.built:
                 model.optimizer.build(model.trainable_variables)
             state = [variable.value for variable in model.optimizer.variables]
-        found = plan(loss_of(model), x, y, sample_weight, budget=budget, resident=state, **self._options)
+        accumulates = self._micro_step is not None
+        found = plan(loss_fn, *args, budget=budget, resident=state, accumulates=accumulates, **self._options)
         if self._main is None or found.baseline_peak_bytes > self._main.baseline_peak_bytes:
             self._main = found
         return found
+
+
+def _check_train_step(model: keras.Model) -> None:
+    if type(model).train_step is not keras.Model.train_step or "train_step" in vars(model):
+        raise UnsupportedStep(
+            f"{model.name!r} has a train_step of its own, whose loss limit_memory cannot tell on PyTorch; put its "
+            "forward pass into a function and use remat.torch.plan and remat.torch.apply inside of train_step"
+        )
 
 
 def loss_of(model: keras.Model) -> Callable[[Any, Any, Any], Any]:

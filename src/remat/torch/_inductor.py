@@ -5,8 +5,10 @@ Importing this imports Inductor, which takes seconds: only ``remat.torch.compile
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+from unittest import mock
 
 import torch
 from torch import fx
@@ -19,17 +21,28 @@ from torch._functorch.partitioners import (
     _must_be_in_forward,
     min_cut_rematerialization_partition,
 )
-from torch._inductor import ir, memory
+from torch._inductor import ir
+from torch._inductor.codegen import wrapper as lines
+from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.config import patch
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._inductor.virtualized import V
-from torch.utils._ordered_set import OrderedSet
 
-from remat.torch._private import tree_leaves
-from remat.torch.kernel_memory import Buffer, peak_of_kernels
+from remat.errors import UnsupportedStep
+from remat.torch import cpu_kernels
+from remat.torch._private import OpOverload, storage_key, tree_leaves, tree_map_only
+from remat.torch.kernel_memory import Ledger
 
 __all__ = ["BackendCompilerFailed"]
+
+AS_EVER: Final[Mapping[str, Any]] = {}
+"""No change to Inductor's settings."""
+FRUGAL: Final[Mapping[str, Any]] = {"allow_buffer_reuse": False, "pattern_matcher": False}
+"""Inductor holds a freed buffer back for a later one of its size, and makes a product only where a sum needs it, its
+factors being held until then; it weighs neither against the memory that it takes."""
+
+_SETTINGS: Final = "remat_settings"
 
 
 class _Partitioner(CustomPartitionerFn):
@@ -56,9 +69,20 @@ def backend(partition: Callable[..., tuple[fx.GraphModule, fx.GraphModule]]) -> 
 
     def compile_with(module: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
         with functorch_config.patch(enable_autograd_cache=False):
-            return compile_fx(module, inputs, config_patches=patches, **kwargs)
+            return compile_fx(module, inputs, inner_compile=_compile_part, config_patches=patches, **kwargs)
 
     return compile_with
+
+
+def _compile_part(module: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+    with patch(dict(module.meta.get(_SETTINGS, AS_EVER))):
+        return compile_fx_inner(module, inputs, **kwargs)
+
+
+def use_settings(modules: Iterable[fx.GraphModule], settings: Mapping[str, Any]) -> None:
+    """Have these modules compiled with other settings than Inductor's present ones."""
+    for module in modules:
+        module.meta[_SETTINGS] = settings
 
 
 def simplified(joint: fx.GraphModule) -> fx.GraphModule:
@@ -134,84 +158,165 @@ def layer_of(node: fx.Node) -> str:
     return str(list(stack.values())[-1][0]) if stack else ""
 
 
-class _Lowered(BaseException):
-    """Ends the compilation of a module once its kernels and their order are known; no error, so nobody handles it."""
-
-    def __init__(self, peak_bytes: int) -> None:
-        self.peak_bytes = peak_bytes
+class _Read(BaseException):
+    """Ends the compilation of a module once its lines are read; no error, so nobody handles it."""
 
 
-def peak_bytes(module: fx.GraphModule, *, is_backward: bool) -> int:
-    """What a module allocates at its peak once compiled: Inductor is asked for its kernels, and none is built.
+def peak_bytes(modules: Iterable[fx.GraphModule], settings: Mapping[str, Any] = AS_EVER) -> int:
+    """What a step allocates at its peak once compiled: Inductor writes its code, and no kernel is built.
 
-    The module's parameters do not count; what was saved for a backward pass does until its last use.
+    The inputs of the step do not count; what was saved for the backward pass does until it is freed. Scratch memory
+    within operators that are not Inductor's own is predicted.
+
+    Args:
+        modules: forward and backward pass, in the convention of AOTAutograd.
+        settings: Inductor's, where they are not the present ones.
+
+    Raises:
+        UnsupportedStep: if Inductor writes no code in which that could be read.
+    """
+    made: dict[str, _Result] = {}
+    return max(_peak_of(copied(module), made, settings) for module in modules)
+
+
+@dataclass(frozen=True)
+class _Result:
+    """What Inductor makes of a result of the forward pass.
+
+    Attributes:
+        strides: its layout, which may differ from that in eager mode.
+        is_input: is it an input as it came? One that convolutions read is handed on as its copy with channels last.
     """
 
-    def look(nodes: list[Any]) -> list[Any]:
-        raise _Lowered(_peak_of(nodes))
+    strides: tuple[int, ...]
+    is_input: bool
 
-    module = copied(module)
+
+def _peak_of(module: fx.GraphModule, made: dict[str, _Result], settings: Mapping[str, Any]) -> int:
+    """Of one pass. ``made`` are the results of the forward pass by their names, once that was looked at."""
     (output,) = module.graph.find_nodes(op="output")
-    output.meta["user_visible_output_idxs"] = []
-    inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
+    results = tree_leaves(output.args)
+    inputs = module.graph.find_nodes(op="placeholder")
+    is_backward = any("tangents" in node.name for node in inputs)
+    # Gradients get the layout that they have in eager mode; what is saved may have another.
+    visible = [n for n, node in enumerate(results) if is_backward and isinstance(node, fx.Node)]
+    output.meta["user_visible_output_idxs"] = visible
+    values = {node.name: _laid_out(node.meta["val"], made.get(node.name)) for node in inputs}
+    memory = _Memory()
+    memory.receive({name: value for name, value in values.items() if not _is_input_of_step(name, made.get(name))})
+    if not any(node.op == "call_function" for node in module.graph.nodes):
+        return memory.ledger.peak_bytes
+
+    def read_lines(wrapper: PythonWrapperCodegen, is_inference: bool) -> None:
+        plan_memory(wrapper, is_inference)
+        for line in wrapper.lines:
+            memory.run(line)
+        for node, result in zip(results, V.graph.graph_outputs, strict=True):
+            if isinstance(node, fx.Node) and result.has_tensor_output():
+                strides = tuple(int(n) for n in result.get_stride())
+                made[node.name] = _Result(strides, result.get_name() in V.graph.graph_inputs)
+        raise _Read
+
+    plan_memory = PythonWrapperCodegen.run_wrapper_ir_passes
+    shown = mock.patch.object(PythonWrapperCodegen, "run_wrapper_ir_passes", read_lines)
     try:
-        with patch({"_post_fusion_custom_pass": look, "fx_graph_cache": False}):
-            compile_fx_inner(module, inputs, is_backward=is_backward)
-    except _Lowered as found:
-        return found.peak_bytes
-    return 0  # There is nothing to compile.
+        with shown, patch({**settings, "fx_graph_cache": False}):
+            compile_fx_inner(module, list(values.values()), is_backward=is_backward)
+    except _Read:
+        return memory.ledger.peak_bytes
+    raise UnsupportedStep("Inductor wrote no Python code for this step, in which its memory could be read")
 
 
-def _peak_of(nodes: list[Any]) -> int:
-    """As Inductor's own last passes have it: it may still change the order of kernels."""
-    scheduler = V.graph.scheduler
-    inputs, outputs = OrderedSet(V.graph.graph_inputs), OrderedSet(V.graph.get_output_names())
-    ordered = memory.reorder_for_peak_memory(
-        nodes, scheduler.name_to_buf, scheduler.name_to_fused_node, inputs, outputs
-    )
-    freed = memory.get_freeable_input_buf(ordered, inputs)
-    lifetimes, _, _ = memory.compute_memory_timeline(ordered, freed, outputs)
-    of_name = {one.buffer.get_name(): one for one in lifetimes}
-    taken_over: set[str] = set()
-    found = []
-    for one in lifetimes:
-        node = getattr(one.buffer, "node", None)
-        within = one.end_step == one.start_step and len(ordered[one.start_step].get_nodes()) > 1
-        found.append(
-            Buffer(
-                name=one.buffer.get_name(),
-                size_bytes=one.size_alloc,
-                freed_bytes=one.size_free,
-                start=one.start_step,
-                end=one.end_step if one.end_step >= 0 else None,
-                is_pooled=node is not None and bool(node.should_allocate()),
-                kind=_kind(node, one.size_free),
-                takes_over=None if within else _taken_over(one, of_name, taken_over),
-                is_stored=not within or node is None,
-            )
-        )
-    return peak_of_kernels(found, len(ordered))
+def _is_input_of_step(name: str, result: _Result | None) -> bool:
+    return name.startswith("primals") and (result is None or result.is_input)
 
 
-def _kind(node: Any, size_bytes: int) -> str:
-    """What two buffers have in common of which one can be given the memory of the other."""
-    if node is None or isinstance(node.layout, ir.MultiOutputLayout | ir.NoneLayout):
-        return ""
-    return f"{node.get_device()} {node.get_dtype()} {size_bytes}"
+def _laid_out(value: Any, result: _Result | None) -> Any:
+    """A value in the layout that it has when it arrives, as AOTAutograd tells it."""
+    if not isinstance(value, torch.Tensor) or result is None or result.strides == value.stride():
+        return value
+    return value.as_strided(value.shape, result.strides)
 
 
-def _taken_over(made: Any, of_name: dict[str, Any], taken_over: set[str]) -> str | None:
-    """The input that a kernel may overwrite with this result, since nobody reads it later."""
-    kernel = getattr(made.buffer, "defining_op", None)
-    if kernel is None:
-        return None
-    for read in kernel.read_writes.reads:
-        before = V.graph.scheduler.name_to_buf.get(read.name)
-        if before is None or read.name in taken_over:
+class _Memory:
+    """Follows the lines of a module's code, and what each does to memory."""
+
+    def __init__(self) -> None:
+        self.ledger = Ledger()
+
+    def receive(self, inputs: Mapping[str, Any]) -> None:
+        """What the forward pass saved. Views of one storage hold it together."""
+        holders: dict[int, str] = {}
+        for name, value in inputs.items():
+            if not isinstance(value, torch.Tensor):
+                continue
+            storage = value.untyped_storage()
+            holder = holders.setdefault(storage_key(storage), name)
+            if holder == name:
+                self.ledger.allocate(name, storage.nbytes())
+            else:
+                self.ledger.share(name, holder)
+
+    def run(self, line: Any) -> None:
+        """One line. Those that are not named here allocate nothing, or not from PyTorch's allocator."""
+        ledger = self.ledger
+        match line:
+            case lines.AllocateLine():
+                ledger.allocate(line.node.get_name(), _size_bytes(line.node))
+            case lines.ReuseLine():
+                ledger.share(line.reused_as.get_name(), line.node.get_name())
+                if line.delete_old:
+                    ledger.free(line.node.get_name())
+            case lines.ReinterpretLine():
+                ledger.share(line.reused_as.get_name(), line.node.get_name())
+            case lines.FreeLine():
+                ledger.free(line.node.get_name())
+            case lines.FreeIfNotReusedLine() if not line.is_reused:
+                ledger.free(line.node.get_name())
+            case lines.MultiOutputLine():
+                ledger.share(line.result_name, line.arg_name, _place(line.indices))
+            case lines.ExternKernelAllocLine():
+                self._allocate_results(line.node)
+                ledger.scratch(_scratch_bytes(line.node))
+            case lines.ExternKernelOutLine():
+                ledger.scratch(_scratch_bytes(line.node))
+
+    def _allocate_results(self, kernel: Any) -> None:
+        name = kernel.get_name()
+        if shared := kernel.get_inputs_that_alias_output():
+            self.ledger.share(name, shared[0])
+        elif isinstance(kernel.layout, ir.MultiOutputLayout):
+            results = [one for one in tree_leaves(kernel.outputs) if isinstance(one, ir.MultiOutput)]
+            self.ledger.allocate_parts(name, {_place(one.indices): _size_bytes(one) for one in results})
+        elif not isinstance(kernel.layout, ir.NoneLayout):
+            self.ledger.allocate(name, _size_bytes(kernel))
+
+
+def _size_bytes(buffer: Any) -> int:
+    elements = V.graph.sizevars.optimization_hint(V.graph.get_allocation_storage_size(buffer), fallback=0)
+    return int(elements) * int(buffer.get_dtype().itemsize)
+
+
+def _scratch_bytes(kernel: Any) -> int:
+    """What the operator's own kernel takes in passing, its arguments laid out as Inductor has them."""
+    if kernel.get_device_or_error().type != "cpu":
+        return 0
+    laid_out = [
+        torch.empty_strided([int(n) for n in one.get_size()], [int(n) for n in one.get_stride()], device="meta")
+        for one in kernel.inputs
+    ]
+    found = 0
+    for origin in kernel.origins:
+        if not isinstance(origin.target, OpOverload):
             continue
-        life = of_name[read.name]
-        fits = life.end_step == made.start_step and life.size_free == made.size_alloc
-        if fits and any(user.node is kernel and user.can_inplace for user in before.users):
-            taken_over.add(read.name)
-            return str(read.name)
-    return None
+        tensors = [one for one in tree_leaves(origin.args) if isinstance(one, fx.Node)]
+        values = laid_out if len(laid_out) == len(tensors) else [one.meta["val"] for one in tensors]
+        known = dict(zip(tensors, values, strict=True))
+        args = tree_map_only(fx.Node, known.__getitem__, tuple(origin.args))
+        found = max(found, cpu_kernels.workspace_bytes(origin.target, args, origin.meta["val"]))
+    return found
+
+
+def _place(indices: Sequence[tuple[type, Any]]) -> Hashable:
+    """Which of an operator's results."""
+    return tuple(at for _, at in indices)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx
@@ -17,7 +17,10 @@ from remat.errors import InfeasibleBudget, RematError
 from remat.graph import Graph
 from remat.plan import Plan, plan_for_schedule
 from remat.plan import plan as plan_graph
+from remat.schedule import Schedule
 from remat.torch.trace import default_profile
+
+_Modules: TypeAlias = tuple[fx.GraphModule, fx.GraphModule]
 
 _ROUNDS = 4
 _LAST_ROUNDS = 3
@@ -102,7 +105,7 @@ class Compiled:
                 raise
             raise self._error from None
 
-    def _partition(self, joint: fx.GraphModule, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+    def _partition(self, joint: fx.GraphModule, **options: Any) -> _Modules:
         try:
             found, modules = _Partition(joint, self._request, options).within_budget()
         except RematError as error:
@@ -159,7 +162,7 @@ class _Partition:
         graph = self._step.graph
         self._resident_bytes = request.resident_bytes + sum(graph.tensors[n].size_bytes for n in graph.inputs)
 
-    def within_budget(self) -> tuple[CompiledPlan, tuple[fx.GraphModule, fx.GraphModule]]:
+    def within_budget(self) -> tuple[CompiledPlan, _Modules]:
         """The plan and the two modules.
 
         Raises:
@@ -169,18 +172,18 @@ class _Partition:
         from remat.torch.partition import parted
 
         plain = _inductor.plain_partition(self._joint, self._options)
-        plain_bytes = self._peak_of(plain).expected_bytes
+        plain_bytes = self._peak_of(plain, _inductor.AS_EVER).expected_bytes
         budget_bytes = parse_budget(self._request.budget, plain_bytes)
         if plain_bytes <= budget_bytes:
             found = plan_for_schedule(self._step.graph, self._step.graph.plain_schedule, planner=self._request.planner)
             found = dataclasses.replace(found, peak_bytes=plain_bytes, budget_bytes=budget_bytes)
             return self._finished(found, plain_bytes), plain
-        by_schedule: dict[Any, tuple[fx.GraphModule, fx.GraphModule]] = {}
+        by_schedule: dict[Schedule, _Modules] = {}
 
         def real_peak(found: Plan) -> PeakWithReserve:
             modules = parted(self._joint, self._step, found.schedule, self._forward_outputs)
             by_schedule[found.schedule] = modules
-            return self._peak_of(modules)
+            return self._peak_of(modules, _inductor.FRUGAL)
 
         try:
             found = plan_within(
@@ -193,8 +196,15 @@ class _Partition:
             )
         except InfeasibleBudget as error:
             raise infeasible(budget_bytes, error.minimum_bytes, error.binding_op) from None
+        modules = by_schedule[found.schedule]
+        # Where memory allows, Inductor compiles as it always does.
+        peak = self._peak_of(modules, _inductor.AS_EVER)
+        if peak.highest_bytes <= budget_bytes:
+            found = dataclasses.replace(found, peak_bytes=peak.expected_bytes)
+        else:
+            _inductor.use_settings(modules, _inductor.FRUGAL)
         found = dataclasses.replace(found, budget_bytes=budget_bytes)
-        return self._finished(found, plain_bytes), by_schedule[found.schedule]
+        return self._finished(found, plain_bytes), modules
 
     def _finished(self, found: Plan, plain_bytes: int) -> CompiledPlan:
         values = {one.name: getattr(found, one.name) for one in dataclasses.fields(Plan)}
@@ -210,11 +220,7 @@ class _Partition:
             **request.options,
         )
 
-    def _peak_of(self, modules: tuple[fx.GraphModule, fx.GraphModule]) -> PeakWithReserve:
+    def _peak_of(self, modules: _Modules, settings: Mapping[str, Any]) -> PeakWithReserve:
         from remat.torch import _inductor
 
-        forward, backward = (
-            _inductor.peak_bytes(module, is_backward=is_backward)
-            for module, is_backward in zip(modules, (False, True), strict=True)
-        )
-        return PeakWithReserve(self._resident_bytes + max(forward, backward), _RESERVE)
+        return PeakWithReserve(self._resident_bytes + _inductor.peak_bytes(modules, settings), _RESERVE)

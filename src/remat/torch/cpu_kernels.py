@@ -19,6 +19,8 @@ from remat.torch._private import OpOverload
 _BLOCK: Final = 16
 """oneDNN stores channels in blocks of this many."""
 _SMALL_BLOCK: Final = 8
+_LAST_SCRATCH: Final = 8 << 10
+"""Beside the weights in its own order, with channels last."""
 
 _RNN: Final = torch.ops.aten.mkldnn_rnn_layer.default
 _RNN_BACKWARD: Final = torch.ops.aten.mkldnn_rnn_layer_backward.default
@@ -96,7 +98,19 @@ def _read_in_blocks(inputs: torch.Tensor) -> int:
     return _bytes(inputs) if channels == _SMALL_BLOCK else _blocked(inputs)
 
 
+def _has_channels_last(tensor: torch.Tensor) -> bool:
+    is_either = tensor.is_contiguous()
+    return tensor.dim() == 4 and not is_either and tensor.is_contiguous(memory_format=torch.channels_last)
+
+
+def _brought_last(*tensors: torch.Tensor) -> int:
+    """Bytes of the copies of what has its channels elsewhere."""
+    return sum(_bytes(t) for t in tensors if not t.is_contiguous(memory_format=torch.channels_last))
+
+
 def _convolution(inputs: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> int:
+    if _has_channels_last(inputs) or _has_channels_last(weight):
+        return _brought_last(inputs, weight) + _bytes(weight) + _LAST_SCRATCH
     copied = _read_in_blocks(inputs)
     return copied + _bytes(weight) + _blocked(out) - _bytes(out) if copied else _blocked(out)
 
@@ -104,6 +118,8 @@ def _convolution(inputs: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) 
 def _convolution_backward(
     gradient: torch.Tensor, inputs: torch.Tensor, weight: torch.Tensor, stride: Sequence[int]
 ) -> int:
+    if _has_channels_last(inputs) or _has_channels_last(weight):
+        return _brought_last(gradient, inputs, weight) + 2 * _bytes(weight)
     copied, own = _read_in_blocks(inputs), _bytes(weight)
     for_weights = _blocked(gradient) + copied + own
     # A strided one makes the inputs' gradient in blocks and not.

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from torch import fx
 
 from remat.torch import _inductor
-from remat.torch.joint_graph import JointStep, is_free, is_tangent
+from remat.torch.joint_graph import JointStep
+from remat.torch.joint_nodes import is_pointwise, is_tangent
 
 
 def parted(
@@ -19,7 +20,7 @@ def parted(
     What runs before the incoming gradients arrive is the forward pass, what runs after them the backward pass; what the
     latter reads and does not make itself is saved in between.
     """
-    unrolled = _Unrolled(joint)
+    unrolled = _Unrolled(joint, step.inlined)
     cut = schedule.index(step.first_backward)
     for op in schedule[:cut]:
         unrolled.run(step.groups[op])
@@ -33,11 +34,13 @@ def parted(
 class _Unrolled:
     """A joint graph in which an op that a schedule runs twice stands twice; a read binds to the newest instance."""
 
-    def __init__(self, joint: fx.GraphModule) -> None:
+    def __init__(self, joint: fx.GraphModule, inlined: Collection[fx.Node]) -> None:
         self._joint = joint
+        self._inlined = inlined
         self._graph = fx.Graph()
         self._newest: dict[fx.Node, fx.Node] = {}
         self._views: dict[tuple[fx.Node, tuple[fx.Node, ...]], fx.Node] = {}
+        self._values: dict[tuple[fx.Node, tuple[fx.Node, ...]], fx.Node] = {}
         for node in joint.graph.find_nodes(op="placeholder"):
             self._newest[node] = self._graph.node_copy(node)
         (self._output,) = joint.graph.find_nodes(op="output")
@@ -45,7 +48,8 @@ class _Unrolled:
         self._in_forward: set[fx.Node] = set()
 
     def run(self, group: Sequence[fx.Node]) -> None:
-        """The nodes of one op, once more."""
+        """The nodes of one op, once more, with values of their own that are made anew."""
+        self._values.clear()
         for node in group:
             self._newest[node] = self._graph.node_copy(node, self._resolved)
 
@@ -54,6 +58,7 @@ class _Unrolled:
         self._results = [self._result(one) for one in self._outputs[:num_fwd_outputs]]
         self._in_forward = set(self._graph.nodes)
         self._views.clear()
+        self._values.clear()
 
     def finished(self, num_fwd_outputs: int) -> tuple[fx.GraphModule, list[fx.Node]]:
         """The module, and the nodes of the forward pass that the backward pass reads."""
@@ -76,9 +81,10 @@ class _Unrolled:
         return self._resolved(value) if isinstance(value, fx.Node) else value
 
     def _resolved(self, node: fx.Node) -> fx.Node:
-        if not is_free(node):
+        if node not in self._inlined:
             return self._newest[node]
+        known = self._values if is_pointwise(node) else self._views
         key = (node, tuple(self._resolved(one) for one in node.all_input_nodes))
-        if key not in self._views:
-            self._views[key] = self._graph.node_copy(node, self._resolved)
-        return self._views[key]
+        if key not in known:
+            known[key] = self._graph.node_copy(node, self._resolved)
+        return known[key]
