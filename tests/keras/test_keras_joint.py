@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 
 import keras
@@ -12,6 +13,7 @@ from keras import layers
 from small_models import BATCH, PLANNING, WIDTH, OwnTrainStep, assert_same_variables, compiled, data, functional
 
 import remat
+from remat.tensorflow.device import current_device
 
 LINE = re.compile(r"^([ *]) +(\d+) x (\d+) +(\S.*)$", re.MULTILINE)
 
@@ -39,7 +41,9 @@ def trained(build, budget):
 
 def test_the_same_numbers_within_the_budget_and_a_line_per_option(capsys):
     plain, expected = trained(dense, None)
-    model, history = trained(dense, "50%")
+    # About half of what the plain step takes, beside whatever other tests have left on the device.
+    gc.collect()
+    model, history = trained(dense, current_device().in_use_bytes + 2_700_000)
 
     joint, plan = remat.keras.joint_plan_of(model), remat.keras.plan_of(model)
     assert plan.peak_bytes <= joint.budget_bytes == plan.budget_bytes

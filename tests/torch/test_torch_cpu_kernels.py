@@ -39,6 +39,15 @@ def test_convolutions(channels, out_channels):
     assert cpu_kernels.workspace_bytes(ATEN.convolution_backward.default, args, out) == pytest.approx(scratch, rel=0.05)
 
 
+@pytest.fixture(params=[1, 2], ids=["1 thread", "2 threads"])
+def _threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize("given", ["both", "input", "weight"])
 def test_convolutions_with_channels_last(given):
     x, weight, *rest = convolution(64, 32, 32)

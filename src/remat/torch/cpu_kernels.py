@@ -19,7 +19,8 @@ from remat.torch._private import OpOverload
 _BLOCK: Final = 16
 """oneDNN stores channels in blocks of this many."""
 _SMALL_BLOCK: Final = 8
-_LAST_SCRATCH: Final = 8 << 10
+_LAST_SCRATCH: Final = 4096
+_LAST_SCRATCH_OF_A_THREAD: Final = 4120
 """Beside the weights in its own order, with channels last."""
 
 _RNN: Final = torch.ops.aten.mkldnn_rnn_layer.default
@@ -110,7 +111,8 @@ def _brought_last(*tensors: torch.Tensor) -> int:
 
 def _convolution(inputs: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> int:
     if _has_channels_last(inputs) or _has_channels_last(weight):
-        return _brought_last(inputs, weight) + _bytes(weight) + _LAST_SCRATCH
+        scratch = _LAST_SCRATCH + torch.get_num_threads() * _LAST_SCRATCH_OF_A_THREAD
+        return _brought_last(inputs, weight) + _bytes(weight) + scratch
     copied = _read_in_blocks(inputs)
     return copied + _bytes(weight) + _blocked(out) - _bytes(out) if copied else _blocked(out)
 
