@@ -16,30 +16,24 @@ from remat.keras import _private
 from remat.keras.batch_statistics import BatchStatistics
 from remat.keras.loss_terms import LossTerm, loss_terms
 from remat.keras.micro_batches import (
+    CheckedStep,
     batch_size_of,
-    check_model,
     check_variables,
     groups_of,
     names_of,
     sizes_of_pieces,
     summand,
-    warn_of_batch_statistics,
 )
 
-_INSTEAD = "remat.jax.value_and_grad"
 
-
-class JaxMicroBatchedStep:
+class JaxMicroBatchedStep(CheckedStep):
     """In place of ``train_step``: ``count`` micro-batches, one after the other in ``lax.scan``, then one update.
 
     The pieces are those of ``numpy.array_split``: where the count does not divide the batch, the first ones have one
     sample more. Terms of the loss share accumulators as on TensorFlow, see ``groups_of``.
     """
 
-    def __init__(self, model: keras.Model, count: int) -> None:
-        check_model(model, count, instead=_INSTEAD)
-        self._count = count
-        self._warned = False
+    _instead = "remat.jax.value_and_grad"
 
     def __call__(self, model: keras.Model, state: Any, data: Any, transform: Transform) -> tuple[dict[str, Any], Any]:
         """One training step on a batch; returns the logs and the new state.
@@ -54,12 +48,8 @@ class JaxMicroBatchedStep:
             UnsupportedStep: for a batch whose parts do not agree on its size, or a loss of which it cannot be known
                 what it divides by.
         """
-        check_model(model, self._count, instead=_INSTEAD)
-        statistics = BatchStatistics(model)
-        if statistics.layers and not self._warned:
-            self._warned = True
-            warn_of_batch_statistics(statistics, self._count)
-        return _Step(model, data, self._count, statistics).run(state, transform)
+        self._check(model)
+        return _Step(model, data, self._count, self._statistics(model)).run(state, transform)
 
 
 class _Step:

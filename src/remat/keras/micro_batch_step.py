@@ -15,12 +15,11 @@ from remat.keras import _private
 from remat.keras.batch_statistics import BatchStatistics
 from remat.keras.loss_terms import LossTerm, loss_terms
 from remat.keras.micro_batches import (
-    check_model,
+    CheckedStep,
     check_variables,
     groups_of,
     names_of,
     summand,
-    warn_of_batch_statistics,
 )
 from remat.tensorflow._private import FuncGraph
 from remat.tensorflow.micro_batches import (
@@ -73,22 +72,22 @@ class _Sums:
     has_gradient: list[list[bool]]
 
 
-class MicroBatchedStep:
+class MicroBatchedStep(CheckedStep):
     """In place of ``train_step``: ``count`` micro-batches, then one update.
 
     Gradients of terms whose denominator is known beforehand (samples, none) share one accumulator per variable; a term
     that divides by what a mask or weights count has its own, which is divided once, at the end.
     """
 
+    _instead = "remat.tensorflow.value_and_grad"
+
     def __init__(self, model: keras.Model, count: int) -> None:
-        check_model(model, count)
-        self._count = count
-        self._warned = False
+        super().__init__(model, count)
         self._warned_of_sparse = False
 
     def __call__(self, model: keras.Model, data: Any, on_body: OnBody | None) -> dict[str, Any]:
         """One training step on a batch; returns the logs."""
-        check_model(model, self._count)
+        self._check(model)
         step = _Step(model, data, self._count, self._statistics(model), on_body)
         logs = step.run()
         if step.sparse and not self._warned_of_sparse and not _sums_rows(model.optimizer):
@@ -103,15 +102,8 @@ class MicroBatchedStep:
 
     def without_update(self, model: keras.Model, data: Any, on_body: OnBody) -> list[tf.Tensor]:
         """Everything but the update: what the micro-batches sum up to."""
-        check_model(model, self._count)
+        self._check(model)
         return _Step(model, data, self._count, BatchStatistics(model), on_body).accumulated().totals.flat()
-
-    def _statistics(self, model: keras.Model) -> BatchStatistics:
-        statistics = BatchStatistics(model)
-        if statistics.layers and not self._warned:
-            self._warned = True
-            warn_of_batch_statistics(statistics, self._count)
-        return statistics
 
 
 class _Step:

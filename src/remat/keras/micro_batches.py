@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import keras
 
@@ -13,27 +13,45 @@ from remat.keras.batch_statistics import BatchStatistics
 from remat.keras.loss_terms import LossTerm
 
 
-def check_model(model: keras.Model, count: int, *, instead: str = "remat.tensorflow.value_and_grad") -> None:
-    """Refuse what a training step of our own would silently leave out.
+class CheckedStep:
+    """What every backend's training step in micro-batches begins with.
 
     Args:
         model: the model.
         count: how many micro-batches.
-        instead: what a train_step of one's own can use.
 
     Raises:
         UnsupportedStep: for a model with its own ``train_step``, ``compute_loss`` or ``compute_metrics``.
     """
-    for name, advice in (
-        ("train_step", f"use {instead} inside it"),
-        ("compute_loss", "give the loss to compile() or add_loss()"),
-        ("compute_metrics", "give the metrics to compile()"),
-    ):
-        if getattr(type(model), name) is not getattr(keras.Model, name) or name in vars(model):
-            raise UnsupportedStep(
-                f"{model.name!r} has its own {name}, of which micro_batches={count} cannot know what it does to a part "
-                f"of a batch; {advice}, or leave micro_batches at 1"
-            )
+
+    _instead: ClassVar[str]
+    """What a train_step of one's own can use."""
+
+    def __init__(self, model: keras.Model, count: int) -> None:
+        self._count = count
+        self._warned = False
+        self._check(model)
+
+    def _check(self, model: keras.Model) -> None:
+        """Refuse what a training step of our own would silently leave out; it may have come since."""
+        for name, advice in (
+            ("train_step", f"use {self._instead} inside it"),
+            ("compute_loss", "give the loss to compile() or add_loss()"),
+            ("compute_metrics", "give the metrics to compile()"),
+        ):
+            if getattr(type(model), name) is not getattr(keras.Model, name) or name in vars(model):
+                raise UnsupportedStep(
+                    f"{model.name!r} has its own {name}, of which micro_batches={self._count} cannot know what it does "
+                    f"to a part of a batch; {advice}, or leave micro_batches at 1"
+                )
+
+    def _statistics(self, model: keras.Model) -> BatchStatistics:
+        """The layers that couple the samples of a batch; the first time, said aloud."""
+        statistics = BatchStatistics(model)
+        if statistics.layers and not self._warned:
+            self._warned = True
+            _warn_of_batch_statistics(statistics, self._count)
+        return statistics
 
 
 def check_variables(variables: list[Any]) -> None:
@@ -50,7 +68,7 @@ def check_variables(variables: list[Any]) -> None:
             )
 
 
-def warn_of_batch_statistics(statistics: BatchStatistics, count: int) -> None:
+def _warn_of_batch_statistics(statistics: BatchStatistics, count: int) -> None:
     """Say which layers make micro-batches differ from full batches."""
     names = ", ".join(layer.name for layer in statistics.layers)
     warnings.warn(

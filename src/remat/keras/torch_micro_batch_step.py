@@ -16,33 +16,27 @@ from remat.keras import _private
 from remat.keras.batch_statistics import BatchStatistics
 from remat.keras.loss_terms import LossTerm, loss_terms
 from remat.keras.micro_batches import (
+    CheckedStep,
     batch_size_of,
-    check_model,
     check_variables,
     groups_of,
     names_of,
     sizes_of_pieces,
     summand,
-    warn_of_batch_statistics,
 )
-
-_INSTEAD = "remat.torch.micro_batches"
 
 # (loss function, tensors of a micro-batch) -> what its forward pass runs in.
 Planned = Callable[[Callable[..., Any], Sequence[Any]], AbstractContextManager[Any]]
 
 
-class TorchMicroBatchedStep:
+class TorchMicroBatchedStep(CheckedStep):
     """In place of ``train_step``: ``count`` micro-batches, one after the other, then one update.
 
     Terms of the loss share accumulators as on TensorFlow, see ``groups_of``. A gradient is added up where autograd puts
     it, in float32 where the variable's type is narrower.
     """
 
-    def __init__(self, model: keras.Model, count: int) -> None:
-        check_model(model, count, instead=_INSTEAD)
-        self._count = count
-        self._warned = False
+    _instead = "remat.torch.micro_batches"
 
     def __call__(self, model: keras.Model, data: Any, planned: Planned) -> dict[str, Any]:
         """One training step on a batch; returns the logs.
@@ -51,12 +45,8 @@ class TorchMicroBatchedStep:
             UnsupportedStep: for a batch whose parts do not agree on its size, or a loss of which it cannot be known
                 what it divides by.
         """
-        check_model(model, self._count, instead=_INSTEAD)
-        statistics = BatchStatistics(model)
-        if statistics.layers and not self._warned:
-            self._warned = True
-            warn_of_batch_statistics(statistics, self._count)
-        return _Step(model, data, statistics).run(self._count, planned)
+        self._check(model)
+        return _Step(model, data, self._statistics(model)).run(self._count, planned)
 
 
 @dataclass
