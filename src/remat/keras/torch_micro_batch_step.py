@@ -104,8 +104,7 @@ class _Step:
                 seen = self.statistics.merged(seen, size / self.batch_size)
         self.statistics.move(before, seen)
         self._update(sums)
-        pairs = zip(piece.counted, sums.denominators, strict=True)
-        for number, denominator in pairs:
+        for number, denominator in zip(piece.counted, sums.denominators, strict=True):
             sums.values[number] = _quotient(sums.values[number], denominator)
         return self._logs(piece.terms, sums)
 

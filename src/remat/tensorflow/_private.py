@@ -275,8 +275,7 @@ def after_all(ops: Sequence[tf.Operation]) -> tf.Operation:
     """An operation that does nothing, after all of ``ops``, on the device of the last."""
     graph = ops[-1].graph
     with graph.as_default(), graph.control_dependencies(None), graph.control_dependencies(list(ops)):
-        barrier = tf.raw_ops.NoOp(name="barrier")
-    barrier = graph.get_operations()[-1] if barrier is None else barrier
+        barrier: tf.Operation = tf.no_op(name="barrier")
     if ops[-1].device:
         barrier._set_device(ops[-1].device)
     return barrier
