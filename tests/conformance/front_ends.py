@@ -186,8 +186,11 @@ class TensorFlow(FrontEnd):
         return run
 
     def peak_bytes(self, step: Step, params: Sequence[Any], *batch: Any) -> int:
-        # The counter is that of the process: what other tests have left in memory is not the step's.
-        there = self.tf.config.experimental.get_memory_info("CPU:0")["current"]
+        from remat.tensorflow.device import current_device
+
+        # The counter is that of the process: what other tests have left in memory is not the step's, and their garbage
+        # must not go while it is measured.
+        there = current_device().in_use_bytes
         own = sum(int(np.prod(t.shape)) * t.dtype.size for t in (*params, *batch))
         return super().peak_bytes(step, params, *batch) - max(0, there - own)
 

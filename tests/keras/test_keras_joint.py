@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import re
 
 import keras
@@ -42,7 +41,6 @@ def trained(build, budget):
 def test_the_same_numbers_within_the_budget_and_a_line_per_option(capsys):
     plain, expected = trained(dense, None)
     # About half of what the plain step takes, beside whatever other tests have left on the device.
-    gc.collect()
     model, history = trained(dense, current_device().in_use_bytes + 2_700_000)
 
     joint, plan = remat.keras.joint_plan_of(model), remat.keras.plan_of(model)
