@@ -24,8 +24,12 @@ _MOST_STEPS: Final = 400_000
 _FIXED_STEPS_PER_RUN: Final = 12
 _MOST_FIXED_STEPS: Final = 24_000
 _SMALL: Final = 200
-_FRESH_STEPS: Final = 30_000
-_FRESH_STEPS_PER_RUN: Final = 600
+_HEATS: Final = (5.0,)
+# Where one walk ends is luck, so that several short ones find more than a long one that takes as long.
+_HEATS_OF_SMALL: Final = (1.5, 1.5, 1.5)
+_LAST_SEED: Final = 3
+_FRESH_STEPS: Final = 45_000
+_FRESH_STEPS_PER_RUN: Final = 900
 _COLD: Final = 1e-5
 _COLDEST: Final = 1e-6
 _WARM: Final = 2e-4
@@ -73,8 +77,11 @@ def anneal(search: Search, *, thorough: bool = True) -> None:
         if search.best is None or is_small:
             # On a small step many edits take little time, and find what no rule of thumb does.
             fresh = max(4 * steps, min(_FRESH_STEPS, _FRESH_STEPS_PER_RUN * counted) if is_small else 0)
-            _cool(search, board, 0, _hot(board, 5.0), _COLD, fresh, _part(search, 0.7), fresh=True)
-        _cool(search, board, 1, _WARM, _COLDEST, steps, search.deadline_s)
+            heats, share = (_HEATS_OF_SMALL, 0.3) if is_small else (_HEATS, 0.7)
+            for seed, heat in enumerate(heats):
+                hot, part = _hot(board, heat), fresh // len(heats)
+                _cool(search, board, seed, hot, _COLD, part, _part(search, share), fresh=True)
+        _cool(search, board, _LAST_SEED, _WARM, _COLDEST, steps, search.deadline_s)
         return
     extra_s, bound_s = search.best_time_s - problem.graph.time_s, _bound_s(search)
     # A bound for program order says nothing once another order goes below it.
