@@ -92,7 +92,7 @@ class Variants:
 def measured(model_name: str, batch_size: int, rounds: int, shares: Sequence[int]) -> list[dict[str, Any]]:
     """The lines of one model's table."""
     import remat.keras
-    from remat.joint_plan import counts_to_try
+    from remat.joint_choice import counts_to_try
 
     made = Variants(model_name, batch_size)
     plain = made.step(batch_size, None)

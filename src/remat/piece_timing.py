@@ -8,18 +8,21 @@ from collections.abc import Callable, Mapping
 
 # A run on one core of an idle machine takes as long by the wall as by the processor, and a little for the clocks.
 _ALONE = 1.1
+_REPEATS = 5
 
 
-def least_times_s(runs: Mapping[int, Callable[[], None]], *, repeats: int, on_processor: bool) -> dict[int, float]:
+def least_times_s(
+    runs: Mapping[int, Callable[[], None]], *, on_processor: bool, repeats: int = _REPEATS
+) -> dict[int, float]:
     """The least seconds of each computation, by its key.
 
     They take turns, so that whatever else the machine does for a while disturbs all of them alike.
 
     Args:
         runs: what to run; each returns when its work is done. The first run of each warms up.
-        repeats: measured runs of each, 1 or more.
         on_processor: does the work run on this machine's processor? Then, where even the quickest runs of some
             computation waited for it, seconds are those of the processor.
+        repeats: measured runs of each, 1 or more.
     """
     wall_s = dict.fromkeys(runs, math.inf)
     processor_s = dict.fromkeys(runs, math.inf)

@@ -5,6 +5,8 @@ The backend of Keras is fixed when it is imported, so the tests that run TensorF
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import sys
@@ -31,16 +33,30 @@ def functional() -> keras.Model:
     return keras.Model(inputs, layers.Dense(10, kernel_regularizer="l2", activity_regularizer="l2")(x))
 
 
-def dense() -> keras.Model:
+def dense(classes: int = 10) -> keras.Model:
     """Nothing in it sees the other samples of a batch, or draws."""
     inputs = keras.Input((WIDTH,))
     x = inputs
     for _ in range(6):
         x = layers.Dense(4 * WIDTH, activation="gelu")(x)
-    return keras.Model(inputs, layers.Dense(10)(x))
+    return keras.Model(inputs, layers.Dense(classes)(x))
 
 
-class Own(keras.Model):
+def wide() -> keras.Model:
+    """What it returns is the largest part of the memory."""
+    return dense(1000)
+
+
+def sequence() -> keras.Model:
+    """Large activations, small weights."""
+    inputs = keras.Input((WIDTH,))
+    x = layers.RepeatVector(100)(inputs)
+    for _ in range(2):
+        x = layers.Dense(WIDTH, activation="gelu")(x)
+    return keras.Model(inputs, layers.Dense(10)(layers.GlobalAveragePooling1D()(x)))
+
+
+class Inner(keras.Model):
     def __init__(self) -> None:
         super().__init__()
         self.inner = functional()
@@ -48,8 +64,25 @@ class Own(keras.Model):
     def call(self, x, training=None):
         return self.inner(x, training=training)
 
+
+class OwnTrainStep(Inner):
     def train_step(self, data):
         return super().train_step(data)
+
+
+class OwnLoss(Inner):
+    def compute_loss(self, *args, **kwargs):
+        return super().compute_loss(*args, **kwargs)
+
+
+MODELS = {
+    "functional": functional,
+    "dense": dense,
+    "wide": wide,
+    "sequence": sequence,
+    "own train_step": OwnTrainStep,
+    "own loss": OwnLoss,
+}
 
 
 def train(spec: dict[str, Any], limited: bool) -> tuple[dict[str, Any], keras.Model]:
@@ -57,7 +90,7 @@ def train(spec: dict[str, Any], limited: bool) -> tuple[dict[str, Any], keras.Mo
     rng = np.random.default_rng(1)
     x = rng.normal(size=(spec.get("samples", 256), WIDTH)).astype("float32")
     y = rng.integers(0, 10, len(x))
-    model = Own() if spec.get("own") else dense() if spec.get("micro_batches") else functional()
+    model = MODELS[spec.get("model", "functional")]()
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(optimizer="adam", loss=loss, metrics=["accuracy"], **spec.get("compile", {}))
     if limited:
@@ -84,6 +117,18 @@ def checked(budget: str) -> dict[str, Any]:
     return {"verdict": str(found), "recomputed": found.recomputed}
 
 
+def chosen(model: keras.Model) -> dict[str, Any] | None:
+    """What the joint plan says, where there is one."""
+    joint = remat.keras.joint_plan_of(model)
+    return joint and {
+        "micro_batches": joint.micro_batches,
+        "counts": [option.micro_batches for option in joint.options],
+        "budget_bytes": joint.budget_bytes,
+        "times_are_measured": joint.times_are_measured,
+        "text": str(joint),
+    }
+
+
 def measured_peak(model: keras.Model, batch: int) -> int:
     """Of one training step on a batch."""
     rng = np.random.default_rng(1)
@@ -94,8 +139,10 @@ def measured_peak(model: keras.Model, batch: int) -> int:
 def outcome(spec: dict[str, Any]) -> dict[str, Any]:
     if "check" in spec:
         return checked(spec["check"])
+    printed = io.StringIO()
     try:
-        limited, model = train(spec, limited=True)
+        with contextlib.redirect_stdout(printed):
+            limited, model = train(spec, limited=True)
     except remat.RematError as error:
         return {"error": type(error).__name__, "message": str(error)}
     plain, plain_model = train(spec, limited=False)
@@ -105,10 +152,12 @@ def outcome(spec: dict[str, Any]) -> dict[str, Any]:
     difference = max(float(np.abs(a - b).max() / np.abs(a).max()) for a, b in weights)
     same = all(np.array_equal(a, b) for a, b in zip(plain_model.get_weights(), model.get_weights(), strict=True))
     departures = [applied.departures for applied in remat.keras.limit._limits[model]._applied.values()]
-    measured = {} if not spec.get("micro_batches") else {"measured": measured_peak(model, spec.get("batch", BATCH))}
+    measured, joint = measured_peak(model, spec.get("batch", BATCH)), chosen(model)
     remat.keras.limit_memory(model, None)
     return {
-        **measured,
+        "measured": measured,
+        "joint": joint,
+        "printed": printed.getvalue(),
         "difference": difference,
         "plain": plain,
         "limited": limited,

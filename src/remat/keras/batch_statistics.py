@@ -17,6 +17,14 @@ from remat.errors import UnsupportedStep
 from remat.keras import _private
 
 
+def coupling_layers(model: keras.Model) -> list[str]:
+    """Names of the layers for whose sake a batch should stay whole: those of ``BatchStatistics``.
+
+    Of a model whose layers cannot be asked there are no micro-batches either, so that nothing has to be preferred.
+    """
+    return [layer.name for layer in BatchStatistics(model, refuse=False).layers]
+
+
 class BatchStatistics:
     """The BatchNormalization layers of a model that learn statistics.
 

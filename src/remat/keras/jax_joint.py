@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import bisect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache, partial
 from typing import Any
 
@@ -11,17 +10,14 @@ import jax
 import keras
 
 from remat.budget import parse_budget
-from remat.errors import UnsupportedStep
 from remat.jax.inner_plan import InnerJitted
 from remat.jax.jit import Jitted
-from remat.joint_plan import JointPlan, PieceTimes, choose, counts_to_try, size_of_largest
-from remat.keras.batch_statistics import BatchStatistics
+from remat.joint_choice import choose_for_batch
+from remat.joint_plan import JointPlan
+from remat.keras.batch_statistics import coupling_layers
 from remat.keras.jax_micro_batch_step import JaxMicroBatchedStep
 from remat.piece_timing import least_times_s
 from remat.plan import Plan
-
-_TIMED_SIZES = 3
-_REPEATS = 5
 
 Compiled = Callable[[int, int | str], Jitted | InnerJitted]
 """A training step that cuts a batch into so many pieces, within a budget."""
@@ -49,48 +45,31 @@ def choose_micro_batches(
         return compiled(count, "100%").plan_for(state, data)
 
     budget_bytes = parse_budget(budget, max(1, plain(1).baseline_peak_bytes))
-    counts, only_whole = list(counts_to_try(batch_size)), ""
-    times: PieceTimes | None = None
-    if plain(1).baseline_peak_bytes <= budget_bytes:
-        counts = [1]
-    else:
-        try:
-            first = bisect.bisect_left(counts, True, key=lambda n: plain(n).baseline_peak_bytes <= budget_bytes)
-            if first < len(counts):
-                times = PieceTimes(_times_s(model, state, data, size_of_largest(batch_size, counts[first])))
-        except UnsupportedStep as error:
-            only_whole, counts = str(error), [1, 2]
     steps: dict[int, Jitted | InnerJitted] = {}
 
     def plan_for(count: int) -> Plan:
         steps[count] = compiled(count, budget_bytes)
         return steps[count].plan_for(state, data)
 
-    def predicted_s(size: int) -> float:
-        return plain(1).time_s * size / batch_size
-
-    # A model whose layers cannot be asked has no micro-batches either, so that nothing has to be preferred.
-    coupled = [layer.name for layer in BatchStatistics(model, refuse=False).layers]
-    joint = choose(
+    joint = choose_for_batch(
         batch_size,
         budget_bytes,
         plan_for,
-        times or predicted_s,
-        counts=counts,
-        coupled=coupled,
-        only_whole=only_whole,
-        times_are_measured=times is not None,
+        fits_plainly=lambda count: plain(count).baseline_peak_bytes <= budget_bytes,
+        predicted_s=lambda size: plain(1).time_s * size / batch_size,
+        times_s=lambda sizes: _times_s(model, state, data, sizes),
+        coupled=coupling_layers(model),
     )
     return joint, steps[joint.micro_batches]
 
 
-def _times_s(model: keras.Model, state: Any, data: Any, largest: int) -> dict[int, float]:
-    """Measured seconds of one micro-batch with nothing recomputed, for a few sizes up to one that fits."""
+def _times_s(model: keras.Model, state: Any, data: Any, sizes: Iterable[int]) -> dict[int, float]:
+    """Measured seconds of one micro-batch with nothing recomputed, by its number of samples."""
     runs = {}
-    for size in {max(1, largest >> halved) for halved in range(_TIMED_SIZES)}:
+    for size in sizes:
         piece, leaves = _piece(model, state, jax.tree.map(lambda leaf, size=size: leaf[:size], data))
         runs[size] = partial(_run, jax.jit(piece), (*state, leaves))
-    return least_times_s(runs, repeats=_REPEATS, on_processor=jax.default_backend() == "cpu")
+    return least_times_s(runs, on_processor=jax.default_backend() == "cpu")
 
 
 def _run(function: Callable[..., Any], arguments: Any) -> None:

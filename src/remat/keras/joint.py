@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from remat.errors import UnsupportedStep
 from remat.joint_plan import JointPlan
-from remat.keras.batch_statistics import BatchStatistics
+from remat.keras.batch_statistics import coupling_layers
 from remat.keras.micro_batch_step import MicroBatchedStep
 from remat.tensorflow.joint import OnBody, Pieces, joint_plan
 from remat.tensorflow.rewrite import Candidate, Request
@@ -52,9 +52,8 @@ def choose_micro_batches(
 
         return Pieces(run, leaves, shapes, in_xla)
 
-    # A model whose layers cannot be asked has no micro-batches either, so that nothing has to be preferred.
-    coupled = [layer.name for layer in BatchStatistics(model, refuse=False).layers]
-    return joint_plan(_whole(train_step, data, leaves, shapes, in_xla), pieces, shapes[0][0], request, coupled)
+    whole = _whole(train_step, data, leaves, shapes, in_xla)
+    return joint_plan(whole, pieces, shapes[0][0], request, coupling_layers(model))
 
 
 def _whole(

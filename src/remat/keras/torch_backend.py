@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import keras
@@ -11,11 +12,14 @@ import torch
 
 from remat.errors import InvalidBudget, UnsupportedStep
 from remat.graph import Graph
+from remat.joint_plan import JointPlan
 from remat.keras.attachment import Attachment
+from remat.keras.torch_joint import choose_micro_batches
+from remat.keras.torch_loss import loss_of
 from remat.keras.torch_micro_batch_step import TorchMicroBatchedStep
 from remat.plan import Plan
 from remat.torch.emit import Applied, apply
-from remat.torch.planning import StepPlan, plan
+from remat.torch.planning import Candidate, StepPlan
 
 _GPU_MARGIN = 0.08
 
@@ -26,7 +30,8 @@ class TorchLimit(Attachment):
     Args:
         model: the model.
         budget: what a step may take, with micro-batches one of them; None recomputes nothing.
-        micro_batches: how many pieces a batch is cut into.
+        micro_batches: how many pieces a batch is cut into; None to choose when the first batch comes, for which there
+            is a budget.
         planner: a planner's name.
         time_limit_s: for each round of planning.
         options: passed on to the planner.
@@ -39,18 +44,21 @@ class TorchLimit(Attachment):
         self,
         model: keras.Model,
         budget: int | str | None,
-        micro_batches: int,
+        micro_batches: int | None,
         planner: str,
         time_limit_s: float | None,
         options: Mapping[str, Any],
     ) -> None:
-        self._micro_step = TorchMicroBatchedStep(model, micro_batches) if micro_batches > 1 else None
+        self._chooses = micro_batches is None
+        self._joint: JointPlan | None = None
+        self._set_count(model, micro_batches or 1)
         _check_train_step(model)
         super().__init__(model)
         self._budget = budget
         self._options = {"planner": planner, "time_limit_s": time_limit_s, **options}
         self._applied: dict[Any, Applied] = {}
         self._main: StepPlan | None = None
+        self._largest_bytes = -1
 
     @property
     def plan(self) -> Plan | None:
@@ -58,9 +66,17 @@ class TorchLimit(Attachment):
         return self._main
 
     @property
+    def joint_plan(self) -> JointPlan | None:
+        """What was chosen from which numbers of micro-batches; None before the first step, or where it was given."""
+        return self._joint
+
+    @property
     def graph(self) -> Graph | None:
         """The step that the plan is for, None before the first training step; with micro-batches, one piece of it."""
         return None if self._main is None else self._main.graph
+
+    def _set_count(self, model: keras.Model, count: int) -> None:
+        self._micro_step = TorchMicroBatchedStep(model, count) if count > 1 else None
 
     def _make_train_function(self, force: bool = False) -> Any:
         model = self._required_model()
@@ -76,11 +92,29 @@ class TorchLimit(Attachment):
                 f"{model.name!r} was compiled with jit_compile=True, where torch.compile plans memory itself; compile "
                 "it without that option, or do not limit its memory"
             )
+        model.zero_grad()  # Keras does so later, when the forward pass lies in memory beside them.
+        if self._chooses:
+            self._choose(model, data)
         if self._micro_step is not None:
             return self._micro_step(model, data, lambda loss_fn, leaves: self._applied_to(model, loss_fn, leaves))
         _check_train_step(model)
         with self._applied_to(model, loss_of(model), keras.utils.unpack_x_y_sample_weight(data)):
             return keras.Model.train_step(model, data)
+
+    def _choose(self, model: keras.Model, data: Any) -> None:
+        """Settle the number of micro-batches for a batch that is larger than those before, and say why."""
+        leaves = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
+        data_bytes = sum(int(leaf.nbytes) for leaf in leaves)
+        if data_bytes <= self._largest_bytes:
+            return
+        assert self._budget is not None
+        joint = choose_micro_batches(model, data, _in_bytes(self._budget), partial(self._traced, model), self._options)
+        print(joint, flush=True)
+        self._joint, self._largest_bytes = joint, data_bytes
+        self._set_count(model, joint.micro_batches)
+        assert isinstance(joint.chosen.plan, StepPlan)
+        self._main = joint.chosen.plan
+        self._applied = {tuple((joint.chosen.size, *leaf.shape[1:]) for leaf in leaves): apply(self._main)}
 
     def _applied_to(
         self, model: keras.Model, loss_fn: Callable[..., Any], args: Sequence[Any]
@@ -94,20 +128,24 @@ class TorchLimit(Attachment):
         return self._applied[key]
 
     def _plan_for(self, model: keras.Model, loss_fn: Callable[..., Any], args: Sequence[Any]) -> StepPlan:
+        assert self._budget is not None
         # A share means one of the largest batch seen: the first, as a rule.
-        budget = self._budget if self._main is None else self._main.budget_bytes
-        if budget == "auto":
-            budget = _device_budget_bytes()
+        budget = _in_bytes(self._budget) if self._main is None else self._main.budget_bytes
+        traced = self._traced(model, loss_fn, args, accumulates=self._micro_step is not None)
+        found = traced.plan(budget, **self._options)
+        if self._main is None or found.baseline_peak_bytes > self._main.baseline_peak_bytes:
+            self._main = found
+        return found
+
+    def _traced(
+        self, model: keras.Model, loss_fn: Callable[..., Any], args: Sequence[Any], *, accumulates: bool
+    ) -> Candidate:
         state = []
         if model.optimizer is not None:
             if not model.optimizer.built:
                 model.optimizer.build(model.trainable_variables)
             state = [variable.value for variable in model.optimizer.variables]
-        accumulates = self._micro_step is not None
-        found = plan(loss_fn, *args, budget=budget, resident=state, accumulates=accumulates, **self._options)
-        if self._main is None or found.baseline_peak_bytes > self._main.baseline_peak_bytes:
-            self._main = found
-        return found
+        return Candidate(loss_fn, args, accumulates=accumulates, resident=state)
 
 
 def _check_train_step(model: keras.Model) -> None:
@@ -118,19 +156,10 @@ def _check_train_step(model: keras.Model) -> None:
         )
 
 
-def loss_of(model: keras.Model) -> Callable[[Any, Any, Any], Any]:
-    """What Keras' own training step differentiates, as a function of x, y and sample weights."""
-
-    def loss_fn(x: Any, y: Any, sample_weight: Any) -> Any:
-        predicted = model(x, training=True) if model._call_has_training_arg else model(x)
-        loss = model._compute_loss(x=x, y=y, y_pred=predicted, sample_weight=sample_weight, training=True)
-        return loss if model.optimizer is None else model.optimizer.scale_loss(loss)
-
-    return loss_fn
-
-
-def _device_budget_bytes() -> int:
-    """The memory of the GPU less a margin for the context, libraries' workspaces and fragmentation."""
+def _in_bytes(budget: int | str) -> int | str:
+    """The budget, "auto" being the memory of the GPU less a margin for libraries' workspaces and fragmentation."""
+    if budget != "auto":
+        return budget
     if not torch.cuda.is_available():
         raise InvalidBudget(
             "budget 'auto' means a GPU's memory less a margin, but the step runs on a CPU; give a number of bytes such "

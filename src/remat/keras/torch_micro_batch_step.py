@@ -24,6 +24,7 @@ from remat.keras.micro_batches import (
     sizes_of_pieces,
     summand,
 )
+from remat.keras.torch_loss import holding
 
 # (loss function, tensors of a micro-batch) -> what its forward pass runs in.
 Planned = Callable[[Callable[..., Any], Sequence[Any]], AbstractContextManager[Any]]
@@ -46,7 +47,16 @@ class TorchMicroBatchedStep(CheckedStep):
                 what it divides by.
         """
         self._check(model)
-        return _Step(model, data, self._statistics(model)).run(self._count, planned)
+        return CutBatch(model, data, self._statistics(model)).run(self._count, planned)
+
+    def cut(self, model: keras.Model, data: Any) -> CutBatch:
+        """A batch of which single micro-batches are to be run, to plan and to time them.
+
+        Raises:
+            UnsupportedStep: as above.
+        """
+        self._check(model)
+        return CutBatch(model, data, BatchStatistics(model))
 
 
 @dataclass
@@ -73,9 +83,21 @@ class _Piece:
 
 
 @dataclass
-class _Sums:
-    """Sums over the micro-batches; of gradients one per group of terms and variable, None where there is none."""
+class Sums:
+    """Sums over the micro-batches.
 
+    Attributes:
+        terms: of the loss, of the newest micro-batch.
+        counted: numbers of the terms whose denominator is counted.
+        values: one for each term.
+        denominators: one for each number in ``counted``.
+        bounds: what the gradients of these are divided by meanwhile.
+        additional: what layers add to the loss.
+        gradients: one for each group of terms and variable, None where there is none.
+    """
+
+    terms: list[LossTerm] = field(default_factory=list)
+    counted: list[int] = field(default_factory=list)
     values: list[Any] = field(default_factory=list)
     denominators: list[Any] = field(default_factory=list)
     bounds: list[Any] = field(default_factory=list)
@@ -83,7 +105,22 @@ class _Sums:
     gradients: list[list[Any]] = field(default_factory=list)
 
 
-class _Step:
+class CutBatch:
+    """A batch, its micro-batches, and what they come to.
+
+    Args:
+        model: compiled and built.
+        data: the batch.
+        statistics: of the model's layers.
+
+    Attributes:
+        batch_size: samples.
+        leaves: the tensors of the batch.
+
+    Raises:
+        UnsupportedStep: for a batch whose parts do not agree on its size.
+    """
+
     def __init__(self, model: keras.Model, data: Any, statistics: BatchStatistics) -> None:
         self.model = model
         self.statistics = statistics
@@ -96,25 +133,36 @@ class _Step:
 
     def run(self, count: int, planned: Planned) -> dict[str, Any]:
         """Compute, update, and return the logs."""
-        before, seen, sums = self.statistics.values(), self.statistics.empty(), _Sums()
+        before, seen, sums = self.statistics.values(), self.statistics.empty(), Sums()
         self.model.zero_grad()
         for size, times, first in sizes_of_pieces(self.batch_size, count):
             for start in range(first, first + times * size, size):
-                piece = self._run_piece([leaf[start : start + size] for leaf in self.leaves], sums, planned)
+                self.run_piece(self.piece(size, start), sums, planned)
                 seen = self.statistics.merged(seen, size / self.batch_size)
         self.statistics.move(before, seen)
         self._update(sums)
-        for number, denominator in zip(piece.counted, sums.denominators, strict=True):
+        for number, denominator in zip(sums.counted, sums.denominators, strict=True):
             sums.values[number] = _quotient(sums.values[number], denominator)
-        return self._logs(piece.terms, sums)
+        return self._logs(sums)
 
-    def _run_piece(self, leaves: Sequence[Any], sums: _Sums, planned: Planned) -> _Piece:
-        with planned(lambda *some: sum(self._forward(some).targets), leaves):
+    def piece(self, size: int, start: int = 0) -> list[Any]:
+        """The tensors of the micro-batch of so many samples that begins with a sample."""
+        return [leaf[start : start + size] for leaf in self.leaves]
+
+    def loss_of_piece(self, *leaves: Any) -> Any:
+        """What is differentiated for a micro-batch, as one number, for its plan."""
+        piece = self._forward(leaves)
+        return holding(sum(piece.targets), piece.y_pred)
+
+    def run_piece(self, leaves: Sequence[Any], sums: Sums, planned: Planned) -> None:
+        """Forward and backward pass and metrics of a micro-batch. Nothing of it lives on but what it adds to sums."""
+        with planned(self.loss_of_piece, leaves):
             piece = self._forward(leaves)
         self._differentiate(piece.targets, sums)
         with torch.no_grad():
             detached = [value.detach() for value in piece.values]
             denominators = [piece.terms[n].denominator for n in piece.counted]
+            sums.terms, sums.counted = piece.terms, piece.counted
             sums.values = _added(sums.values, detached)
             sums.denominators = _added(sums.denominators, denominators)
             sums.bounds = piece.bounds
@@ -122,7 +170,6 @@ class _Step:
                 sums.additional = sums.additional + piece.additional.detach()
             x, y, sample_weight = self._packed(leaves)
             self.model.compute_metrics(x, y, piece.y_pred, sample_weight=sample_weight)
-        return piece
 
     def _forward(self, leaves: Sequence[Any]) -> _Piece:
         model = self.model
@@ -149,7 +196,7 @@ class _Step:
             targets.append(total if model.optimizer is None else model.optimizer.scale_loss(total))
         return _Piece(y_pred, terms, values, counted, list(bounds.values()), additional, targets)
 
-    def _differentiate(self, targets: Sequence[Any], sums: _Sums) -> None:
+    def _differentiate(self, targets: Sequence[Any], sums: Sums) -> None:
         """Add the gradients of each group of terms to its sums."""
         if not self.variables:
             return
@@ -173,7 +220,7 @@ class _Step:
         flat = [None if leaf is None else next(given) for leaf in keras.tree.flatten(self.data)]
         return keras.tree.pack_sequence_as(self.data, flat)
 
-    def _update(self, sums: _Sums) -> None:
+    def _update(self, sums: Sums) -> None:
         if not self.variables:
             warnings.warn("The model does not have any trainable weights.", stacklevel=2)
             return
@@ -192,14 +239,14 @@ class _Step:
             sums.gradients.clear()
             self.model.optimizer.apply(averaged, self.variables)
 
-    def _logs(self, terms: list[LossTerm], sums: _Sums) -> dict[str, Any]:
+    def _logs(self, sums: Sums) -> dict[str, Any]:
         model = self.model
         compile_loss = _private.compile_loss_of(model)
         with torch.no_grad():
             if compile_loss is not None:
                 for metric, value in zip(compile_loss.metrics, sums.values, strict=False):
                     metric.update_state(value, sample_weight=self.batch_size)
-            weighted = [term.weighted(value) for term, value in zip(terms, sums.values, strict=True)]
+            weighted = [term.weighted(value) for term, value in zip(sums.terms, sums.values, strict=True)]
             _private.update_loss_tracker(model, sum(weighted, start=sums.additional), self.batch_size)
         return dict(model.get_metrics_result())
 

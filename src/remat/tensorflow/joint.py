@@ -6,7 +6,6 @@ writes while they are timed get their values back.
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import dataclasses
 import functools
@@ -18,10 +17,10 @@ from typing import Any, TypeVar
 import tensorflow as tf
 
 from remat.budget import parse_budget
-from remat.errors import InfeasibleBudget, UnsupportedStep
-from remat.joint_plan import JointPlan, Option, PieceTimes, choose, counts_to_try, size_of_largest
+from remat.errors import InfeasibleBudget
+from remat.joint_choice import choose_for_batch, size_of_largest
+from remat.joint_plan import JointPlan, Option
 from remat.piece_timing import least_times_s
-from remat.plan import Plan
 from remat.tensorflow import _private
 from remat.tensorflow.device import current_device
 from remat.tensorflow.resident import carried_inputs, resident_elsewhere_bytes
@@ -33,8 +32,6 @@ OnBody = Callable[[Sequence[tf.Tensor], Sequence[tf.Tensor]], None]
 Result = TypeVar("Result")
 
 TIMED_PIECES = 2
-_TIMED_SIZES = 3
-_REPEATS = 5
 
 
 @dataclass(frozen=True)
@@ -104,7 +101,7 @@ class Pieces:
             runs[size] = functools.partial(_run, function, batch)
         variables = {id(v): v for function in functions.values() for v in function.graph.variables}
         with _unchanged(list(variables.values())):
-            found = least_times_s(runs, repeats=_REPEATS, on_processor=not current_device().is_gpu)
+            found = least_times_s(runs, on_processor=not current_device().is_gpu)
         return {size: seconds / TIMED_PIECES for size, seconds in found.items()}
 
     def _traced(self, size: int) -> _Traced:
@@ -186,59 +183,31 @@ def joint_plan(
     assert request.budget is not None
     budget = current_device().auto_budget_bytes() if request.budget == "auto" else request.budget
     budget_bytes = parse_budget(budget, max(1, whole.plain_peak.expected_bytes))
-    only_whole = ""
-    cut: Pieces | None = None
-    counts = list(counts_to_try(batch_size))
-    if whole.fits_plainly(budget_bytes):
-        counts = [1]
-    else:
-        try:
-            cut = pieces()
-        except UnsupportedStep as error:
-            only_whole, counts = str(error), [1, 2]
-    times = None if cut is None else _piece_times(cut, batch_size, counts, budget_bytes)
+    cut = functools.cache(pieces)
 
-    def plan_for(count: int) -> Plan:
-        if count == 1 or cut is None:
-            return whole.plan(budget_bytes, request)
-        return cut.candidate(size_of_largest(batch_size, count)).plan(budget_bytes, request)
+    def candidate(count: int) -> Candidate:
+        return whole if count == 1 else cut().candidate(size_of_largest(batch_size, count))
 
     def predicted_s(size: int) -> float:
-        graph = whole.step.graph if cut is None or size == batch_size else cut.candidate(size).step.graph
+        graph = whole.step.graph if size == batch_size else cut().candidate(size).step.graph
         return graph.time_s
 
     def measure(options: Sequence[Option]) -> dict[int, float]:
-        assert cut is not None
         # Also where nothing is recomputed: a plan fixes the order of operations, which takes time of its own.
         asked = {o.size: dataclasses.replace(request, budget=budget_bytes, known=o.plan) for o in options}
-        seconds = cut.times_s(asked, asked)
+        seconds = cut().times_s(asked, asked)
         return {o.micro_batches: o.micro_batches * seconds[o.size] for o in options if o.size in seconds}
 
-    return choose(
+    return choose_for_batch(
         batch_size,
         budget_bytes,
-        plan_for,
-        predicted_s if times is None else times,
-        counts=counts,
+        lambda count: candidate(count).plan(budget_bytes, request),
+        fits_plainly=lambda count: candidate(count).fits_plainly(budget_bytes),
+        predicted_s=predicted_s,
+        times_s=lambda sizes: cut().times_s(sizes),
+        measure=measure,
         coupled=coupled,
-        only_whole=only_whole,
-        times_are_measured=times is not None,
-        measure=None if cut is None else measure,
     )
-
-
-def _piece_times(cut: Pieces, batch_size: int, counts: Sequence[int], budget_bytes: int) -> PieceTimes | None:
-    """Measured for the largest micro-batches that fit with nothing recomputed; None where none does."""
-    several = counts[1:]
-    first = bisect.bisect_left(
-        several,
-        True,
-        key=lambda count: cut.candidate(size_of_largest(batch_size, count)).fits_plainly(budget_bytes),
-    )
-    if first == len(several):
-        return None
-    sizes = {max(1, size_of_largest(batch_size, several[first]) >> halved) for halved in range(_TIMED_SIZES)}
-    return PieceTimes(cut.times_s(sorted(sizes)))
 
 
 def outside(function: Callable[[], Result]) -> Result:

@@ -101,53 +101,89 @@ def plan(
         budget = "60%"
     if budget is not None:
         parse_budget(budget, baseline_peak_bytes=1 << 60)
-    recording = record_step(
-        loss_fn, args, optimizer, accumulates=accumulates, resident=resident, resident_bytes=resident_bytes
+    candidate = Candidate(
+        loss_fn,
+        args,
+        optimizer=optimizer,
+        accumulates=accumulates,
+        resident=resident,
+        resident_bytes=resident_bytes,
+        device=device,
     )
-    step = traced_step(recording, get_profile(device or default_profile(recording.device)))
-    units = Units(step)
     if plan is not None:
-        plan.check_graph(step.graph)
-        return _with_directions(plan, step, units)
+        return candidate.following(plan)
     assert budget is not None
-    return _within(step, units, budget, planner, time_limit_s, options)
+    return candidate.plan(budget, planner=planner, time_limit_s=time_limit_s, **options)
 
 
-def _within(
-    step: TracedStep,
-    units: Units,
-    budget: int | str,
-    planner: str,
-    time_limit_s: float | None,
-    options: dict[str, Any],
-) -> StepPlan:
-    graph = step.graph
-    plain = simulate(graph, graph.plain_schedule)
-    budget_bytes = parse_budget(budget, plain.peak_bytes)
+class Candidate:
+    """A step as it would run: its trace, its plain peak, and its plans. See ``plan`` for the arguments.
 
-    def make_plan(planner_budget: int) -> Plan:
-        return plan_graph(graph, planner_budget, planner=planner, time_limit_s=time_limit_s, **options)
+    Attributes:
+        step: the trace.
+        plain_peak_bytes: of the step with nothing recomputed.
+    """
 
-    def real_peak(found: Plan) -> PeakWithReserve:
-        return PeakWithReserve(
-            simulate(graph, in_eager_order(step, found.schedule, units).schedule).peak_bytes, _RESERVE
+    def __init__(
+        self,
+        loss_fn: Callable[..., Any],
+        args: Sequence[Any],
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
+        accumulates: bool = False,
+        resident: Sequence[torch.Tensor] = (),
+        resident_bytes: int = 0,
+        device: str | None = None,
+    ) -> None:
+        recording = record_step(
+            loss_fn, args, optimizer, accumulates=accumulates, resident=resident, resident_bytes=resident_bytes
         )
+        self.step = traced_step(recording, get_profile(device or default_profile(recording.device)))
+        graph = self.step.graph
+        self.plain_peak_bytes = simulate(graph, graph.plain_schedule).peak_bytes
+        self._units = Units(self.step)
 
-    if plain.peak_bytes <= budget_bytes:
-        return _with_directions(make_plan(budget_bytes), step, units)
-    first_guess = int(budget_bytes / (1 + _RESERVE))
-    try:
-        found = plan_within(budget_bytes, first_guess, make_plan, real_peak, rounds=_ROUNDS, last_rounds=_LAST_ROUNDS)
-    except InfeasibleBudget as error:
-        raise infeasible(budget_bytes, error.minimum_bytes, error.binding_op) from None
-    return _with_directions(dataclasses.replace(found, budget_bytes=budget_bytes), step, units)
+    def plan(
+        self, budget: int | str, *, planner: str = "auto", time_limit_s: float | None = None, **options: Any
+    ) -> StepPlan:
+        """The cheapest plan found whose peak stays within the budget as eager PyTorch runs it.
 
+        Raises:
+            InvalidBudget: if the budget cannot be read.
+            InfeasibleBudget: if no schedule fits; it names the smallest budget that this function can keep.
+        """
+        graph = self.step.graph
+        budget_bytes = parse_budget(budget, self.plain_peak_bytes)
 
-def _with_directions(found: Plan, step: TracedStep, units: Units) -> StepPlan:
-    order = in_eager_order(step, found.schedule, units)
-    eager = _figures_of(found, step.graph, order.schedule)
-    values = {one.name: getattr(eager, one.name) for one in dataclasses.fields(Plan)}
-    return StepPlan(**values, step=step, directions=directions_of(step, order, units))
+        def make_plan(planner_budget: int) -> Plan:
+            return plan_graph(graph, planner_budget, planner=planner, time_limit_s=time_limit_s, **options)
+
+        def real_peak(found: Plan) -> PeakWithReserve:
+            order = in_eager_order(self.step, found.schedule, self._units)
+            return PeakWithReserve(simulate(graph, order.schedule).peak_bytes, _RESERVE)
+
+        if self.plain_peak_bytes <= budget_bytes:
+            return self.following(make_plan(budget_bytes))
+        first_guess = int(budget_bytes / (1 + _RESERVE))
+        try:
+            found = plan_within(
+                budget_bytes, first_guess, make_plan, real_peak, rounds=_ROUNDS, last_rounds=_LAST_ROUNDS
+            )
+        except InfeasibleBudget as error:
+            raise infeasible(budget_bytes, error.minimum_bytes, error.binding_op) from None
+        return self.following(dataclasses.replace(found, budget_bytes=budget_bytes))
+
+    def following(self, found: Plan) -> StepPlan:
+        """A plan of this step, in the order that eager PyTorch runs it in.
+
+        Raises:
+            PlanMismatch: where the plan is for another step.
+        """
+        found.check_graph(self.step.graph)
+        order = in_eager_order(self.step, found.schedule, self._units)
+        eager = _figures_of(found, self.step.graph, order.schedule)
+        values = {one.name: getattr(eager, one.name) for one in dataclasses.fields(Plan)}
+        return StepPlan(**values, step=self.step, directions=directions_of(self.step, order, self._units))
 
 
 def _figures_of(found: Plan, graph: Graph, schedule: Schedule) -> Plan:

@@ -43,7 +43,7 @@ def record_step(
         UnsupportedStep: where Python needs the value of a tensor, or the loss cannot be differentiated.
     """
     recorder = StepRecorder()
-    with _undisturbed(), ExitStack() as stack:
+    with undisturbed(), ExitStack() as stack:
         stack.enter_context(recorder.storages.fake_mode)
         stack.enter_context(recorder)
         recorder.pin([t for t in _private.tree_leaves(args) if isinstance(t, torch.Tensor)], "batch")
@@ -108,7 +108,7 @@ def _differentiate(recorder: StepRecorder, loss: torch.Tensor, accumulates: bool
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
+def undisturbed() -> Iterator[None]:
     """Python's and NumPy's random states as before; PyTorch's own are not drawn from by fake tensors."""
     python_state, numpy_state = random.getstate(), np.random.get_state()
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import remat
-from remat.joint_plan import PieceTimes, choose, counts_to_try, size_of_largest
+from remat.joint_choice import PieceTimes, choose, choose_for_batch, counts_to_try, size_of_largest
 from remat.plan import Plan
 
 BATCH, BUDGET = 64, 1000
@@ -170,3 +170,48 @@ def test_a_larger_piece_never_takes_more_than_in_proportion():
     assert PieceTimes({8: 1.0, 16: 8.0})(32) <= 16.0
     assert PieceTimes({8: 4.0, 16: 2.0})(32) == 2.0
     assert PieceTimes({8: 4.0})(16) == 8.0
+
+
+def for_batch(fits_plainly, overheads, timed=None):
+    """The choice for a batch of which a front end knows which numbers of micro-batches fit."""
+
+    def times_s(sizes):
+        timed.append(sizes)
+        return {size: size + 2.0 for size in sizes}
+
+    return choose_for_batch(
+        BATCH, BUDGET, plans(overheads, []), fits_plainly=fits_plainly, predicted_s=float, times_s=times_s
+    )
+
+
+def test_a_batch_that_fits_is_neither_cut_nor_timed():
+    found = for_batch(lambda count: True, {1: 0.0})
+    assert [option.micro_batches for option in found.options] == [1]
+    assert "there is no choice, so none was measured" in str(found)
+
+
+def test_the_largest_pieces_that_fit_are_timed_and_smaller_ones():
+    timed = []
+    found = for_batch(lambda count: count >= 6, {1: 0.5, 2: 0.3, 3: 0.2, 4: 0.1, 6: 0.0}, timed)
+    assert timed == [[2, 5, 11]]
+    assert found.times_are_measured
+    assert found.micro_batches == 4  # 99, 88.4, 86.4, 79.2 and 78 seconds
+
+
+def test_where_no_piece_fits_as_it_is_times_are_the_cost_models():
+    overheads = {count: 0.5 for count in counts_to_try(BATCH)}
+    found = for_batch(lambda count: False, overheads)
+    assert not found.times_are_measured
+    assert "no micro-batch without recomputation fits" in str(found)
+
+
+def test_a_batch_that_cannot_be_cut():
+    def fits_plainly(count):
+        if count > 1:
+            raise remat.UnsupportedStep("it has its own train_step")
+        return False
+
+    found = for_batch(fits_plainly, {1: 0.4})
+    assert found.micro_batches == 1
+    assert "not possible: it has its own train_step" in str(found)
+    assert "there is no choice" in str(found)

@@ -1,0 +1,27 @@
+"""What the training step of Keras on PyTorch differentiates, as a function that can be traced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from remat.keras import _private
+
+
+def loss_of(model: keras.Model) -> Callable[[Any, Any, Any], Any]:
+    """What Keras' own training step differentiates, as a function of x, y and sample weights."""
+
+    def loss_fn(x: Any, y: Any, sample_weight: Any) -> Any:
+        y_pred = _private.call_in_training(model, x)
+        loss = model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
+        return holding(loss if model.optimizer is None else model.optimizer.scale_loss(loss), y_pred)
+
+    return loss_fn
+
+
+def holding(loss: Any, y_pred: Any) -> Any:
+    """The loss, which keeps what the model returned: metrics see that after the backward pass, so memory holds it."""
+    loss.y_pred = y_pred
+    return loss
