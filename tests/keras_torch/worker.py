@@ -10,6 +10,7 @@ import io
 import json
 import os
 import sys
+from collections import Counter
 from typing import Any
 
 os.environ["KERAS_BACKEND"] = "torch"
@@ -28,8 +29,8 @@ PLANNING: dict[str, Any] = {"planner": "peak_greedy"}
 def functional() -> keras.Model:
     inputs = keras.Input((WIDTH,))
     x = layers.BatchNormalization()(inputs)
-    for _ in range(6):
-        x = layers.Dropout(0.2)(layers.Dense(4 * WIDTH, activation="tanh")(x))
+    for number in range(6):
+        x = layers.Dropout(0.2)(layers.Dense(4 * WIDTH, activation="tanh", name=f"hidden_{number}")(x))
     return keras.Model(inputs, layers.Dense(10, kernel_regularizer="l2", activity_regularizer="l2")(x))
 
 
@@ -37,8 +38,8 @@ def dense(classes: int = 10) -> keras.Model:
     """Nothing in it sees the other samples of a batch, or draws."""
     inputs = keras.Input((WIDTH,))
     x = inputs
-    for _ in range(6):
-        x = layers.Dense(4 * WIDTH, activation="gelu")(x)
+    for number in range(6):
+        x = layers.Dense(4 * WIDTH, activation="gelu", name=f"hidden_{number}")(x)
     return keras.Model(inputs, layers.Dense(classes)(x))
 
 
@@ -60,6 +61,7 @@ class Inner(keras.Model):
     def __init__(self) -> None:
         super().__init__()
         self.inner = functional()
+        self.never_called = layers.Identity(name="never_called")
 
     def call(self, x, training=None):
         return self.inner(x, training=training)
@@ -95,7 +97,8 @@ def train(spec: dict[str, Any], limited: bool) -> tuple[dict[str, Any], keras.Mo
     model.compile(optimizer="adam", loss=loss, metrics=["accuracy"], **spec.get("compile", {}))
     if limited:
         try:
-            remat.keras.limit_memory(model, spec["budget"], micro_batches=spec.get("micro_batches", 1), **PLANNING)
+            how = {name: spec[name] for name in ("budget", "checkpoints", "micro_batches") if name in spec}
+            remat.keras.limit_memory(model, **how, **PLANNING)
             history = model.fit(x, y, batch_size=spec.get("batch", BATCH), epochs=2, shuffle=False, verbose=0)
         except remat.InfeasibleBudget as error:
             if not spec.get("at least"):
@@ -129,6 +132,12 @@ def chosen(model: keras.Model) -> dict[str, Any] | None:
     }
 
 
+def recomputed_kinds(model: keras.Model) -> dict[str, int]:
+    """How many ops of each kind run more than once."""
+    graph, runs = remat.keras.graph_of(model), Counter(remat.keras.plan_of(model).schedule)
+    return Counter(op.kind for number, op in enumerate(graph.ops) if runs[number] > 1)
+
+
 def measured_peak(model: keras.Model, batch: int) -> int:
     """Of one training step on a batch."""
     rng = np.random.default_rng(1)
@@ -153,6 +162,7 @@ def outcome(spec: dict[str, Any]) -> dict[str, Any]:
     same = all(np.array_equal(a, b) for a, b in zip(plain_model.get_weights(), model.get_weights(), strict=True))
     departures = [applied.departures for applied in remat.keras.limit._limits[model]._applied.values()]
     measured, joint = measured_peak(model, spec.get("batch", BATCH)), chosen(model)
+    kinds = recomputed_kinds(model)
     remat.keras.limit_memory(model, None)
     return {
         "measured": measured,
@@ -164,6 +174,7 @@ def outcome(spec: dict[str, Any]) -> dict[str, Any]:
         "same weights": same,
         "departures": departures,
         "recomputed": plan.recomputed,
+        "recomputed_kinds": kinds,
         "peak_bytes": plan.peak_bytes,
         "budget_bytes": plan.budget_bytes,
         "plain_bytes": plan.baseline_peak_bytes,

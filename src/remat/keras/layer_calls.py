@@ -7,10 +7,20 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from remat.errors import UnsupportedStep
+
 
 def is_tensor_name(name: Any) -> bool:
     """Does ``name`` name a tensor (``"block/dense/BiasAdd:0"``), not a layer?"""
     return isinstance(name, str) and ("/" in name or ":" in name)
+
+
+def not_called(layer: Any) -> UnsupportedStep:
+    """What to raise for a layer whose output should be kept and never comes."""
+    return UnsupportedStep(
+        f"the checkpoint {layer.name!r} is a layer that this training step does not call; name layers on the way from "
+        "the inputs to the loss"
+    )
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from remat.errors import UnsupportedStep
-from remat.keras.layer_calls import calls_pass, is_tensor_name
+from remat.keras.layer_calls import calls_pass, is_tensor_name, not_called
 from remat.keras.recomputation import find_layers
 
 _SHOWN = 8
@@ -48,10 +48,7 @@ class LayerOutputs:
         for number, layer in enumerate(self._layers):
             own = [t for t in self._outputs[number] if t.graph is graph]
             if not own:
-                raise UnsupportedStep(
-                    f"the checkpoint {layer.name!r} is a layer that this training step does not call; name layers on "
-                    "the way from the inputs to the loss"
-                )
+                raise not_called(layer)
             found += own
         for name in self._tensor_names:
             found.append(_tensor_named(graph, name))

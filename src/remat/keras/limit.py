@@ -61,7 +61,7 @@ def limit_memory(
         checkpoints: your own cut points instead of a budget: names of layers at any depth, layers, or names of tensors.
             What they return is kept and everything else between them is recomputed where that is exact, with any
             optimizer. On JAX, names of tensors are those of ``jax.ad_checkpoint.checkpoint_name``, with a slash or a
-            colon in them.
+            colon in them; on PyTorch there are none.
         micro_batches: into how many pieces a batch is cut, for one update with the full batch's numbers; see
             docs/micro_batches.md for what each part of a model does. "auto" chooses at the first step what keeps the
             budget at the least predicted time, recomputation alone where BatchNormalization makes micro-batches
@@ -77,10 +77,10 @@ def limit_memory(
         InvalidBudget: if the budget cannot be read.
         ValueError: for both a budget and checkpoints, a layer that the model does not have, or ``micro_batches`` that
             is neither a whole number of at least 1 nor "auto" with a budget.
-        UnsupportedStep: for another backend than TensorFlow, JAX and PyTorch, checkpoints on PyTorch, a budget on
-            several replicas, or ``run_eagerly`` on the first two; on PyTorch for a model with its own ``train_step``;
-            with a number of micro-batches likewise, and by ``fit`` for a loss of which it cannot be known what it
-            divides by. By ``fit`` for a checkpoint that the training step lacks.
+        UnsupportedStep: for another backend than TensorFlow, JAX and PyTorch, a budget on several replicas, or
+            ``run_eagerly`` on the first two; on PyTorch for a model with its own ``train_step``, or a checkpoint that
+            names a tensor; with a number of micro-batches likewise, and by ``fit`` for a loss of which it cannot be
+            known what it divides by. By ``fit`` for a checkpoint that the training step lacks.
         InfeasibleBudget: by ``fit``, at the first step, if no schedule fits; it names the smallest budget.
     """
     if not isinstance(model, keras.Model):
@@ -104,10 +104,6 @@ def limit_memory(
             f"limit_memory supports Keras on TensorFlow, JAX and PyTorch, and the active backend is {backend!r}; set "
             "KERAS_BACKEND=tensorflow, jax or torch before keras is imported"
         )
-    if backend == "torch" and checkpoints is not None:
-        raise UnsupportedStep(
-            "checkpoints is not supported by Keras on PyTorch; give a budget, a number of micro-batches, or both"
-        )
     if model in _limits:
         _limits.pop(model).detach()
     if backend == "tensorflow":
@@ -120,7 +116,7 @@ def limit_memory(
     elif backend == "torch":
         from remat.keras.torch_backend import TorchLimit
 
-        _limits[model] = TorchLimit(model, budget, count, planner, time_limit_s, options)
+        _limits[model] = TorchLimit(model, budget, checkpoints, count, planner, time_limit_s, options)
     else:
         from remat.jax.request import Request as JaxRequest
         from remat.keras.jax_backend import JaxLimit

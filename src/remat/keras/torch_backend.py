@@ -15,6 +15,7 @@ from remat.graph import Graph
 from remat.joint_plan import JointPlan
 from remat.keras.attachment import Attachment
 from remat.keras.torch_joint import choose_micro_batches
+from remat.keras.torch_kept_layers import KeptLayers
 from remat.keras.torch_loss import loss_of
 from remat.keras.torch_micro_batch_step import TorchMicroBatchedStep
 from remat.plan import Plan
@@ -29,7 +30,8 @@ class TorchLimit(Attachment):
 
     Args:
         model: the model.
-        budget: what a step may take, with micro-batches one of them; None recomputes nothing.
+        budget: what a step may take, with micro-batches one of them; None plans nothing.
+        checkpoints: layers or names of those whose outputs are kept, instead of a budget.
         micro_batches: how many pieces a batch is cut into; None to choose when the first batch comes, for which there
             is a budget.
         planner: a planner's name.
@@ -44,6 +46,7 @@ class TorchLimit(Attachment):
         self,
         model: keras.Model,
         budget: int | str | None,
+        checkpoints: Sequence[Any] | None,
         micro_batches: int | None,
         planner: str,
         time_limit_s: float | None,
@@ -53,6 +56,7 @@ class TorchLimit(Attachment):
         self._joint: JointPlan | None = None
         self._set_count(model, micro_batches or 1)
         _check_train_step(model)
+        self._checkpoints = None if checkpoints is None else KeptLayers(model, checkpoints)
         super().__init__(model)
         self._budget = budget
         self._options = {"planner": planner, "time_limit_s": time_limit_s, **options}
@@ -120,7 +124,7 @@ class TorchLimit(Attachment):
         self, model: keras.Model, loss_fn: Callable[..., Any], args: Sequence[Any]
     ) -> AbstractContextManager[Any]:
         """What the forward pass of a step, or of one micro-batch, runs in."""
-        if self._budget is None:
+        if self._budget is None and self._checkpoints is None:
             return nullcontext()
         key = tuple(tuple(leaf.shape) for leaf in keras.tree.flatten(args) if hasattr(leaf, "shape"))
         if key not in self._applied:
@@ -128,11 +132,15 @@ class TorchLimit(Attachment):
         return self._applied[key]
 
     def _plan_for(self, model: keras.Model, loss_fn: Callable[..., Any], args: Sequence[Any]) -> StepPlan:
-        assert self._budget is not None
-        # A share means one of the largest batch seen: the first, as a rule.
-        budget = _in_bytes(self._budget) if self._main is None else self._main.budget_bytes
-        traced = self._traced(model, loss_fn, args, accumulates=self._micro_step is not None)
-        found = traced.plan(budget, **self._options)
+        accumulates = self._micro_step is not None
+        if self._checkpoints is not None:
+            traced = self._traced(model, self._checkpoints.marking(loss_fn), args, accumulates=accumulates)
+            found = traced.keeping(self._checkpoints.storages_in(traced.step.recording))
+        else:
+            assert self._budget is not None
+            # A share means one of the largest batch seen: the first, as a rule.
+            budget = _in_bytes(self._budget) if self._main is None else self._main.budget_bytes
+            found = self._traced(model, loss_fn, args, accumulates=accumulates).plan(budget, **self._options)
         if self._main is None or found.baseline_peak_bytes > self._main.baseline_peak_bytes:
             self._main = found
         return found

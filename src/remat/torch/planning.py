@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from remat.errors import InfeasibleBudget
 from remat.graph import Graph
 from remat.plan import Plan, plan_for_schedule
 from remat.plan import plan as plan_graph
+from remat.planners.checkpoints import plan_with_checkpoints
 from remat.schedule import Schedule
 from remat.simulator import simulate
 from remat.torch.eager_order import Directions, Units, directions_of, in_eager_order
@@ -172,6 +173,11 @@ class Candidate:
         except InfeasibleBudget as error:
             raise infeasible(budget_bytes, error.minimum_bytes, error.binding_op) from None
         return self.following(dataclasses.replace(found, budget_bytes=budget_bytes))
+
+    def keeping(self, storages: Collection[int]) -> StepPlan:
+        """The plan that keeps what these recorded storages hold, and recomputes all else where that is exact."""
+        kept = [self.step.tensor[number] for number in storages if number in self.step.tensor]
+        return self.following(plan_with_checkpoints(self.step.graph, kept, self.step.forward_ops - 1))
 
     def following(self, found: Plan) -> StepPlan:
         """A plan of this step, in the order that eager PyTorch runs it in.

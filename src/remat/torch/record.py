@@ -15,6 +15,7 @@ import torch
 
 from remat.errors import UnsupportedStep
 from remat.torch import _private
+from remat.torch.marks import marks_go_to
 from remat.torch.recorder import StepRecorder
 from remat.torch.recording import Recording
 from remat.torch.replicas import without_reduction
@@ -52,6 +53,7 @@ def record_step(
             recorder.count_beside(resident_bytes)
         with (
             recorder.names,
+            marks_go_to(recorder.mark),
             without_reduction(recorder.count_beside),
             torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack),
         ):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -76,6 +76,12 @@ class StepRecorder(_private.TorchDispatchMode):
     def count_beside(self, size_bytes: int) -> None:
         """Count memory that is there for the whole step and that no operator of it touches."""
         self.recording.storages.append(RecordedStorage(size_bytes, None, "uint8", role="state"))
+
+    def mark(self, tensor: torch.Tensor, as_what: Hashable) -> None:
+        """Note the storage of a tensor that ``remat.torch.marks.mark`` was given."""
+        if has_storage(tensor):
+            number = self.storages.of(self.storages.fake(tensor))
+            self.recording.marked.setdefault(as_what, []).append(number)
 
     def _read(self, tensor: torch.Tensor) -> tuple[int, int]:
         number = self.storages.of(tensor)

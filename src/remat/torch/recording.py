@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -94,7 +95,17 @@ class Slot:
 
 @dataclass
 class Recording:
-    """Everything seen of one step. Positions count ops: an event at position p comes before op p."""
+    """Everything seen of one step. Positions count ops: an event at position p comes before op p.
+
+    Attributes:
+        ops: in the order in which they ran.
+        storages: of the tensors that they read and make.
+        slots: what autograd saved.
+        forward_ops: how many ops the forward pass has.
+        loss: its storage.
+        device: the type of the device.
+        marked: storages of tensors that were given to ``mark``, by what they were marked with.
+    """
 
     ops: list[RecordedOp] = field(default_factory=list)
     storages: list[RecordedStorage] = field(default_factory=list)
@@ -102,3 +113,4 @@ class Recording:
     forward_ops: int = 0
     loss: int | None = None
     device: str = "cpu"
+    marked: dict[Hashable, list[int]] = field(default_factory=dict)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,12 +27,14 @@ class TracedStep:
         recording: what was seen.
         place: for each recorded op, its index in the graph.
         forward_ops: how many ops of the graph belong to the forward pass.
+        tensor: for each recorded storage that an op of the graph makes or reads, its first tensor in the graph.
     """
 
     graph: Graph
     recording: Recording
     place: tuple[int, ...]
     forward_ops: int
+    tensor: Mapping[int, int]
 
 
 def trace(
@@ -113,7 +115,7 @@ class _Builder:
         graph = Graph(
             tuple(self._ops), tuple(self._tensors), tuple(dict.fromkeys((*pinned, *tiny))), outputs, free_order=False
         )
-        return TracedStep(graph, recording, tuple(place), forward_ops)
+        return TracedStep(graph, recording, tuple(place), forward_ops, dict(self._root))
 
     def _tensor_of(self, number: int) -> int:
         """The newest tensor in a storage; made here for what was there before the step."""
