@@ -16,8 +16,8 @@ from remat.joint_plan import JointPlan
 from remat.keras.attachment import Attachment
 from remat.keras.torch_joint import choose_micro_batches
 from remat.keras.torch_kept_layers import KeptLayers
-from remat.keras.torch_loss import loss_of
 from remat.keras.torch_micro_batch_step import TorchMicroBatchedStep
+from remat.keras.torch_step import loss_of, update_of
 from remat.plan import Plan
 from remat.torch.emit import Applied, apply
 from remat.torch.planning import Candidate, StepPlan
@@ -148,12 +148,12 @@ class TorchLimit(Attachment):
     def _traced(
         self, model: keras.Model, loss_fn: Callable[..., Any], args: Sequence[Any], *, accumulates: bool
     ) -> Candidate:
-        state = []
-        if model.optimizer is not None:
-            if not model.optimizer.built:
-                model.optimizer.build(model.trainable_variables)
-            state = [variable.value for variable in model.optimizer.variables]
-        return Candidate(loss_fn, args, accumulates=accumulates, resident=state)
+        if model.optimizer is None:
+            return Candidate(loss_fn, args, accumulates=accumulates)
+        if not model.optimizer.built:
+            model.optimizer.build(model.trainable_variables)
+        state = [variable.value for variable in model.optimizer.variables]
+        return Candidate(loss_fn, args, update=update_of(model), accumulates=accumulates, resident=state)
 
 
 def _check_train_step(model: keras.Model) -> None:

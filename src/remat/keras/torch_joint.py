@@ -15,8 +15,8 @@ from remat.budget import parse_budget
 from remat.joint_choice import PieceTimes, choose_for_batch, size_of_largest
 from remat.joint_plan import JointPlan, Option
 from remat.keras.batch_statistics import coupling_layers
-from remat.keras.torch_loss import loss_of
 from remat.keras.torch_micro_batch_step import CutBatch, Sums, TorchMicroBatchedStep
+from remat.keras.torch_step import loss_of
 from remat.piece_timing import least_times_s
 from remat.torch.emit import apply
 from remat.torch.planning import Candidate

@@ -24,7 +24,7 @@ from remat.keras.micro_batches import (
     sizes_of_pieces,
     summand,
 )
-from remat.keras.torch_loss import holding
+from remat.keras.torch_step import holding
 
 # (loss function, tensors of a micro-batch) -> what its forward pass runs in.
 Planned = Callable[[Callable[..., Any], Sequence[Any]], AbstractContextManager[Any]]

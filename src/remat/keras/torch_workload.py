@@ -15,7 +15,7 @@ from remat.graph import Graph
 from remat.keras.example_batch import batch_spec
 from remat.keras.limit import graph_of, limit_memory, plan_of
 from remat.keras.model_workload import ModelWorkload, gradients_shown
-from remat.keras.torch_loss import loss_of
+from remat.keras.torch_step import loss_of
 from remat.keras.training_data import batches
 from remat.torch.measure import measure
 from remat.torch.trace import trace

@@ -20,7 +20,7 @@ from remat.planners.checkpoints import plan_with_checkpoints
 from remat.schedule import Schedule
 from remat.simulator import simulate
 from remat.torch.eager_order import Directions, Units, directions_of, in_eager_order
-from remat.torch.record import record_step
+from remat.torch.record import Update, record_step
 from remat.torch.trace import TracedStep, default_profile, traced_step
 
 _ROUNDS = 6
@@ -118,7 +118,9 @@ def plan(
 
 
 class Candidate:
-    """A step as it would run: its trace, its plain peak, and its plans. See ``plan`` for the arguments.
+    """A step as it would run: its trace, its plain peak, and its plans.
+
+    The arguments are those of ``plan``, and instead of an optimizer an ``update``, see ``record_step``.
 
     Attributes:
         step: the trace.
@@ -131,13 +133,20 @@ class Candidate:
         args: Sequence[Any],
         *,
         optimizer: torch.optim.Optimizer | None = None,
+        update: Update | None = None,
         accumulates: bool = False,
         resident: Sequence[torch.Tensor] = (),
         resident_bytes: int = 0,
         device: str | None = None,
     ) -> None:
         recording = record_step(
-            loss_fn, args, optimizer, accumulates=accumulates, resident=resident, resident_bytes=resident_bytes
+            loss_fn,
+            args,
+            optimizer,
+            update=update,
+            accumulates=accumulates,
+            resident=resident,
+            resident_bytes=resident_bytes,
         )
         self.step = traced_step(recording, get_profile(device or default_profile(recording.device)))
         graph = self.step.graph

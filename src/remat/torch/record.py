@@ -5,10 +5,11 @@ Nothing is allocated and no parameter changes: PyTorch's ``FakeTensorMode`` carr
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -20,12 +21,16 @@ from remat.torch.recorder import StepRecorder
 from remat.torch.recording import Recording
 from remat.torch.replicas import without_reduction
 
+Update: TypeAlias = Callable[[Callable[[torch.Tensor], torch.Tensor | None]], None]
+"""An optimizer's update, as a function of what gives a parameter's gradient; writes to real tensors change none."""
+
 
 def record_step(
     loss_fn: Callable[..., Any],
     args: Sequence[Any],
     optimizer: torch.optim.Optimizer | None = None,
     *,
+    update: Update | None = None,
     accumulates: bool = False,
     resident: Sequence[torch.Tensor] = (),
     resident_bytes: int = 0,
@@ -36,6 +41,7 @@ def record_step(
         loss_fn: returns the loss, a tensor of one element.
         args: its arguments.
         optimizer: whose state and update are counted; it is not changed.
+        update: what happens with the gradients instead, see ``Update``; it is counted as far as it needs no values.
         resident: tensors that count although the step does not touch them.
         resident_bytes: memory that counts likewise.
         accumulates: do gradients of earlier micro-batches exist, to which those of this step are added?
@@ -60,11 +66,15 @@ def record_step(
             loss = _loss_of(loss_fn, args)
         recorder.end_forward(loss)
         _differentiate(recorder, loss, accumulates)
+        kept = None if accumulates else loss  # Of a micro-batch nothing but gradients is left when the update comes.
         del loss
         if optimizer is not None:
             from remat.torch.update import record_update
 
             record_update(recorder, optimizer)
+        elif update is not None:
+            _follow(update, recorder)
+        del kept
     return recorder.finished()
 
 
@@ -107,6 +117,16 @@ def _differentiate(recorder: StepRecorder, loss: torch.Tensor, accumulates: bool
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _follow(update: Update, recorder: StepRecorder) -> None:
+    recorder.begin_update({})
+    # Where it wants values (a loss scale: is everything finite?), what it did up to there counts. A real mistake comes
+    # up again in the real update.
+    with suppress(RuntimeError):
+        update(recorder.gradient_of)
+        return
+    gc.collect()  # The error's frames hold on to fake tensors.
 
 
 @contextmanager

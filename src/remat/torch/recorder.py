@@ -52,6 +52,7 @@ class StepRecorder(_private.TorchDispatchMode):
         self._held: list[Any] = []
         # By the address of the parameter.
         self._gradients: dict[int, int] = {}
+        self._let_go: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -236,6 +237,8 @@ class StepRecorder(_private.TorchDispatchMode):
             )
             self.storages.captured.add(number)
             self._gradients[id(leaf)] = number
+            # Autograd lets go of it here; only the gradients that this trace was given hold it longer.
+            self._let_go[source] = len(recording.ops)
 
         return accumulate
 
@@ -265,10 +268,19 @@ class StepRecorder(_private.TorchDispatchMode):
         self.phase = "update"
         with self.paused():
             for address, parameter in parameters.items():
-                parameter.grad = None
-                if (number := self._gradients.get(address)) is not None:
-                    parameter.grad = torch.empty_like(parameter)
-                    self.storages.stands_for(parameter.grad, number, until_it_dies=False)
+                parameter.grad = self._gradient(address, parameter)
+
+    def gradient_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """A fake tensor in the recorded gradient of a real parameter; None where it has none."""
+        with self.paused():
+            return self._gradient(id(parameter), self.stand_in(parameter))
+
+    def _gradient(self, address: int, like: torch.Tensor) -> torch.Tensor | None:
+        if (number := self._gradients.get(address)) is None:
+            return None
+        gradient = torch.empty_like(like)
+        self.storages.stands_for(gradient, number, until_it_dies=False)
+        return gradient
 
     def finished(self) -> Recording:
         """The recording, once everything that only the trace held is gone."""
@@ -277,6 +289,8 @@ class StepRecorder(_private.TorchDispatchMode):
         for module in self.names.outermost:
             for name, tensor in (*module.named_parameters(), *module.named_buffers()):
                 self.storages.name(tensor, name)
+        for number in self._let_go.keys() - self.storages.captured:
+            recording.storages[number].released = self._let_go[number]
         alive = self.storages.survivors()
         for number in alive:
             recording.storages[number].released = None

@@ -1,4 +1,4 @@
-"""What the training step of Keras on PyTorch differentiates, as a function that can be traced."""
+"""The training step of Keras on PyTorch as functions that can be traced: its loss and its update."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
+import torch
 
 from remat.keras import _private
 
@@ -19,6 +20,17 @@ def loss_of(model: keras.Model) -> Callable[[Any, Any, Any], Any]:
         return holding(loss if model.optimizer is None else model.optimizer.scale_loss(loss), y_pred)
 
     return loss_fn
+
+
+def update_of(model: keras.Model) -> Callable[[Callable[[Any], Any]], None]:
+    """What the optimizer does with the gradients, as a function of what gives a parameter's gradient."""
+
+    def update(gradient_of: Callable[[Any], Any]) -> None:
+        variables = list(model.trainable_weights)
+        with torch.no_grad():
+            model.optimizer.apply([gradient_of(variable.value) for variable in variables], variables)
+
+    return update
 
 
 def holding(loss: Any, y_pred: Any) -> Any:
