@@ -115,7 +115,7 @@ def checked(budget: str) -> dict[str, Any]:
     rng = np.random.default_rng(1)
     model = functional()
     model.compile(optimizer="adam", loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    x, y = rng.normal(size=(BATCH, WIDTH)).astype("float32"), rng.integers(0, 10, BATCH)
+    x, y = rng.normal(size=(4 * BATCH, WIDTH)).astype("float32"), rng.integers(0, 10, 4 * BATCH)
     found = remat.keras.check(model, x, y, budget=budget, steps=2)
     return {"verdict": str(found), "recomputed": found.recomputed}
 

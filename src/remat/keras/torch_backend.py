@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 import keras
@@ -17,10 +16,10 @@ from remat.keras.attachment import Attachment
 from remat.keras.torch_joint import choose_micro_batches
 from remat.keras.torch_kept_layers import KeptLayers
 from remat.keras.torch_micro_batch_step import TorchMicroBatchedStep
-from remat.keras.torch_step import loss_of, update_of
+from remat.keras.torch_step import loss_of, traced_step
 from remat.plan import Plan
 from remat.torch.emit import Applied, apply
-from remat.torch.planning import Candidate, StepPlan
+from remat.torch.planning import StepPlan
 
 _GPU_MARGIN = 0.08
 
@@ -112,7 +111,7 @@ class TorchLimit(Attachment):
         if data_bytes <= self._largest_bytes:
             return
         assert self._budget is not None
-        joint = choose_micro_batches(model, data, _in_bytes(self._budget), partial(self._traced, model), self._options)
+        joint = choose_micro_batches(model, data, _in_bytes(self._budget), self._options)
         print(joint, flush=True)
         self._joint, self._largest_bytes = joint, data_bytes
         self._set_count(model, joint.micro_batches)
@@ -134,26 +133,16 @@ class TorchLimit(Attachment):
     def _plan_for(self, model: keras.Model, loss_fn: Callable[..., Any], args: Sequence[Any]) -> StepPlan:
         accumulates = self._micro_step is not None
         if self._checkpoints is not None:
-            traced = self._traced(model, self._checkpoints.marking(loss_fn), args, accumulates=accumulates)
+            traced = traced_step(model, self._checkpoints.marking(loss_fn), args, accumulates=accumulates)
             found = traced.keeping(self._checkpoints.storages_in(traced.step.recording))
         else:
             assert self._budget is not None
             # A share means one of the largest batch seen: the first, as a rule.
             budget = _in_bytes(self._budget) if self._main is None else self._main.budget_bytes
-            found = self._traced(model, loss_fn, args, accumulates=accumulates).plan(budget, **self._options)
+            found = traced_step(model, loss_fn, args, accumulates=accumulates).plan(budget, **self._options)
         if self._main is None or found.baseline_peak_bytes > self._main.baseline_peak_bytes:
             self._main = found
         return found
-
-    def _traced(
-        self, model: keras.Model, loss_fn: Callable[..., Any], args: Sequence[Any], *, accumulates: bool
-    ) -> Candidate:
-        if model.optimizer is None:
-            return Candidate(loss_fn, args, accumulates=accumulates)
-        if not model.optimizer.built:
-            model.optimizer.build(model.trainable_variables)
-        state = [variable.value for variable in model.optimizer.variables]
-        return Candidate(loss_fn, args, update=update_of(model), accumulates=accumulates, resident=state)
 
 
 def _check_train_step(model: keras.Model) -> None:

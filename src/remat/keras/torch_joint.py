@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
-from typing import Any, Protocol
+from typing import Any
 
 import keras
 import torch
@@ -16,7 +16,7 @@ from remat.joint_choice import PieceTimes, choose_for_batch, size_of_largest
 from remat.joint_plan import JointPlan, Option
 from remat.keras.batch_statistics import coupling_layers
 from remat.keras.torch_micro_batch_step import CutBatch, Sums, TorchMicroBatchedStep
-from remat.keras.torch_step import loss_of
+from remat.keras.torch_step import loss_of, traced_step
 from remat.piece_timing import least_times_s
 from remat.torch.emit import apply
 from remat.torch.planning import Candidate
@@ -26,23 +26,13 @@ _TIMED_PIECES = 2
 """Of one size, one after the other: the second adds its gradients to those of the first."""
 
 
-class Traces(Protocol):
-    """Traces a loss function with all that a training step of the model holds besides."""
-
-    def __call__(self, loss_fn: Callable[..., Any], args: Sequence[Any], *, accumulates: bool) -> Candidate:
-        """The trace; ``accumulates`` where gradients of earlier micro-batches exist."""
-
-
-def choose_micro_batches(
-    model: keras.Model, data: Any, budget: int | str, traced: Traces, options: Mapping[str, Any]
-) -> JointPlan:
+def choose_micro_batches(model: keras.Model, data: Any, budget: int | str, options: Mapping[str, Any]) -> JointPlan:
     """The joint plan of a model's training step. Nothing of it trains.
 
     Args:
         model: compiled and built.
         data: the batch.
         budget: a percentage is one of the plain peak of the whole step.
-        traced: traces the step and its micro-batches.
         options: of planning.
 
     Raises:
@@ -56,14 +46,14 @@ def choose_micro_batches(
     def cut() -> CutBatch:
         return TorchMicroBatchedStep(model, _TIMED_PIECES).cut(model, data)
 
-    whole = traced(loss_fn, batch, accumulates=False)
+    whole = traced_step(model, loss_fn, batch)
     budget_bytes = parse_budget(budget, whole.plain_peak_bytes)
     candidates = {batch_size: whole}
 
     def candidate(count: int) -> Candidate:
         size = size_of_largest(batch_size, count)
         if size not in candidates:
-            candidates[size] = traced(cut().loss_of_piece, cut().piece(size), accumulates=True)
+            candidates[size] = traced_step(model, cut().loss_of_piece, cut().piece(size), accumulates=True)
         return candidates[size]
 
     def predicted_s(size: int) -> float:

@@ -2,13 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import torch
 
 from remat.keras import _private
+from remat.torch.planning import Candidate
+
+
+def traced_step(
+    model: keras.Model,
+    loss_fn: Callable[..., Any],
+    args: Sequence[Any],
+    *,
+    accumulates: bool = False,
+    device: str | None = None,
+) -> Candidate:
+    """A training step of the model: a loss and its gradients, the optimizer's state and its update.
+
+    Args:
+        model: built; its optimizer is built here.
+        loss_fn: of a batch, or of a micro-batch.
+        args: its arguments.
+        accumulates: do gradients of earlier micro-batches exist?
+        device: profile for the predicted times; None means that of the tensors' device.
+    """
+    if model.optimizer is None:
+        return Candidate(loss_fn, args, accumulates=accumulates, device=device)
+    if not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
+    state = [variable.value for variable in model.optimizer.variables]
+    return Candidate(loss_fn, args, update=update_of(model), accumulates=accumulates, resident=state, device=device)
 
 
 def loss_of(model: keras.Model) -> Callable[[Any, Any, Any], Any]:

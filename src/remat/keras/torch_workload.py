@@ -15,10 +15,9 @@ from remat.graph import Graph
 from remat.keras.example_batch import batch_spec
 from remat.keras.limit import graph_of, limit_memory, plan_of
 from remat.keras.model_workload import ModelWorkload, gradients_shown
-from remat.keras.torch_step import loss_of
+from remat.keras.torch_step import loss_of, traced_step
 from remat.keras.training_data import batches
 from remat.torch.measure import measure
-from remat.torch.trace import trace
 from remat.workload import Array, Training
 
 _SEED = 11
@@ -28,13 +27,14 @@ class TorchWorkload(ModelWorkload):
     """See ``remat.workload.Workload`` and ``ModelWorkload``."""
 
     def graph(self, device: str) -> Graph:
-        """The loss and its gradients, traced."""
+        """The step, traced."""
         spec = batch_spec(self._model, self._options.samples, self._options.inputs)
         x, y = keras.tree.map_structure(
             lambda one: torch.empty(tuple(one.shape), dtype=getattr(torch, keras.backend.standardize_dtype(one.dtype))),
             spec,
         )
-        return trace(loss_of(self._model), x, y, None, device=device)
+        self._build_for((x, y))
+        return traced_step(self._model, loss_of(self._model), (x, y, None), device=device).step.graph
 
     def train(self, budget: int | str | None, steps: int, *, nudged: bool = False) -> Training:
         """Run some steps by ``train_on_batch``, and one more to measure its peak."""
