@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 
@@ -331,6 +332,21 @@ def test_a_parameter_that_changes_before_the_backward_pass_is_refused():
             parameter.add_(1)
     with pytest.raises(RuntimeError, match=r"modified by an in-?place operation"):
         loss.backward()
+
+
+def test_what_is_kept_is_refused_too_when_it_changes():
+    """With hooks PyTorch does not look at versions itself; here nothing is recomputed that could notice."""
+    case = mlp(layers=4)
+    applied = remat.torch.apply(remat.torch.plan(case.loss, *case.args, budget="100%", **QUICK))
+    assert applied.plan.recomputed == 0
+    for context in (contextlib.nullcontext(), applied):
+        with context:
+            loss = case.loss(*case.args)
+        with torch.no_grad():
+            for parameter in case.module.parameters():
+                parameter.add_(1)
+        with pytest.raises(RuntimeError, match=r"modified by an in-?place operation"):
+            loss.backward()
 
 
 def test_a_write_that_the_plan_does_not_know_changes_no_number():

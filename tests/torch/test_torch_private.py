@@ -67,7 +67,8 @@ def test_the_backward_pass_tells_where_it_is():
 def test_operators_run_below_autograd_and_autocast():
     x = torch.randn(4, 4, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
-        with _private.below_autograd(True):
+        with torch.no_grad(), _private.BelowAutograd():
+            _private.enable_grad(True)
             y = torch.ops.aten.mm.default(x, x)
             assert torch.is_grad_enabled()
         assert torch.is_autocast_enabled("cpu")

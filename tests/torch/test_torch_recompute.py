@@ -105,6 +105,15 @@ def test_written_after_it_was_saved_or_read():
     assert torch.equal(plain, ours)
 
 
+def test_a_parameter_that_changes_before_the_backward_pass_is_refused():
+    layer = nn.Linear(8, 8)
+    loss = remat.torch.recompute(layer)(torch.randn(4, 8, requires_grad=True)).sum()
+    with torch.no_grad():
+        layer.weight.add_(1)
+    with pytest.raises(RuntimeError, match=r"in-?place"):
+        loss.backward()
+
+
 def test_graph_kept_and_second_derivatives():
     def f(x):
         return (x.sin() * x).exp().tanh()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, MutableMapping
+from contextlib import AbstractContextManager
+from functools import cache
+from types import TracebackType
 from typing import Any, TypeAlias
 
 import torch
@@ -16,7 +18,6 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.distributed._composable_state import _module_state_mapping
-from torch.overrides import enable_reentrant_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -41,8 +42,8 @@ _SILENT_NAMESPACES = frozenset({"prim", "profiler", "record_function", "c10d", "
 
 
 def storage_key(storage: Storage) -> int:
-    """A number that no other storage alive has."""
-    return int(storage._cdata)
+    """A number that no other storage alive has: PyTorch keeps one Python object of each as long as it lives."""
+    return id(storage)
 
 
 def keeps_graph() -> bool:
@@ -74,7 +75,8 @@ def no_modes() -> AbstractContextManager[Any]:
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
     """Inside an operator: the same storage and version counter in a tensor that no autograd node will hold on to."""
-    with enable_reentrant_dispatch(), torch.no_grad():
+    # What ``torch.overrides.enable_reentrant_dispatch`` does, at a third of its time.
+    with _engine._RestorePythonTLSSnapshot():
         return tensor.detach()
 
 
@@ -85,22 +87,36 @@ def copy_of_storage(tensor: torch.Tensor) -> torch.Tensor:
     return empty.set_(storage.clone(), 0, (storage.nbytes() // tensor.element_size(),), (1,))
 
 
-@contextmanager
-def below_autograd(grad_mode: bool) -> Iterator[None]:
-    """Operators run as they did when they were seen: after autograd and autocast.
+class BelowAutograd:
+    """A context in which operators run as they did when they were seen: after autograd and autocast.
 
-    Args:
-        grad_mode: whether gradients were enabled then; a kernel may ask (oneDNN's recurrent layers do).
+    Gradients are enabled or not as they are outside, until ``enable_grad`` says otherwise.
     """
-    autocasts = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-    for kind in autocasts:
-        torch.set_autocast_enabled(kind, False)
-    try:
-        with _engine._AutoDispatchBelowAutograd(), torch.set_grad_enabled(grad_mode):
-            yield
-    finally:
-        for kind in autocasts:
-            torch.set_autocast_enabled(kind, True)
+
+    __slots__ = ("_autocasts", "_grad_mode", "_guard")
+
+    def __enter__(self) -> None:
+        self._grad_mode = torch.is_grad_enabled()
+        self._autocasts: list[str] = []
+        if _engine._is_any_autocast_enabled():
+            self._autocasts = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+            for kind in self._autocasts:
+                torch.set_autocast_enabled(kind, False)
+        self._guard = _engine._AutoDispatchBelowAutograd()
+        self._guard.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._guard.__exit__(kind, error, trace)
+        enable_grad(self._grad_mode)
+        for device in self._autocasts:
+            torch.set_autocast_enabled(device, True)
+
+
+def enable_grad(enabled: bool) -> None:
+    """Enable gradients or not, without the context manager that ``torch.set_grad_enabled`` makes."""
+    _engine._set_grad_enabled(enabled)
 
 
 def gather(tensor: torch.Tensor) -> None:
@@ -131,6 +147,7 @@ def flop_formula(func: OpOverload) -> Callable[..., Any] | None:
     return formula
 
 
+@cache
 def is_mutable(func: OpOverload) -> bool:
     """Does the operator's schema say that it writes to an argument?"""
     return bool(func._schema.is_mutable)
@@ -139,12 +156,23 @@ def is_mutable(func: OpOverload) -> bool:
 def written_arguments(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """The arguments that the operator writes to, as its schema says; lists of tensors flattened."""
     found: list[Any] = []
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[place] if place < len(args) and not argument.kwarg_only else kwargs.get(argument.name)
-        found.extend(one for one in tree_leaves(value) if isinstance(one, torch.Tensor))
+    for place, name in _written_places(func):
+        value = args[place] if place is not None and place < len(args) else kwargs.get(name)
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        else:
+            found.extend(one for one in tree_leaves(value) if isinstance(one, torch.Tensor))
     return found
+
+
+@cache
+def _written_places(func: OpOverload) -> list[tuple[int | None, str]]:
+    """Place, None where there is none, and name of each argument that the operator writes to."""
+    return [
+        (None if argument.kwarg_only else place, argument.name)
+        for place, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
 
 
 def takes_generator(func: OpOverload) -> bool:

@@ -23,12 +23,12 @@ class Rerun:
 
     Attributes:
         op: the recorded op that makes the storages; in-place writes to them follow by themselves.
-        keeps: those of its storages, with the number of the instance, that are read later.
+        keeps: those of its storages that are read later, with the number of the instance.
         uses: the storages, with the number of the instance, that it reads.
     """
 
     op: int
-    keeps: tuple[tuple[int, int], ...]
+    keeps: dict[int, int]
     uses: tuple[tuple[int, int], ...]
 
 
@@ -36,17 +36,21 @@ class Rerun:
 class Directions:
     """What the run time does about each saved tensor. An instance is a storage and the count of its recomputations.
 
+    What is neither recomputed nor read by a recomputation does not occur here: autograd keeps it, as ever.
+
     Attributes:
-        kept: storages whose first instance is kept for the backward pass.
+        kept: storages whose first instance is kept.
         rerun: recorded ops that are recomputed.
-        reruns: for each saved tensor, by number, what is recomputed when it is first read.
-        instance: for each saved tensor, the instance that it reads.
-        pending: for each instance, how many reads there are in all.
+        reruns: what is recomputed before an op of the backward pass.
+        begins: for saved tensors, by number, the op whose recomputations are due when it is first read.
+        instance: for each of these saved tensors, and all that read something recomputed, the instance that it reads.
+        pending: for each instance, how many such reads and reads by recomputations there are.
     """
 
     kept: frozenset[int]
     rerun: frozenset[int]
     reruns: dict[int, tuple[Rerun, ...]]
+    begins: dict[int, int]
     instance: dict[int, tuple[int, int]]
     pending: dict[tuple[int, int], int]
 
@@ -153,36 +157,37 @@ def _without_idle_runs(step: TracedStep, at: dict[int, tuple[int, ...]], units: 
 
 
 def directions_of(step: TracedStep, order: EagerOrder, units: Units) -> Directions:
-    """What to keep, to recompute and to let go of, for each saved tensor."""
+    """What to keep, to recompute and to let go of, and when."""
     recording = step.recording
     number: Counter[int] = Counter()
     pending: Counter[tuple[int, int]] = Counter()
     reruns: dict[int, tuple[Rerun, ...]] = {}
     instance: dict[int, tuple[int, int]] = {}
-    slots_at: dict[int, list[int]] = {}
+    begins: dict[int, int] = {}
+    slots_at: dict[int, list[tuple[int, int]]] = {}
     for place, slot in enumerate(recording.slots):
         if slot.storage is not None and slot.unpacked is not None and _is_read(slot, step):
-            slots_at.setdefault(step.place[slot.unpacked], []).append(place)
+            slots_at.setdefault(step.place[slot.unpacked], []).append((place, slot.storage))
     found: list[tuple[int, int, dict[int, int], tuple[tuple[int, int], ...]]] = []
     for op in range(step.forward_ops, len(step.graph.ops)):
-        slots = slots_at.get(op, [])
-        for unit in order.at.get(op, ()):
-            makes = recording.ops[unit].makes
-            reads = _reads_of(step, unit, units)
-            uses = tuple((storage, number[storage]) for storage in reads)
+        units_here = order.at.get(op, ())
+        for unit in units_here:
+            uses = tuple((storage, number[storage]) for storage in _reads_of(step, unit, units))
             pending.update(uses)
-            number.update(makes)
-            found.append((slots[0], unit, {storage: number[storage] for storage in makes}, uses))
-        for place in slots:
-            storage = recording.slots[place].storage
-            assert storage is not None
-            instance[place] = (storage, number[storage])
-            pending[instance[place]] += 1
-    for place, unit, made, uses in found:
-        keeps = tuple((storage, count) for storage, count in made.items() if pending[storage, count])
-        reruns[place] = (*reruns.get(place, ()), Rerun(unit, keeps, uses))
+            number.update(recording.ops[unit].makes)
+            found.append((op, unit, {storage: number[storage] for storage in recording.ops[unit].makes}, uses))
+        reads = [(place, (storage, number[storage])) for place, storage in slots_at.get(op, [])]
+        # Nothing tells which of them the backward node reads first. What was kept is autograd's if there is another.
+        chosen = [read for read in reads if read[1][1] > 0] or (reads if units_here else [])
+        instance.update(chosen)
+        pending.update(one for _, one in chosen)
+        if units_here:
+            begins.update((place, op) for place, _ in chosen)
+    for op, unit, made, uses in found:
+        keeps = {storage: count for storage, count in made.items() if pending[storage, count]}
+        reruns[op] = (*reruns.get(op, ()), Rerun(unit, keeps, uses))
     kept = frozenset(storage for storage, count in pending if count == 0)
-    return Directions(kept, frozenset(unit for _, unit, _, _ in found), reruns, instance, dict(pending))
+    return Directions(kept, frozenset(unit for _, unit, _, _ in found), reruns, begins, instance, dict(pending))
 
 
 def _reads_of(step: TracedStep, unit: int, units: Units) -> list[int]:

@@ -11,9 +11,10 @@ import torch
 from remat.errors import PlanMismatch
 from remat.plan import Plan
 from remat.torch import _private, op_facts
+from remat.torch.planned_forward import PlannedForward, PlannedOp
 from remat.torch.planning import StepPlan
-from remat.torch.recipes import Node, Recipe, new_storages
-from remat.torch.replay import NodeTable, SavedTensor, StepState
+from remat.torch.recipes import Node, Recipe, new_storages, tensors_in
+from remat.torch.replay import NodeTable, SavedTensor, StepState, kept, read_kept
 
 _log = logging.getLogger("remat")
 
@@ -63,7 +64,7 @@ class Applied:
     def __init__(self, plan: StepPlan) -> None:
         self.plan = plan
         self.departures = 0
-        self._planned = _PlannedForward(plan)
+        self._planned = PlannedForward(plan)
         self._open: list[tuple[_Watch, Any]] = []
 
     def __enter__(self) -> Applied:
@@ -94,94 +95,89 @@ class Applied:
             )
 
 
-class _PlannedOp:
-    """What is known beforehand of one op of the forward pass."""
-
-    __slots__ = ("func", "is_kept", "made", "repeats", "shapes", "writes")
-
-    def __init__(self, plan: StepPlan, index: int) -> None:
-        storages, directions = plan.step.recording.storages, plan.directions
-        op = plan.step.recording.ops[index]
-        self.func = op.func
-        self.made = op.makes
-        self.shapes = tuple(storages[number].shape for number in op.makes)
-        self.is_kept = tuple(number in directions.kept for number in op.makes)
-        self.repeats = index in directions.rerun
-        self.writes = frozenset(number for number in op.writes if storages[number].made_by is not None)
-
-    def has(self, func: Any, shapes: list[tuple[int, ...]]) -> bool:
-        """Is a call of an operator that made tensors of these shapes the one that was planned?"""
-        if func is not self.func or len(shapes) != len(self.shapes):
-            return False
-        return all(known is None or known == shape for shape, known in zip(shapes, self.shapes, strict=True))
-
-
-class _PlannedForward:
-    """The forward pass of a plan: its ops, and which node each saved tensor reads."""
-
-    def __init__(self, plan: StepPlan) -> None:
-        recording, instance = plan.step.recording, plan.directions.instance
-        self.directions = plan.directions
-        self.ops = [_PlannedOp(plan, index) for index in range(recording.forward_ops)]
-        self.names = [op.name for op in recording.ops[: recording.forward_ops]]
-        self.reads = {
-            (slot.position, slot.turn): (number, instance[number][0])
-            for number, slot in enumerate(recording.slots)
-            if number in instance
-        }
-
-    def find(self, calls: list[tuple[Any, list[tuple[int, ...]]]], start: int) -> int | None:
-        """The place after the first run of planned ops, from ``start`` on, that are like these calls."""
-        for place in range(start, len(self.ops) - len(calls) + 1):
-            if all(self.ops[place + n].has(*call) for n, call in enumerate(calls)):
-                return place + len(calls)
-        return None
-
-
 class _Watch(_private.TorchDispatchMode):
     """Sees the operators of one forward pass, below autograd and autocast, and keeps what the plan needs of them."""
 
-    def __init__(self, planned: _PlannedForward, owner: Applied) -> None:
+    def __init__(self, planned: PlannedForward, owner: Applied) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._planned = planned
         self._owner = owner
         self._state = StepState(planned.directions)
         self._nodes = NodeTable()
-        self._position = 0
-        self._turn = 0
         self._follows = True
         self._unmatched: list[tuple[Any, list[tuple[int, ...]]]] = []
+        self._advance_to(0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if (func.is_view and not _private.is_mutable(func)) or _private.is_silent(func):
+        if func.is_view:
             return func(*args, **kwargs)
-        if not self._follows or self._position == len(self._planned.ops):
-            self._protect(func, args, kwargs)
-            return func(*args, **kwargs)
-        planned = self._planned.ops[self._position]
-        as_planned = planned.func is func
-        recipe = self._nodes.call(self._position, func, args, kwargs) if as_planned and planned.repeats else None
-        writes = op_facts.written(func, args, kwargs)
-        self._before_writes(func, args, kwargs, writes, planned.writes if as_planned else frozenset())
+        planned = self._next
+        if planned is None or planned.func is not func or planned.is_watched:
+            return self._watched(planned, func, args, kwargs)
         out = func(*args, **kwargs)
-        made = new_storages(out, _tensors_in(args, kwargs))
-        is_view = not made and not writes and (isinstance(out, torch.Tensor) or _tensors_in((out,), {}))
-        if is_view or op_facts.base_name(func) == "aten::lift_fresh":
-            return out
-        shapes = [tuple(t.shape) for t in made]
-        if not planned.has(func, shapes):
-            self._unplanned(func, shapes)
-            return out
-        self._unmatched.clear()
-        self._advance_to(self._position + 1)
-        if recipe is not None or True in planned.is_kept:
-            self._remember(planned, made, recipe)
+        # A single result of the operator that is planned here is a new one, as far as following the plan is concerned.
+        if isinstance(out, torch.Tensor) and out.shape == planned.shape:
+            self._advance_to(self._position + 1)
+        else:
+            self._follow(planned, func, args, kwargs, out)
         return out
 
+    def _watched(self, planned: PlannedOp | None, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run a call that the plan keeps something of, or that is not the one that it has here."""
+        if _private.is_silent(func):
+            return func(*args, **kwargs)
+        if planned is None:
+            self._protect(func, args, kwargs)
+            return func(*args, **kwargs)
+        recipe = None
+        if planned.func is func and planned.repeats:
+            call = self._nodes.plain_call if planned.is_plain else self._nodes.call
+            recipe = call(self._position, func, args, kwargs)
+        writes = op_facts.may_write(func) and op_facts.written(func, args, kwargs)
+        if writes:
+            expected = planned.writes if planned.func is func else frozenset()
+            self._before_writes(func, args, kwargs, writes, expected)
+        out = func(*args, **kwargs)
+        self._follow(planned, func, args, kwargs, out, recipe, writes=bool(writes))
+        return out
+
+    def _follow(
+        self,
+        planned: PlannedOp,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        out: Any,
+        recipe: Recipe | None = None,
+        *,
+        writes: bool = False,
+    ) -> None:
+        """Go on in the plan after a call, if it is the one that the plan has here, and remember what the plan keeps."""
+        outputs = tensors_in((out,))
+        places = new_storages(outputs, tensors_in((*args, *kwargs.values())))
+        if outputs and not places and not writes:
+            return  # A view, though the operator's schema does not say so.
+        made = [outputs[place] for place in places]
+        shapes = [tuple(tensor.shape) for tensor in made]
+        if not planned.has(func, shapes):
+            self._unplanned(func, shapes)
+            return
+        self._advance_to(self._position + 1)
+        if recipe is not None:
+            recipe.outputs = places
+            self._state.recipes[recipe.number] = recipe
+        for number, tensor, is_kept in zip(planned.made, made, planned.is_kept, strict=True):
+            if is_kept or recipe is not None:
+                self._remember(number, tensor, is_kept, recipe)
+
     def _advance_to(self, position: int) -> None:
+        """The plan goes on at this op, and nothing has been saved since the one before."""
         self._position = position
         self._turn = 0
+        self._next = self._planned.ops[position] if position < len(self._planned.ops) else None
+        if self._unmatched:
+            self._unmatched.clear()
 
     def _unplanned(self, func: Any, shapes: list[tuple[int, ...]]) -> None:
         """An operator that the plan does not have here: one too many, or the plan has some that this step left out.
@@ -193,22 +189,18 @@ class _Watch(_private.TorchDispatchMode):
         if len(self._unmatched) >= _SURE_MATCH:
             place = self._planned.find(self._unmatched[-_SURE_MATCH:], self._position)
             if place is not None:
-                self._unmatched.clear()
                 self._advance_to(place)
             elif len(self._unmatched) >= _MOST_UNMATCHED:
                 self._depart()
 
-    def _remember(self, planned: _PlannedOp, made: list[torch.Tensor], recipe: Recipe | None) -> None:
+    def _remember(self, number: int, tensor: torch.Tensor, is_kept: bool, recipe: Recipe | None) -> None:
+        node = self._state.nodes[number] = Node(number, tensor)
+        if is_kept:
+            node.value = _private.alias(tensor)
         if recipe is not None:
-            self._state.recipes[recipe.number] = recipe
-        for number, tensor, is_kept in zip(planned.made, made, planned.is_kept, strict=True):
-            node = self._state.nodes[number] = Node(number)
-            if is_kept:
-                node.value = _private.alias(tensor)
-            if recipe is not None:
-                node.recipe = recipe
-                recipe.nodes.append(node)
-            self._nodes.add(tensor, node)
+            node.recipe = recipe
+            recipe.nodes.append(node)
+        self._nodes.add(tensor, node)
 
     # Writes in place.
 
@@ -236,7 +228,7 @@ class _Watch(_private.TorchDispatchMode):
                     self._nodes.settle(node, tensor)
 
     def _depart(self) -> None:
-        self._follows = False
+        self._follows, self._next = False, None
         func, shapes = self._unmatched[0]
         planned, name = self._planned.ops[self._position], self._planned.names[self._position]
         self._owner.departed(
@@ -252,25 +244,16 @@ class _Watch(_private.TorchDispatchMode):
     def pack(self, tensor: torch.Tensor) -> Any:
         """Called by autograd for each tensor that it saves."""
         turn = self._turn
-        self._turn += 1
-        if not self._follows or type(tensor) is not torch.Tensor or (node := self._nodes.of(tensor)) is None:
-            return tensor
-        slot, number = self._planned.reads.get((self._position, turn), (-1, -1))
-        if number != node.number or tensor.is_conj() or tensor.is_neg():
-            return tensor
-        return SavedTensor(self._state, slot, node, tensor)
+        self._turn = turn + 1
+        read = self._planned.reads.get((self._position, turn))
+        if read is None or not self._follows or type(tensor) is not torch.Tensor:
+            return kept(tensor)
+        node = self._nodes.of(tensor)
+        if node is None or node.number != read[1] or tensor.is_conj() or tensor.is_neg():
+            return kept(tensor)
+        return SavedTensor(self._state, read[0], node, tensor)
 
 
 def _unpack(saved: Any) -> Any:
     """Called by autograd when a backward node reads what it saved. It holds on to no forward pass."""
-    return saved.read() if isinstance(saved, SavedTensor) else saved
-
-
-def _tensors_in(args: Any, kwargs: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif isinstance(value, list | tuple):
-            found.extend(one for one in value if isinstance(one, torch.Tensor))
-    return found
+    return saved.read() if type(saved) is SavedTensor else read_kept(saved)

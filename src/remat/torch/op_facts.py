@@ -78,9 +78,15 @@ def base_name(func: OpOverload) -> str:
     return str(func.name()).partition(".")[0]
 
 
+@cache
+def may_draw(func: OpOverload) -> bool:
+    """Can a call of this operator draw random numbers?"""
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
 def is_random(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Does this call draw random numbers?"""
-    if torch.Tag.nondeterministic_seeded not in func.tags:
+    if not may_draw(func):
         return False
     place = _DROPOUT_ARGUMENT.get(base_name(func))
     if place is None:
@@ -130,6 +136,12 @@ def with_generator(
     if place < len(args):
         return (*args[:place], generator, *args[place + 1 :]), kwargs
     return args, {**kwargs, "generator": generator}
+
+
+@cache
+def may_write(func: OpOverload) -> bool:
+    """Can a call of this operator write to an argument, running statistics included?"""
+    return _private.is_mutable(func) or base_name(func) in _RUNNING_STATISTICS
 
 
 def written(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:

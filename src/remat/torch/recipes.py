@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, Final, TypeAlias
 
 import torch
 
 from remat.torch import _private, op_facts
+
+_STRIDED: Final = torch.strided
+
+# Where a tensor lies in its storage: shape, strides, offset, and what its elements are.
+Geometry: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype]
+
+
+def geometry_of(tensor: torch.Tensor) -> Geometry:
+    """Where a tensor lies in its storage."""
+    return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype  # type: ignore[return-value]
+
+
+def tensor_at(geometry: Geometry, base: torch.Tensor) -> torch.Tensor:
+    """The tensor that lies there in the storage of ``base``."""
+    shape, stride, offset, dtype = geometry
+    if base.dtype is dtype:
+        return base.as_strided(shape, stride, offset)
+    empty = torch.empty(0, dtype=dtype, device=base.device)
+    return empty.set_(base.untyped_storage(), offset, shape, stride)
 
 
 class Node:
@@ -15,89 +34,146 @@ class Node:
 
     Attributes:
         number: of the storage in the traced step.
+        geometry: of ``value``, and of whatever the recipe makes; what shares this very object needs no view of it.
         value: a tensor in that storage, or in one made again; None while there is neither.
         instance: how often it had been made again when ``value`` was set.
         recipe: how to make it again.
-        output: which of the storages that the recipe makes it is.
         before_write: its content before a write that the plan does not know of; recipes read this.
         is_read: does a recipe refer to it?
         is_settled: has it been overwritten outside of the plan? Then it is kept as it is, as plain PyTorch would.
     """
 
-    __slots__ = ("before_write", "instance", "is_read", "is_settled", "number", "output", "recipe", "value")
+    __slots__ = ("before_write", "geometry", "instance", "is_read", "is_settled", "number", "recipe", "value")
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, made: torch.Tensor) -> None:
         self.number = number
+        self.geometry = geometry_of(made)
         self.value: torch.Tensor | None = None
         self.instance = 0
         self.recipe: Recipe | None = None
-        self.output = 0
         self.before_write: torch.Tensor | None = None
         self.is_read = False
         self.is_settled = False
 
+    def hold(self, tensor: torch.Tensor) -> None:
+        """Keep the storage by a tensor that lies in it; an operator is under way."""
+        self.value = _private.alias(tensor)
+        self.geometry = geometry_of(tensor)
 
-@dataclass(frozen=True, slots=True)
-class Geometry:
-    """Where a tensor lies in its storage."""
+    def place_of(self, tensor: torch.Tensor) -> Geometry:
+        """Where a tensor lies in this storage."""
+        geometry = geometry_of(tensor)
+        return self.geometry if geometry == self.geometry else geometry
 
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> Geometry:
-        """The geometry of a tensor."""
-        return cls(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
-
-    def within(self, base: torch.Tensor) -> torch.Tensor:
-        """The tensor that lies there in the storage of ``base``."""
-        if base.dtype is self.dtype:
-            return base.as_strided(self.shape, self.stride, self.offset)
-        empty = torch.empty(0, dtype=self.dtype, device=base.device)
-        return empty.set_(base.untyped_storage(), self.offset, self.shape, self.stride)
+    def part(self, value: torch.Tensor, place: Geometry) -> torch.Tensor:
+        """What lies there, given a value of this node."""
+        return value if place is self.geometry else tensor_at(place, value)
 
 
-@dataclass(frozen=True, slots=True)
 class Made:
     """An argument that the step made itself."""
 
-    node: Node
-    geometry: Geometry
-    version: int
+    __slots__ = ("node", "place", "version")
+
+    def __init__(self, node: Node, tensor: torch.Tensor) -> None:
+        node.is_read = True
+        self.node = node
+        self.place = node.place_of(tensor)
+        self.version = tensor._version
+
+    def value(self, others: dict[int, torch.Tensor], func: Any) -> torch.Tensor:
+        """The tensor, for a second run of ``func``."""
+        node = self.node
+        value = others.get(id(node))
+        if value is None and node.before_write is not None:
+            return tensor_at(self.place, node.before_write)
+        if value is None:
+            value = node.value
+            assert value is not None, "the caller sees to it that every argument has a value"
+            if node.instance == 0 and value._version != self.version:
+                raise _overwritten(self.place[0], func)
+        return node.part(value, self.place)
 
 
-@dataclass(frozen=True, slots=True)
 class Given:
     """An argument from outside of the step: a parameter, the batch."""
 
-    tensor: torch.Tensor
-    version: int
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        # A parameter is held as it is, which FSDP relies on; other tensors may come to have a history.
+        is_own = type(tensor) is not torch.Tensor and tensor.grad_fn is None
+        self.tensor = tensor if is_own else _private.alias(tensor)
+        self.version = tensor._version
+
+    def value(self, others: dict[int, torch.Tensor], func: Any) -> torch.Tensor:
+        """The tensor, for a second run of ``func``."""
+        tensor = self.tensor
+        if not tensor.untyped_storage().nbytes() and tensor.numel():
+            _private.gather(tensor)
+        if tensor._version != self.version:
+            raise _overwritten(tensor.shape, func)
+        return tensor
 
 
-def argument(tensor: torch.Tensor, node: Node | None) -> Made | Given:
-    """How a recipe refers to an argument of an operator under way."""
-    if node is not None and (node.value is not None or node.recipe is not None) and not node.is_settled:
-        node.is_read = True
-        return Made(node, Geometry.of(tensor), tensor._version)
-    held = tensor if tensor.grad_fn is None and type(tensor) is not torch.Tensor else _private.alias(tensor)
-    return Given(held, tensor._version)
+class Several:
+    """An argument that is a list with tensors in it."""
+
+    __slots__ = ("parts",)
+
+    def __init__(self, parts: list[Any]) -> None:
+        self.parts = parts
+
+    def value(self, others: dict[int, torch.Tensor], func: Any) -> list[Any]:
+        """The list, for a second run of ``func``."""
+        return [part.value(others, func) if isinstance(part, Made | Given) else part for part in self.parts]
+
+
+def _overwritten(shape: tuple[int, ...], func: Any) -> RuntimeError:
+    return RuntimeError(
+        f"a tensor of shape {tuple(shape)} was modified by an in-place operation after {func.name()} read it in the "
+        "forward pass, and that operator has to run again. Run the backward pass before the modification (an optimizer "
+        "step, say), or without remat"
+    )
 
 
 class Recipe:
-    """A call that can be run again, with the in-place writes to what it made."""
+    """A call that can be run again, with the in-place writes to what it made.
 
-    __slots__ = ("args", "func", "grad_mode", "kwargs", "nodes", "number", "random_state", "writes")
+    Attributes:
+        number: of the op; later ones have larger numbers.
+        func: the operator.
+        args: its arguments, None in place of tensors.
+        kwargs: likewise.
+        tensors: place or keyword, and what stands there.
+        random_state: of the generator that it drew from; None if it drew nothing.
+        nodes: the storages that it makes.
+        outputs: which of the tensors that it returns lie in them.
+        writes: calls that write to them afterwards.
+    """
 
-    def __init__(self, number: int, func: Any, args: Any, kwargs: Any, random_state: torch.Tensor | None) -> None:
+    __slots__ = (
+        "args", "func", "grad_mode", "kwargs", "nodes", "number", "outputs", "random_state", "tensors", "writes",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        number: int,
+        func: Any,
+        args: list[Any],
+        kwargs: dict[str, Any],
+        tensors: list[tuple[int | str, Made | Given | Several]],
+        random_state: torch.Tensor | None,
+    ) -> None:
         self.number = number
         self.func = func
         self.args = args
         self.kwargs = kwargs
+        self.tensors = tensors
         self.random_state = random_state
         self.grad_mode = torch.is_grad_enabled()
         self.nodes: list[Node] = []
+        self.outputs: list[int] = []
         self.writes: list[Recipe] = []
 
     @property
@@ -105,15 +181,23 @@ class Recipe:
         """The number of the last call that belongs to it."""
         return max((self.number, *(write.number for write in self.writes)))
 
-    def arguments(self) -> list[Made]:
-        """What it needs of the step, its own results left out."""
-        own = {id(node) for node in self.nodes}
-        calls = (self, *self.writes)
-        leaves = [leaf for call in calls for leaf in _private.tree_leaves((call.args, call.kwargs))]
-        return [leaf for leaf in leaves if isinstance(leaf, Made) and id(leaf.node) not in own]
+    def missing(self) -> list[Node]:
+        """What it needs of the step, its own results left out, and has to be made before it."""
+        found = self._missing_arguments()
+        for write in self.writes:
+            found += [node for node in write._missing_arguments() if node not in self.nodes]
+        return found
+
+    def _missing_arguments(self) -> list[Node]:
+        found = []
+        for _, argument in self.tensors:
+            for part in argument.parts if type(argument) is Several else (argument,):
+                if type(part) is Made and part.node.value is None and part.node.before_write is None:
+                    found.append(part.node)
+        return found
 
     def run(self, others: dict[int, torch.Tensor]) -> list[torch.Tensor]:
-        """Make the storages again.
+        """Make the storages again; called below autograd.
 
         Args:
             others: values of nodes that have none of their own, by address.
@@ -121,68 +205,47 @@ class Recipe:
         Returns:
             One tensor for each storage, in the order of ``nodes``.
         """
-        out, inputs = self._call(others)
-        made = new_storages(out, inputs)
-        del out, inputs
-        own = {id(node): tensor for node, tensor in zip(self.nodes, made, strict=True)}
-        for write in self.writes:
-            write._call({**others, **own})
+        outputs = tensors_in((self._call(others),))
+        made = [outputs[place] for place in self.outputs]
+        if self.writes:
+            values = {**others, **{id(node): tensor for node, tensor in zip(self.nodes, made, strict=True)}}
+            for write in self.writes:
+                write._call(values)
         return made
 
-    def _call(self, others: dict[int, torch.Tensor]) -> tuple[Any, list[torch.Tensor]]:
-        inputs: list[torch.Tensor] = []
-
-        def resolve(leaf: Made | Given) -> torch.Tensor:
-            tensor = _given(leaf, self) if isinstance(leaf, Given) else _made(leaf, others, self)
-            inputs.append(tensor)
-            return tensor
-
-        with _private.below_autograd(self.grad_mode):
-            args, kwargs = _private.tree_map_only((Made, Given), resolve, (self.args, self.kwargs))
-            if self.random_state is not None:
-                args, kwargs = op_facts.with_generator(self.func, args, kwargs, self.random_state)
-            return self.func(*args, **kwargs), inputs
-
-
-def _given(leaf: Given, recipe: Recipe) -> torch.Tensor:
-    if not leaf.tensor.untyped_storage().nbytes() and leaf.tensor.numel():
-        _private.gather(leaf.tensor)
-    if leaf.tensor._version != leaf.version:
-        raise _overwritten(tuple(leaf.tensor.shape), recipe)
-    return leaf.tensor
+    def _call(self, others: dict[int, torch.Tensor]) -> Any:
+        args: Any = self.args.copy()
+        kwargs = self.kwargs
+        for place, argument in self.tensors:
+            if isinstance(place, int):
+                args[place] = argument.value(others, self.func)
+            else:
+                kwargs = {**kwargs, place: argument.value(others, self.func)}
+        if self.random_state is not None:
+            args, kwargs = op_facts.with_generator(self.func, args, kwargs, self.random_state)
+        _private.enable_grad(self.grad_mode)  # A kernel may ask: oneDNN's recurrent layers do.
+        return self.func(*args, **kwargs)
 
 
-def _made(leaf: Made, others: dict[int, torch.Tensor], recipe: Recipe) -> torch.Tensor:
-    node = leaf.node
-    value = others.get(id(node))
-    if value is None:
-        value = node.value if node.before_write is None else node.before_write
-        assert value is not None, "the caller sees to it that every argument has a value"
-        if node.before_write is None and node.instance == 0 and value._version != leaf.version:
-            raise _overwritten(leaf.geometry.shape, recipe)
-    return leaf.geometry.within(value)
-
-
-def _overwritten(shape: tuple[int, ...], recipe: Recipe) -> RuntimeError:
-    return RuntimeError(
-        f"a tensor of shape {shape} was modified by an in-place operation after {recipe.func.name()} read it in the "
-        "forward pass, and that operator has to run again. Run the backward pass before the modification (an optimizer "
-        "step, say), or without remat"
-    )
-
-
-def new_storages(out: Any, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Of what an operator returned, one tensor for each storage that is not that of an input."""
-    if isinstance(out, torch.Tensor):
-        outputs = [out]
-    else:
-        outputs = [t for t in _private.tree_leaves(out) if isinstance(t, torch.Tensor)]
-    known = {_private.storage_key(t.untyped_storage()) for t in inputs if t.layout is torch.strided}
+def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
+    """The tensors among arguments or results, those in lists too."""
     found: list[torch.Tensor] = []
-    for tensor in outputs:
-        if tensor.layout is torch.strided and (key := _private.storage_key(tensor.untyped_storage())) not in known:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found.extend(one for one in value if isinstance(one, torch.Tensor))
+    return found
+
+
+def new_storages(outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> list[int]:
+    """Of what an operator returned, the place of one tensor for each storage that is not that of an input."""
+    known = {_private.storage_key(t.untyped_storage()) for t in inputs if t.layout is _STRIDED}
+    found: list[int] = []
+    for place, tensor in enumerate(outputs):
+        if tensor.layout is _STRIDED and (key := _private.storage_key(tensor.untyped_storage())) not in known:
             known.add(key)
-            found.append(tensor)
+            found.append(place)
     return found
 
 
@@ -199,15 +262,11 @@ def values_of(nodes: list[Node]) -> dict[int, torch.Tensor]:
             )
         if node.recipe.number not in needed:
             needed[node.recipe.number] = node.recipe
-            open_nodes.extend(made.node for made in node.recipe.arguments() if is_missing(made.node))
+            open_nodes.extend(node.recipe.missing())
     values: dict[int, torch.Tensor] = {}
-    # Writes in place come later than what they write to, and may read what was made in between.
-    for recipe in sorted(needed.values(), key=lambda recipe: recipe.last_number):
-        made = recipe.run(values)
-        values.update((id(node), tensor) for node, tensor in zip(recipe.nodes, made, strict=True))
+    with _private.BelowAutograd():
+        # Writes in place come later than what they write to, and may read what was made in between.
+        for recipe in sorted(needed.values(), key=lambda recipe: recipe.last_number):
+            made = recipe.run(values)
+            values.update((id(node), tensor) for node, tensor in zip(recipe.nodes, made, strict=True))
     return values
-
-
-def is_missing(node: Node) -> bool:
-    """Has it to be made before it can be read?"""
-    return node.value is None and node.before_write is None

@@ -9,8 +9,8 @@ from typing import Any, TypeVar, cast
 import torch
 
 from remat.torch import _private, op_facts
-from remat.torch.recipes import Geometry, Node, new_storages, values_of
-from remat.torch.replay import NodeTable, read_saved
+from remat.torch.recipes import Node, new_storages, tensors_in, values_of
+from remat.torch.replay import NodeTable, check_version, kept, read_kept
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -84,27 +84,28 @@ class _Memory:
 
 
 class _Saved:
-    __slots__ = ("_geometry", "_memory", "_node", "_version")
+    __slots__ = ("_memory", "_node", "_place", "_version")
 
     def __init__(self, memory: _Memory, node: Node, tensor: torch.Tensor) -> None:
         self._memory = memory
         self._node = node
-        self._geometry = Geometry.of(tensor)
+        self._place = node.place_of(tensor)
         self._version = tensor._version
         memory.add(node)
 
     def read(self) -> torch.Tensor:
         """The tensor; called when a backward node needs it."""
         value = self._memory.value_of(self._node)
-        first_made = self._node.is_settled or self._node.recipe is None
-        return read_saved(value, self._geometry, self._version if first_made else value._version)
+        if self._node.is_settled or self._node.recipe is None:
+            check_version(value, self._version, self._place[0])
+        return self._node.part(value, self._place)
 
     def __del__(self) -> None:
         self._memory.drop(self._node)
 
 
 def _unpack(saved: Any) -> Any:
-    return saved.read() if isinstance(saved, _Saved) else saved
+    return saved.read() if type(saved) is _Saved else read_kept(saved)
 
 
 class _Region(_private.TorchDispatchMode):
@@ -119,9 +120,9 @@ class _Region(_private.TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if (func.is_view and not _private.is_mutable(func)) or _private.is_silent(func) or _private.in_backward_pass():
+        if func.is_view or _private.is_silent(func) or _private.in_backward_pass():
             return func(*args, **kwargs)
-        inputs = [t for t in _private.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        inputs = tensors_in((*args, *kwargs.values()))
         on_gpu = any(t.device.type not in ("cpu", "meta") for t in inputs)
         plain = all(t.layout is torch.strided for t in inputs)
         written = [(t, node) for t in op_facts.written(func, args, kwargs) if (node := self._nodes.of(t)) is not None]
@@ -137,20 +138,22 @@ class _Region(_private.TorchDispatchMode):
             else:
                 self._nodes.settle(node, tensor)
         out = func(*args, **kwargs)
-        for tensor in new_storages(out, inputs):
-            node = Node(self._count)
+        outputs = tensors_in((out,))
+        for place in new_storages(outputs, inputs):
+            node = Node(self._count, outputs[place])
             if recipe is not None:
                 node.recipe = recipe
                 recipe.nodes.append(node)
+                recipe.outputs.append(place)
             else:
-                node.value = _private.alias(tensor)
-            self._nodes.add(tensor, node)
+                node.hold(outputs[place])
+            self._nodes.add(outputs[place], node)
         return out
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Called by autograd for each tensor that it saves."""
         node = self._nodes.of(tensor) if type(tensor) is torch.Tensor else None
         if node is None or tensor.is_conj() or tensor.is_neg():
-            return tensor
+            return kept(tensor)
         self._saved.add(id(node))
         return _Saved(self._memory, node, tensor)

@@ -7,14 +7,13 @@ another order than planned (``retain_graph``, parts of the graph) is made on the
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import torch
 
 from remat.torch import _private, op_facts
 from remat.torch.eager_order import Directions, Rerun
-from remat.torch.recipes import Geometry, Node, Recipe, argument, is_missing, values_of
+from remat.torch.recipes import Given, Made, Node, Recipe, Several, values_of
 
 
 class NodeTable:
@@ -45,19 +44,46 @@ class NodeTable:
         if node.is_read:
             node.before_write = _private.copy_of_storage(tensor)
         if node.value is None:
-            node.value = _private.alias(tensor)
+            node.hold(tensor)
         node.is_settled = True
         del self._found[_private.storage_key(tensor.untyped_storage())]
 
     def call(self, number: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recipe:
         """A call about to be made, so that it can be run again: what has a node by reference, all else as it is."""
         state = op_facts.random_state(func, args, kwargs) if op_facts.is_random(func, args, kwargs) else None
-        again_args, again_kwargs = _private.tree_map_only(
-            torch.Tensor,
-            lambda tensor: argument(tensor, self.of(tensor)),
-            (op_facts.repeatable_call(func, args), kwargs),
-        )
-        return Recipe(number, func, again_args, again_kwargs, state)
+        return self.plain_call(number, func, op_facts.repeatable_call(func, args), kwargs, state)
+
+    def plain_call(
+        self,
+        number: int,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        random_state: torch.Tensor | None = None,
+    ) -> Recipe:
+        """The same for an operator that writes to nothing, and does not draw either if there is no state."""
+        again, named = list(args), kwargs
+        tensors: list[tuple[int | str, Made | Given | Several]] = []
+        for place, value in enumerate(args):
+            reference = self._reference(value)
+            if reference is not None:
+                tensors.append((place, reference))
+                again[place] = None
+        for name, value in kwargs.items():
+            reference = self._reference(value)
+            if reference is not None:
+                tensors.append((name, reference))
+                named = {**named, name: None}
+        return Recipe(number, func, again, named, tensors, random_state)
+
+    def _reference(self, value: Any) -> Made | Given | Several | None:
+        """What stands in a recipe for an argument with tensors."""
+        if isinstance(value, torch.Tensor):
+            node = self.of(value)
+            return Given(value) if node is None or (node.value is None and node.recipe is None) else Made(node, value)
+        if isinstance(value, list | tuple) and any(isinstance(one, torch.Tensor) for one in value):
+            return Several([one if (part := self._reference(one)) is None else part for one in value])
+        return None
 
 
 class StepState:
@@ -65,89 +91,105 @@ class StepState:
 
     def __init__(self, directions: Directions) -> None:
         self._directions = directions
-        self._pending: Counter[tuple[int, int]] = Counter(directions.pending)
+        self._pending = dict(directions.pending)
+        self._read: set[int] = set()
         self._begun: set[int] = set()
         self.nodes: dict[int, Node] = {}
         self.recipes: dict[int, Recipe] = {}
 
     def value_for(self, slot: int, node: Node) -> torch.Tensor:
         """The value of a saved tensor's node, after what the plan recomputes at this point."""
-        if slot not in self._begun:
-            self._begun.add(slot)
-            for rerun in self._directions.reruns.get(slot, ()):
-                self._rerun(rerun)
-        return node.value if node.value is not None else self._made_now(node)
+        self._read.add(slot)
+        op = self._directions.begins.get(slot)
+        if op is not None and op not in self._begun:
+            self._begun.add(op)
+            with _private.BelowAutograd():
+                for rerun in self._directions.reruns[op]:
+                    self._rerun(rerun)
+        return node.value if node.value is not None else values_of([node])[id(node)]
 
     def slot_released(self, slot: int) -> None:
         """Autograd let go of a saved tensor; one that was never read may stand for others that will be."""
-        if slot in self._begun:
+        if slot in self._read:
             self._release(self._directions.instance[slot])
 
     def _rerun(self, rerun: Rerun) -> None:
         recipe = self.recipes.get(rerun.op)
         if recipe is None:
             return  # The forward pass ended or departed before it.
-        made = self._run(recipe)
-        keeps = dict(rerun.keeps)
+        missing = recipe.missing()
+        made = recipe.run(values_of(missing) if missing else {})
         for node, tensor in zip(recipe.nodes, made, strict=True):
-            if node.number in keeps and not node.is_settled and self._pending[node.number, keeps[node.number]] > 0:
-                node.value, node.instance = tensor, keeps[node.number]
+            instance = rerun.keeps.get(node.number)
+            if instance is not None and not node.is_settled and self._pending[node.number, instance] > 0:
+                node.value, node.instance = tensor, instance
         del made
         if not _private.keeps_graph():
-            for instance in rerun.uses:
-                self._release(instance)
+            for used in rerun.uses:
+                self._release(used)
 
     def _release(self, instance: tuple[int, int]) -> None:
-        number, _ = instance
-        self._pending[instance] -= 1
+        pending = self._pending
+        pending[instance] -= 1
+        number = instance[0]
         node = self.nodes.get(number)
         if node is None or node.is_settled or node.value is None:
             return
         # Reads of earlier instances that are still to come read this one.
-        if all(self._pending[number, earlier] <= 0 for earlier in range(node.instance + 1)):
-            node.value = None
-
-    def _run(self, recipe: Recipe) -> list[torch.Tensor]:
-        missing = [made.node for made in recipe.arguments() if is_missing(made.node)]
-        return recipe.run(values_of(missing) if missing else {})
-
-    def _made_now(self, node: Node) -> torch.Tensor:
-        return values_of([node])[id(node)]
-
-
-def read_saved(value: torch.Tensor, geometry: Geometry, version: int) -> torch.Tensor:
-    """What autograd saved, from a value of its storage.
-
-    Raises:
-        RuntimeError: where the storage was written since, as plain autograd would.
-    """
-    if value._version != version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
-            f"of shape {geometry.shape} is at version {value._version}; expected version {version} instead"
-        )
-    with torch.no_grad():
-        return geometry.within(value)
+        for earlier in range(node.instance, -1, -1):
+            if pending.get((number, earlier), 0) > 0:
+                return
+        node.value = None
 
 
 class SavedTensor:
-    """What stands in autograd's graph for a tensor that the plan keeps or makes again."""
+    """What stands in autograd's graph for a tensor that the plan makes again."""
 
-    __slots__ = ("_geometry", "_node", "_slot", "_state", "_version")
+    __slots__ = ("_node", "_place", "_slot", "_state", "_version")
 
     def __init__(self, state: StepState, slot: int, node: Node, tensor: torch.Tensor) -> None:
         self._state = state
         self._slot = slot
         self._node = node
-        self._geometry = Geometry.of(tensor)
+        self._place = node.place_of(tensor)
         self._version = tensor._version
 
     def read(self) -> torch.Tensor:
         """The tensor; called when a backward node needs it."""
         node = self._node
         value = self._state.value_for(self._slot, node)
-        first_made = (node.instance == 0 or node.is_settled) and value is node.value
-        return read_saved(value, self._geometry, self._version if first_made else value._version)
+        if (node.instance == 0 or node.is_settled) and value is node.value:
+            check_version(value, self._version, self._place[0])
+        return node.part(value, self._place)
 
     def __del__(self) -> None:
         self._state.slot_released(self._slot)
+
+
+def kept(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """What stands in autograd's graph for a tensor that is kept: with hooks PyTorch leaves its version to us."""
+    return tensor, tensor._version
+
+
+def read_kept(saved: tuple[torch.Tensor, int]) -> torch.Tensor:
+    """The tensor that was kept.
+
+    Raises:
+        RuntimeError: where it was written since, as plain autograd would.
+    """
+    tensor, version = saved
+    check_version(tensor, version, tensor.shape)
+    return tensor
+
+
+def check_version(value: torch.Tensor, version: int, shape: tuple[int, ...]) -> None:
+    """Was a tensor that autograd saved written since?
+
+    Raises:
+        RuntimeError: then, as plain autograd would.
+    """
+    if value._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
+            f"of shape {tuple(shape)} is at version {value._version}; expected version {version} instead"
+        )
