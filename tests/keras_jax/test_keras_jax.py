@@ -36,6 +36,7 @@ SLOW = {
     "retried": {"model": "functional", "budget": 1000, "retried": True},
     "chosen": {"model": "dense", "budget": "45%", "micro_batches": "auto", "batch": 1536, "samples": 3700},
     "chosen, coupled": {"model": "functional", "budget": "85%", "micro_batches": "auto"},
+    "chosen, coupled, tight": {"model": "normalised", "budget": "45%", "micro_batches": "auto", "batch": 512},
     "chosen, own step": {"model": "subclassed", "budget": "85%", "micro_batches": "auto"},
     "chosen, fits": {"model": "dense", "budget": "1GiB", "micro_batches": "auto"},
     "micro-batches": {"model": "dense", "budget": "80%", "micro_batches": 3, "batch": 1536, "samples": 3700},
@@ -201,7 +202,17 @@ def test_the_number_of_micro_batches_is_chosen():
 def test_the_batch_stays_whole_where_micro_batches_are_inexact(name, reason):
     check_training(slow(name))
     assert slow(name)["joint"]["micro_batches"] == 1
+    assert not [said for said in slow(name)["warnings"] if "is not the same as full batches" in said]
     assert reason in slow(name)["joint"]["text"]
+
+
+@pytest.mark.slow
+def test_coupled_samples_in_micro_batches_are_warned_of_once():
+    """Of the number that was chosen, not of those that were tried."""
+    count = slow("chosen, coupled, tight")["joint"]["micro_batches"]
+    said = [one for one in slow("chosen, coupled, tight")["warnings"] if "is not the same as full batches" in one]
+    assert count > 1
+    assert [one.partition(" ")[0] for one in said] == [f"micro_batches={count}"]
 
 
 @pytest.mark.slow

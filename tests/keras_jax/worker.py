@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import warnings
 from collections import Counter
 from typing import Any
 
@@ -61,10 +62,10 @@ class Subclassed(keras.Model):
         return {**logs, "doubled": 2.0 * logs["loss"]}, state
 
 
-def dense() -> keras.Model:
+def dense(*, is_normalised: bool = False) -> keras.Model:
     """Nothing that couples samples or draws anew."""
     inputs = keras.Input((WIDTH,))
-    x = inputs
+    x = layers.BatchNormalization()(inputs) if is_normalised else inputs
     for number in range(8):
         x = layers.Dense(2 * WIDTH, activation="tanh", name=f"hidden_{number}")(x)
     return keras.Model(inputs, layers.Dense(10, kernel_regularizer="l2", activity_regularizer="l2")(x))
@@ -81,7 +82,18 @@ def masked() -> keras.Model:
     return keras.Model(inputs, layers.Dense(10)(layers.GlobalAveragePooling1D()(x)))
 
 
-MODELS = {"dense": dense, "functional": functional, "masked": masked, "subclassed": Subclassed}
+def normalised() -> keras.Model:
+    """Samples are coupled, and nothing draws."""
+    return dense(is_normalised=True)
+
+
+MODELS = {
+    "dense": dense,
+    "normalised": normalised,
+    "functional": functional,
+    "masked": masked,
+    "subclassed": Subclassed,
+}
 
 
 def data(samples: int) -> tuple[Any, Any]:
@@ -186,7 +198,9 @@ def step_bytes(model: keras.Model, micro_batches: int, *batch: Any) -> int:
 
 def compare(spec: dict[str, Any]) -> dict[str, Any]:
     distribute(spec.get("distribution"))
-    plain, limited = train(spec, False), train(spec, True)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        plain, limited = train(spec, False), train(spec, True)
     difference = 0.0
     for a, b in zip(limited["variables"], plain["variables"], strict=True):
         if b.dtype.kind == "f":
@@ -202,6 +216,7 @@ def compare(spec: dict[str, Any]) -> dict[str, Any]:
         "plan": limited["plan"],
         "joint": limited.get("joint"),
         "peaks": {"plain": plain.get("peak"), "limited": limited.get("peak")},
+        "warnings": [str(one.message) for one in said],
         "loaded": sorted(name for name in sys.modules if name.startswith("remat.")),
         "devices": len(jax.devices()),
     }

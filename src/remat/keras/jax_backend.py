@@ -133,6 +133,8 @@ class JaxLimit(Attachment):
         assert budget is not None
         self._joint, step = choose_micro_batches(self._required_model(), state, data, budget, self._compiled)
         print(self._joint, flush=True)
+        if self._joint.micro_batches > 1:
+            self._micro_steps[self._joint.micro_batches].warn(self._required_model())
         return step
 
     def _compiled(self, count: int, budget: int | str | None) -> Jitted | InnerJitted:
@@ -143,7 +145,8 @@ class JaxLimit(Attachment):
             naming = self._checkpoints.naming
             request = dataclasses.replace(request, checkpoints=self._checkpoints.names)
         if count > 1:
-            micro_step = self._micro_steps.setdefault(count, JaxMicroBatchedStep(model, count))
+            is_tried = self._micro_batches is None
+            micro_step = self._micro_steps.setdefault(count, JaxMicroBatchedStep(model, count, is_tried=is_tried))
 
             def whole(transform: Transform) -> Callable[..., Any]:
                 # The part is traced by itself, later than the whole.

@@ -85,6 +85,6 @@ def _piece(model: keras.Model, state: Any, data: Any) -> tuple[Callable[..., Any
         seen.append(function)
         return function
 
-    step = JaxMicroBatchedStep(model, 1)
+    step = JaxMicroBatchedStep(model, 1, is_tried=True)
     jax.eval_shape(lambda some_state, some_data: step(model, some_state, some_data, look), state, data)
     return seen[0], jax.tree.leaves(keras.utils.unpack_x_y_sample_weight(data))

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import keras
 
 from remat.errors import UnsupportedStep
-from remat.keras.batch_statistics import BatchStatistics
+from remat.keras.batch_statistics import BatchStatistics, coupling_layers
 from remat.keras.loss_terms import LossTerm
 
 
@@ -19,6 +19,8 @@ class CheckedStep:
     Args:
         model: the model.
         count: how many micro-batches.
+        is_tried: is that only being tried? Then nothing is said of layers that couple the samples of a batch, until
+            ``warn`` is called.
 
     Raises:
         UnsupportedStep: for a model with its own ``train_step``, ``compute_loss`` or ``compute_metrics``.
@@ -27,9 +29,9 @@ class CheckedStep:
     _instead: ClassVar[str]
     """What a train_step of one's own can use."""
 
-    def __init__(self, model: keras.Model, count: int) -> None:
+    def __init__(self, model: keras.Model, count: int, *, is_tried: bool = False) -> None:
         self._count = count
-        self._warned = False
+        self._warned = is_tried
         self._check(model)
 
     def _check(self, model: keras.Model) -> None:
@@ -48,10 +50,20 @@ class CheckedStep:
     def _statistics(self, model: keras.Model) -> BatchStatistics:
         """The layers that couple the samples of a batch; the first time, said aloud."""
         statistics = BatchStatistics(model)
-        if statistics.layers and not self._warned:
+        if not self._warned:
             self._warned = True
-            _warn_of_batch_statistics(statistics, self._count)
+            self.warn(model)
         return statistics
+
+    def warn(self, model: keras.Model) -> None:
+        """Say which layers make micro-batches differ from full batches, if there are any."""
+        if names := ", ".join(coupling_layers(model)):
+            warnings.warn(
+                f"micro_batches={self._count} is not the same as full batches for the BatchNormalization layers "
+                f"{names}: each micro-batch is normalised by its own statistics; their moving statistics move once per "
+                "update, by those of the whole batch. Recomputation (a budget with micro_batches=1) changes nothing",
+                stacklevel=3,
+            )
 
 
 def check_variables(variables: list[Any]) -> None:
@@ -66,17 +78,6 @@ def check_variables(variables: list[Any]) -> None:
                 f"{variable.path!r} is overwritten by its gradient (float8), which cannot be accumulated; leave "
                 "micro_batches at 1"
             )
-
-
-def _warn_of_batch_statistics(statistics: BatchStatistics, count: int) -> None:
-    """Say which layers make micro-batches differ from full batches."""
-    names = ", ".join(layer.name for layer in statistics.layers)
-    warnings.warn(
-        f"micro_batches={count} is not the same as full batches for the BatchNormalization layers "
-        f"{names}: each micro-batch is normalised by its own statistics; their moving statistics move once per "
-        "update, by those of the whole batch. Recomputation (a budget with micro_batches=1) changes nothing",
-        stacklevel=3,
-    )
 
 
 def groups_of(terms: list[LossTerm], *, has_additional: bool) -> tuple[list[list[int]], list[int]]:
