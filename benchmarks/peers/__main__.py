@@ -114,17 +114,20 @@ def picture(table: dict[str, Any], path: Path) -> None:
 
     from remat.report.plots import save_figure
 
-    figure = Figure(figsize=(8, 4.5), dpi=130, layout="constrained")
+    figure = Figure(figsize=(11, 4.5), dpi=100, layout="constrained")
     axes = figure.add_subplot()
-    for line in table["lines"]:
+    for number, line in enumerate(table["lines"], start=1):
         if "error" not in line:
             ours = line["method"].startswith("remat")
-            x, y = line["peak_bytes"] / 2**20, line["step_s"] * 1e3
-            axes.plot(x, y, "o" if ours else "s", color="#0072B2" if ours else "#E69F00", markersize=8)
-            axes.annotate(line["method"], (x, y), xytext=(6, 4), textcoords="offset points", fontsize="small")
-    axes.set(xlabel="peak (MiB)", ylabel="step (ms)", xlim=(0, None), ylim=(0, None))
-    axes.margins(x=0.25)
-    axes.set_title(table["title"], loc="left")
+            x, y = line["peak_bytes"] / 2**20, line["relative_time"]
+            style = {"marker": "o" if ours else "s", "color": "#0072B2" if ours else "#E69F00", "markersize": 8}
+            axes.plot(x, y, linestyle="", label=f"{number}  {line['method']}", **style)
+            axes.annotate(str(number), (x, y), xytext=(5, 5), textcoords="offset points", fontsize="small")
+    axes.set(xlabel="peak (MiB)", ylabel="step against plain")
+    axes.margins(x=0.1, y=0.1)
+    axes.set(xlim=(0, None), ylim=(0, None))
+    figure.suptitle(table["title"])
+    figure.legend(loc="outside right center", fontsize="small")
     save_figure(figure, path)
 
 

@@ -1,7 +1,12 @@
-"""A GPT-2 shaped Transformer of six layers, eager and compiled, on one thread; a step's time is the processor's."""
+"""A GPT-2 shaped Transformer of six layers, eager and compiled, on one thread; a step's time is the processor's.
+
+A plain step and one of the method take turns in the process of each line, and "against plain" is the median of their
+ratios: on a machine that others use, the same step differs by a third between one process and the next.
+"""
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 from functools import partial
@@ -22,11 +27,11 @@ METHODS = (
     "remat compiled, 50 % of plain",
     "remat compiled, its smallest",
 )
-STEPS = 5
+STEPS = 15
 
 
 def run(method: str, small: bool, earlier: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
-    """Peak bytes, processor seconds and gradients of one method."""
+    """Peak bytes, processor seconds, also relative to plain steps between them, and gradients of one method."""
     import torch
     import torch._functorch.config
 
@@ -36,7 +41,7 @@ def run(method: str, small: bool, earlier: dict[str, Any]) -> tuple[dict[str, An
     torch.set_num_threads(1)
     torch.manual_seed(0)
     layers, width, batch = (2, 64, 4) if small else (6, 256, 8)
-    loss, parameters, ids = transformer(layers, width, batch, wrapping(method))
+    plain, loss, parameters, ids = transformer(layers, width, batch, wrapping(method))
     step: Callable[..., Any] = loss
     if method.startswith("torch.compile"):
         ratio = method.partition("activation_memory_budget ")[2]
@@ -58,22 +63,27 @@ def run(method: str, small: bool, earlier: dict[str, Any]) -> tuple[dict[str, An
             with applied:
                 return loss(ids)
 
-    def gradients() -> list[Any]:
+    def gradients(step: Callable[..., Any]) -> list[Any]:
         for parameter in parameters:
             parameter.grad = None
         step(ids).backward()
         return [parameter.grad for parameter in parameters]
 
-    found = gradients()
-    times = []
-    for _ in range(STEPS):
+    def seconds(step: Callable[..., Any]) -> float:
         started = time.process_time()
-        gradients()
-        times.append(time.process_time() - started)
+        gradients(step)
+        return time.process_time() - started
+
+    found = gradients(step)
+    seconds(plain)
+    pairs = [(seconds(step), seconds(plain)) for _ in range(STEPS)]
     for parameter in parameters:
         parameter.grad = None
     peak_bytes = remat.torch.measure(step, ids, repeats=1).peak_bytes
-    return {"peak_bytes": peak_bytes, "step_s": sorted(times)[STEPS // 2]}, [g.numpy() for g in found]
+    times = {"step_s": statistics.median(own for own, _ in pairs)}
+    if method != "plain":
+        times["relative_time"] = statistics.median(own / other for own, other in pairs)
+    return {"peak_bytes": peak_bytes, **times}, [gradient.numpy() for gradient in found]
 
 
 def budget_of(method: str, earlier: dict[str, Any]) -> int | str:
@@ -105,8 +115,10 @@ def wrapping(method: str) -> Callable[[Any], Callable[..., Any]]:
     return lambda block: block
 
 
-def transformer(layers: int, width: int, batch: int, wrap: Any) -> tuple[Callable[..., Any], list[Any], Any]:
-    """Loss function, parameters and tokens."""
+def transformer(
+    layers: int, width: int, batch: int, wrap: Any
+) -> tuple[Callable[..., Any], Callable[..., Any], list[Any], Any]:
+    """The loss of a model, the loss of the same with its blocks wrapped, its parameters, and tokens."""
     import torch
     import torch.nn.functional as F
     from torch import nn
@@ -130,14 +142,17 @@ def transformer(layers: int, width: int, batch: int, wrap: Any) -> tuple[Callabl
     tokens, places = nn.Embedding(vocabulary, width), nn.Parameter(torch.zeros(length, width))
     nn.init.normal_(tokens.weight, std=0.02)
     blocks, norm = nn.ModuleList(Block() for _ in range(layers)), nn.LayerNorm(width)
-    calls = [wrap(block) for block in blocks]
 
-    def loss(ids: Any) -> Any:
-        x = tokens(ids) + places
-        for call in calls:
-            x = call(x)
-        logits = F.linear(norm(x), tokens.weight)
-        return F.cross_entropy(logits.flatten(0, 1), ids.roll(-1, 1).flatten())
+    def loss_through(calls: list[Any]) -> Callable[..., Any]:
+        def loss(ids: Any) -> Any:
+            x = tokens(ids) + places
+            for call in calls:
+                x = call(x)
+            logits = F.linear(norm(x), tokens.weight)
+            return F.cross_entropy(logits.flatten(0, 1), ids.roll(-1, 1).flatten())
+
+        return loss
 
     parameters = [places, *(p for module in (tokens, blocks, norm) for p in module.parameters())]
-    return loss, parameters, torch.randint(vocabulary, (batch, length))
+    losses = loss_through(list(blocks)), loss_through([wrap(block) for block in blocks])
+    return *losses, parameters, torch.randint(vocabulary, (batch, length))

@@ -16,7 +16,7 @@ def main() -> None:
     line, gradients = module.run(request["method"], request["small"], earlier)
     plain_s = earlier["plain"]["step_s"] if "plain" in earlier else line["step_s"]
     np.savez(request["gradients"], **{str(number): np.asarray(value) for number, value in enumerate(gradients)})
-    print(json.dumps({**line, "relative_time": line["step_s"] / plain_s}))
+    print(json.dumps({"relative_time": line["step_s"] / plain_s, **line}))
 
 
 if __name__ == "__main__":

@@ -132,8 +132,7 @@ class _Watch(_private.TorchDispatchMode):
             return func(*args, **kwargs)
         recipe = None
         if planned.func is func and planned.repeats:
-            call = self._nodes.plain_call if planned.is_plain else self._nodes.call
-            recipe = call(self._position, func, args, kwargs)
+            recipe = self._nodes.call(self._position, func, args, kwargs)
         writes = op_facts.may_write(func) and op_facts.written(func, args, kwargs)
         if writes:
             expected = planned.writes if planned.func is func else frozenset()

@@ -95,8 +95,15 @@ def is_random(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return bool(probability != 0.0)
 
 
-def may_repeat(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], *, on_gpu: bool) -> bool:
-    """May this call run a second time with the same result and no other effect than on what it writes to?"""
+@cache
+def is_plain(func: OpOverload) -> bool:
+    """Does this operator neither write to an argument nor draw at random, whatever it is called with?"""
+    return not may_write(func) and not may_draw(func)
+
+
+@cache
+def _is_repeatable(func: OpOverload, on_gpu: bool) -> bool:
+    """May calls of this operator run a second time, as far as that does not depend on the arguments?"""
     base = base_name(func)
     if func.namespace not in _OWN_NAMESPACES or base in _NEVER_REPEATED:
         return False
@@ -104,7 +111,12 @@ def may_repeat(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], 
         return False
     if on_gpu and base.rstrip("_") in _UNORDERED_ON_GPU:
         return False
-    if base in _RUNNING_STATISTICS and base not in _WITHOUT_BUFFERS:
+    return base not in _RUNNING_STATISTICS or base in _WITHOUT_BUFFERS
+
+
+def may_repeat(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], *, on_gpu: bool) -> bool:
+    """May this call run a second time with the same result and no other effect than on what it writes to?"""
+    if not _is_repeatable(func, on_gpu):
         return False
     if is_random(func, args, kwargs):
         # A generator on the GPU is left alone: its state would have to be read back from graphs and other streams.

@@ -19,11 +19,10 @@ class PlannedOp:
         is_kept: are they kept?
         repeats: does it run again?
         writes: storages of the step that it writes to.
-        is_plain: does it neither write to an argument nor draw at random, whatever it is called with?
         is_watched: is there more to do than to see whether the step follows the plan?
     """
 
-    __slots__ = ("func", "is_kept", "is_plain", "is_watched", "made", "repeats", "shape", "shapes", "writes")
+    __slots__ = ("func", "is_kept", "is_watched", "made", "repeats", "shape", "shapes", "writes")
 
     def __init__(self, plan: StepPlan, index: int) -> None:
         storages, directions = plan.step.recording.storages, plan.directions
@@ -35,7 +34,6 @@ class PlannedOp:
         self.is_kept = tuple(number in directions.kept for number in op.makes)
         self.repeats = index in directions.rerun
         self.writes = frozenset(number for number in op.writes if storages[number].made_by is not None)
-        self.is_plain = not op_facts.may_write(op.func) and not op_facts.may_draw(op.func)
         self.is_watched = self.repeats or True in self.is_kept or op_facts.may_write(op.func)
 
     def has(self, func: Any, shapes: list[tuple[int, ...]]) -> bool:

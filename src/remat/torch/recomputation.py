@@ -123,12 +123,13 @@ class _Region(_private.TorchDispatchMode):
         if func.is_view or _private.is_silent(func) or _private.in_backward_pass():
             return func(*args, **kwargs)
         inputs = tensors_in((*args, *kwargs.values()))
-        on_gpu = any(t.device.type not in ("cpu", "meta") for t in inputs)
-        plain = all(t.layout is torch.strided for t in inputs)
-        written = [(t, node) for t in op_facts.written(func, args, kwargs) if (node := self._nodes.of(t)) is not None]
+        on_gpu = not all(t.is_cpu or t.is_meta for t in inputs)
+        strided = all(t.layout is torch.strided for t in inputs)
+        writes = () if op_facts.is_plain(func) else op_facts.written(func, args, kwargs)
+        written = [(tensor, node) for tensor in writes if (node := self._nodes.of(tensor)) is not None]
         untouched = len(written) == 1 and not (written[0][1].is_read or id(written[0][1]) in self._saved)
         recipe = None
-        if plain and op_facts.may_repeat(func, args, kwargs, on_gpu=on_gpu):
+        if strided and op_facts.may_repeat(func, args, kwargs, on_gpu=on_gpu):
             self._count += 1
             recipe = self._nodes.call(self._count, func, args, kwargs)
         for tensor, node in written:

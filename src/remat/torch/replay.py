@@ -50,18 +50,10 @@ class NodeTable:
 
     def call(self, number: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recipe:
         """A call about to be made, so that it can be run again: what has a node by reference, all else as it is."""
-        state = op_facts.random_state(func, args, kwargs) if op_facts.is_random(func, args, kwargs) else None
-        return self.plain_call(number, func, op_facts.repeatable_call(func, args), kwargs, state)
-
-    def plain_call(
-        self,
-        number: int,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        random_state: torch.Tensor | None = None,
-    ) -> Recipe:
-        """The same for an operator that writes to nothing, and does not draw either if there is no state."""
+        state = None
+        if not op_facts.is_plain(func):
+            state = op_facts.random_state(func, args, kwargs) if op_facts.is_random(func, args, kwargs) else None
+            args = op_facts.repeatable_call(func, args)
         again, named = list(args), kwargs
         tensors: list[tuple[int | str, Made | Given | Several]] = []
         for place, value in enumerate(args):
@@ -74,7 +66,7 @@ class NodeTable:
             if reference is not None:
                 tensors.append((name, reference))
                 named = {**named, name: None}
-        return Recipe(number, func, again, named, tensors, random_state)
+        return Recipe(number, func, again, named, tensors, state)
 
     def _reference(self, value: Any) -> Made | Given | Several | None:
         """What stands in a recipe for an argument with tensors."""
