@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import keras
 import numpy as np
 import pytest
@@ -222,21 +224,20 @@ def test_train_on_batch():
 
 def test_a_larger_batch_is_planned_again():
     x, y = data()
+    peaks = []
 
     def run(model):
-        losses = [float(model.train_on_batch(x[:size], y[:size])[0]) for size in (BATCH, BATCH // 2, 2 * BATCH)]
+        losses = []
+        for size in (BATCH, BATCH // 2, 2 * BATCH):
+            losses.append(float(model.train_on_batch(x[:size], y[:size])[0]))
+            with contextlib.suppress(ValueError):  # The plain model has no plan.
+                peaks.append(remat.keras.plan_of(model).baseline_peak_bytes)
         return {"loss": losses}
 
-    plain, limited = both(functional, run)
-    assert_same(plain, limited)
-    model = compiled(functional)
-    limit(model)
-    model.train_on_batch(x[:BATCH], y[:BATCH])
-    first = remat.keras.plan_of(model)
-    model.train_on_batch(x[: BATCH // 2], y[: BATCH // 2])
-    assert remat.keras.plan_of(model).baseline_peak_bytes == pytest.approx(first.baseline_peak_bytes, rel=0.1)
-    model.train_on_batch(x[: 2 * BATCH], y[: 2 * BATCH])
-    assert remat.keras.plan_of(model).baseline_peak_bytes > 1.5 * first.baseline_peak_bytes
+    assert_same(*both(functional, run))
+    first, smaller, larger = peaks
+    assert smaller == pytest.approx(first, rel=0.1)
+    assert larger > 1.5 * first
 
 
 @pytest.mark.slow
