@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import gc
-import os
+import logging
 from dataclasses import dataclass
 
 import tensorflow as tf
 
-from remat.errors import InvalidBudget
+from remat.errors import InvalidBudget, UnsupportedStep
 from remat.tensorflow import _private
 from remat.tensorflow.allocator import AllocatorModel
+
+_log = logging.getLogger("remat")
 
 _CPU_STATISTICS_FROM_BYTES = 256 << 10
 _ALL_OF_A_GPU_BYTES = 1 << 40
@@ -40,18 +43,36 @@ class Device:
         return AllocatorModel(_CPU_STATISTICS_FROM_BYTES, converts_half=True)
 
     @property
+    def has_counter(self) -> bool:
+        """Does TensorFlow count this device's memory?"""
+        return _has_counter(self.name)
+
+    @property
     def in_use_bytes(self) -> int:
         """Bytes in use now by this device's own counter, after garbage is gone; 0 where there is no counter."""
         gc.collect()
+        if not self.has_counter:
+            _say_once_that_nothing_is_counted(self.name)
+            return 0
         return self._statistics("current")
 
     @property
     def peak_bytes(self) -> int:
-        """The largest number of bytes in use since the last reset; 0 where there is no counter."""
+        """The largest number of bytes in use since the last reset.
+
+        Raises:
+            UnsupportedStep: where there is no counter.
+        """
+        self._check_counter()
         return self._statistics("peak")
 
     def reset_peak(self) -> None:
-        """Start a new peak."""
+        """Start a new peak.
+
+        Raises:
+            UnsupportedStep: where there is no counter.
+        """
+        self._check_counter()
         tf.config.experimental.reset_memory_stats(self.name)
 
     def auto_budget_bytes(self) -> int:
@@ -67,10 +88,41 @@ class Device:
             )
         return int(_private.memory_limit_bytes(self.name) * (1 - _GPU_MARGIN))
 
+    def _check_counter(self) -> None:
+        if not self.has_counter:
+            raise UnsupportedStep(
+                f"no peak can be measured on {self.name}: {_NO_COUNTER}. Set TF_ENABLE_ONEDNN_OPTS=1 in the "
+                "environment before TensorFlow is imported"
+            )
+
     def _statistics(self, key: str) -> int:
-        if not self.is_gpu and os.environ.get("TF_ENABLE_ONEDNN_OPTS") == "0":
-            return 0  # Without oneDNN the CPU allocator keeps no statistics.
         return int(tf.config.experimental.get_memory_info(self.name)[key])
+
+
+_NO_COUNTER = (
+    "TensorFlow counts the memory of a CPU only while oneDNN is on, which it turns on by itself only on CPUs with "
+    "certain instructions (AVX-512 VNNI and later ones)"
+)
+
+
+@functools.cache
+def _has_counter(name: str) -> bool:
+    """Asked of the counter itself: which CPUs have one by default differs between versions of TensorFlow."""
+    try:
+        tf.config.experimental.get_memory_info(name)
+    except ValueError:
+        return False
+    return True
+
+
+@functools.cache
+def _say_once_that_nothing_is_counted(name: str) -> None:
+    _log.warning(
+        "What lies on %s beside a step is not counted against its budget: %s. The step's own bytes are counted from "
+        "its trace. TF_ENABLE_ONEDNN_OPTS=1 turns the counter on.",
+        name,
+        _NO_COUNTER,
+    )
 
 
 def current_device() -> Device:
