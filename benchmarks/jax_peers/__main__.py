@@ -23,7 +23,7 @@ import numpy as np
 import remat
 import remat.jax
 from benchmarks.jax_peers.models import Size, transformer
-from remat.jax.compiled import peak_of
+from remat.jax.peak import peak_of
 
 RESULTS = Path(__file__).parent.parent / "results"
 POLICIES = {

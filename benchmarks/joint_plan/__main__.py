@@ -48,7 +48,7 @@ class Variants:
         import tensorflow as tf
 
         from remat.demo.models import transformer
-        from remat.tensorflow.device import current_device
+        from remat.tensorflow.peak.device import current_device
 
         keras.utils.set_random_seed(0)
         self.model = transformer(width=96, blocks=4) if model_name == "transformer" else convolutional_network()
@@ -92,7 +92,7 @@ class Variants:
 def measured(model_name: str, batch_size: int, rounds: int, shares: Sequence[int]) -> list[dict[str, Any]]:
     """The lines of one model's table."""
     import remat.keras
-    from remat.joint_choice import counts_to_try
+    from remat.micro_batches.choose import counts_to_try
 
     made = Variants(model_name, batch_size)
     plain = made.step(batch_size, None)

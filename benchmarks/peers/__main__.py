@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from remat import machine
+from remat.running import machine
 
 RESULTS = Path(__file__).parent.parent / "results"
 FRAMEWORKS = ("tensorflow", "jax", "torch")

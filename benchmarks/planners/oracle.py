@@ -17,8 +17,8 @@ from typing import Any
 
 import remat
 from remat.planners import get_planner
-from remat.planners.milp import solve_stages
-from remat.planners.problem import Problem
+from remat.planners.methods.milp import solve_stages
+from remat.planners.view.problem import Problem
 from remat.testing import chain, layered, residual_blocks
 
 RESULTS = Path(__file__).parent.parent / "results"

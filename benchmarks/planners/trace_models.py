@@ -15,7 +15,7 @@ from pathlib import Path
 
 import keras
 
-from remat.graph import Graph
+from remat.core.graph import Graph
 from remat.keras import trace_model
 
 GRAPHS = Path(__file__).parent.parent / "graphs"

@@ -10,8 +10,8 @@ import importlib
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from remat.budget import format_bytes, parse_budget
-from remat.errors import (
+from remat.core.budget import format_bytes, parse_budget
+from remat.core.errors import (
     InfeasibleBudget,
     InvalidBudget,
     InvalidFile,
@@ -21,12 +21,12 @@ from remat.errors import (
     RematError,
     UnsupportedStep,
 )
-from remat.frontier import frontier
-from remat.graph import Graph, Op, Tensor
-from remat.plan import Plan, plan
-from remat.serialization import load_graph, load_plan
-from remat.simulator import Timeline, simulate
-from remat.validator import validate
+from remat.core.graph import Graph, Op, Tensor
+from remat.core.plan import Plan, plan
+from remat.core.serialization import load_graph, load_plan
+from remat.core.simulator import Timeline, simulate
+from remat.core.validator import validate
+from remat.planning.frontier import frontier
 
 __version__ = "0.1.0"
 
@@ -55,14 +55,17 @@ __all__ = [
     "validate",
 ]
 
-_LOADED_WHEN_TOUCHED = ("cost_model", "jax", "keras", "planners", "tensorflow", "testing", "torch")
+_LOADED_WHEN_TOUCHED = {
+    "cost_model": "remat.running.cost_model",
+    **{name: f"remat.{name}" for name in ("jax", "keras", "planners", "tensorflow", "testing", "torch")},
+}
 
 # Hidden from type checkers, which would take it as leave for any name at all.
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> ModuleType:
         if name in _LOADED_WHEN_TOUCHED:
-            return importlib.import_module(f"remat.{name}")
+            return importlib.import_module(_LOADED_WHEN_TOUCHED[name])
         raise AttributeError(f"module 'remat' has no attribute {name!r}")
 
 

@@ -10,7 +10,7 @@ import pytest
 import remat
 from remat.cli import plan_command
 from remat.cli.options import Source
-from remat.cost_model import DeviceProfile
+from remat.running.cost_model import DeviceProfile
 
 KEYS = {
     "peak_bytes",
@@ -146,7 +146,7 @@ def test_unknown_device_of_the_environment(fails, monkeypatch, command):
 
 
 def test_this_machine_was_not_measured(fails, monkeypatch, tmp_path):
-    monkeypatch.setattr("remat.cost_model.measured_path", lambda: tmp_path / "profile.json")
+    monkeypatch.setattr("remat.running.cost_model.measured_path", lambda: tmp_path / "profile.json")
     for command in (("plan",), ("frontier",), ("check",), ("measure", "--no-calibrate")):
         line = fails(*command, "some:model", "--device", "measured")
         assert line.startswith(f"remat: no measured device profile at {tmp_path / 'profile.json'}; `remat measure")

@@ -186,7 +186,7 @@ class TensorFlow(FrontEnd):
         return run
 
     def peak_bytes(self, step: Step, params: Sequence[Any], *batch: Any) -> int:
-        from remat.tensorflow.device import current_device
+        from remat.tensorflow.peak.device import current_device
 
         # The counter is that of the process: what other tests have left in memory is not the step's, and their garbage
         # must not go while it is measured.

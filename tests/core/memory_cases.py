@@ -1,7 +1,7 @@
 """Hand-computed cases of the memory model: a graph, a schedule, and the bytes of every step.
 
-Each is worked out on paper from the rules in ``remat.schedule``; sizes are powers of two or distinct, so that a sum
-tells which storages were counted.
+Each is worked out on paper from the rules in ``remat.core.schedule``; sizes are powers of two or distinct, so that a
+sum tells which storages were counted.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import pytest
 
 import remat
 from remat import Graph, Op, UnsupportedStep
-from remat.batch_size import largest_batches
+from remat.planning.batch_size import largest_batches
 from remat.testing import chain
 
 WEIGHTS = 1000

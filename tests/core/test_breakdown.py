@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 import remat
 from remat import Graph, Op, Tensor
-from remat.breakdown import CATEGORIES, breakdown, bytes_by_category
-from remat.graph import PHASES, ROLES
-from remat.labels import OpLabel, labelled, layer_of, shown_path
+from remat.core.breakdown import CATEGORIES, breakdown, bytes_by_category
+from remat.core.graph import PHASES, ROLES
+from remat.core.labels import OpLabel, labelled, layer_of, shown_path
 from remat.testing import random_graph, random_schedule
 
 KIB = 1024

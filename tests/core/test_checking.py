@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import remat
-from remat.checking import check_workload
-from remat.plan import Plan
+from remat.core.plan import Plan
+from remat.running.check import check_workload
+from remat.running.workload import Array, Training, nudge
 from remat.testing import chain
-from remat.workload import Array, Training, nudge
 
 WEIGHTS = np.linspace(0.1, 1, 20, dtype=np.float32)
 

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 import pytest
 
-from remat import Graph, InfeasibleBudget, Op, Tensor, closed_loop
-from remat.closed_loop import plan_within
-from remat.plan import Plan, plan_for_schedule
+from remat import Graph, InfeasibleBudget, Op, Tensor
+from remat.core.plan import Plan, plan_for_schedule
+from remat.fit import loop as closed_loop
+from remat.fit.loop import plan_within
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from remat import InvalidFile, cost_model
-from remat.cost_model import (
+from remat import InvalidFile
+from remat.running import cost_model
+from remat.running.cost_model import (
     DeviceProfile,
     OpSample,
     calibrate,

@@ -8,7 +8,8 @@ import pytest
 
 import remat
 from remat import Graph, simulate, validate
-from remat.planners import get_planner, lower_bound, registry
+from remat.planners import get_planner, registry
+from remat.planners.linear import bounds as lower_bound
 from remat.testing import chain, random_graph
 
 

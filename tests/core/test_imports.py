@@ -16,7 +16,7 @@ PACKAGE = Path(remat.__file__).parent
 FRAMEWORKS = ("jax", "keras", "paddle", "tensorflow", "torch")
 FRONT_ENDS = ("jax", "keras", "tensorflow", "torch")
 # Importing these must load no framework either. The command line touches one only when a command needs it.
-CORE_IMPORTS = "import remat, remat.cli, remat.cost_model, remat.planners, remat.report, remat.testing"
+CORE_IMPORTS = "import remat, remat.cli, remat.running.cost_model, remat.planners, remat.report, remat.testing"
 
 
 def run(code: str, *, search_path: Path | None = None) -> str:
@@ -121,18 +121,17 @@ def test_the_direction_check_can_fail(source: str, found: set[str]) -> None:
 
 def test_core_files_are_found() -> None:
     names = {str(path.relative_to(PACKAGE)) for path in core_files()}
-    assert {"graph.py", "simulator.py", "validator.py", "planners/registry.py"} <= names
+    assert {"core/graph.py", "core/simulator.py", "core/validator.py", "planners/registry.py"} <= names
 
 
 @pytest.mark.parametrize(
     "imports",
     [
         "import remat",
-        "import remat.plan",
-        "import remat; import remat.plan",
-        "from remat.plan import Plan; import remat",
-        "import remat.planners; import remat.plan; from remat import plan; assert plan is remat.plan",
-        "import importlib, remat; importlib.import_module('remat.plan')",
+        "import remat.core.plan",
+        "import remat; import remat.core.plan",
+        "from remat.core.plan import Plan; import remat",
+        "import remat.planners; import remat.core.plan; from remat import plan; assert plan is remat.plan",
     ],
 )
 def test_plan_is_the_function_whatever_was_imported(imports: str) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 import remat
-from remat.joint_choice import PieceTimes, choose, choose_for_batch, counts_to_try, size_of_largest
-from remat.plan import Plan
+from remat.core.plan import Plan
+from remat.micro_batches.choose import PieceTimes, choose, choose_for_batch, counts_to_try, size_of_largest
 
 BATCH, BUDGET = 64, 1000
 

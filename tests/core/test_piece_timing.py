@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from remat import piece_timing
+from remat.micro_batches import timing as piece_timing
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 
 import remat
 from remat import Graph, InfeasibleBudget, InvalidBudget, InvalidSchedule, Op, PlanMismatch, RematError, Tensor
-from remat.planners import lower_bound, planner_names, registry
+from remat.planners import planner_names, registry
+from remat.planners.linear import bounds as lower_bound
 from remat.testing import chain, graphs
 
 PLANNERS = planner_names()
@@ -192,7 +193,7 @@ def test_wrong_schedule_of_a_planner_is_caught(use: Use, schedule: tuple[int, ..
 
 def test_validator_and_simulator_must_agree(use: Use, monkeypatch: pytest.MonkeyPatch) -> None:
     use(RECOMPUTED)
-    monkeypatch.setattr("remat.validator._taken_over", lambda *_: 1)
+    monkeypatch.setattr("remat.core.validator._taken_over", lambda *_: 1)
     with pytest.raises(AssertionError, match=r"'given' the simulator counts 4 bytes and the validator 3"):
         remat.plan(chain(3), 4, planner="given")
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 
 from remat import Graph, InvalidFile, InvalidGraph, Op, Plan, Tensor, load_graph, load_plan
-from remat.serialization import graph_from_json, graph_to_json, plan_from_json, plan_to_json
+from remat.core.serialization import graph_from_json, graph_to_json, plan_from_json, plan_to_json
 from remat.testing import chain, graphs, random_graph
 
 PLAN = Plan(

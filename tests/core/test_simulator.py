@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from memory_cases import CASES, Case
 
 from remat import Graph, InvalidSchedule, Op, Tensor, simulate, validate
-from remat.schedule import Schedule
-from remat.simulator import storage_lifetimes
+from remat.core.schedule import Schedule
+from remat.core.simulator import storage_lifetimes
 from remat.testing import chain, graphs, graphs_with_schedules, random_graph, random_schedule
 
 

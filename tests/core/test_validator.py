@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from memory_cases import CASES
 
-import remat.validator
 from remat import Graph, InvalidSchedule, Op, Tensor, validate
-from remat.schedule import RULES, Schedule, recomputed_ops
+from remat.core import validator
+from remat.core.schedule import RULES, Schedule, recomputed_ops
 from remat.testing import graphs_with_schedules
 
 
@@ -96,6 +96,9 @@ def test_recomputed_ops() -> None:
 
 
 def test_shares_no_code_with_simulator_or_planners() -> None:
-    tree = ast.parse(inspect.getsource(remat.validator))
+    tree = ast.parse(inspect.getsource(validator))
     imported = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    assert {module for module in imported if module and module.startswith("remat")} == {"remat.errors", "remat.graph"}
+    assert {module for module in imported if module and module.startswith("remat")} == {
+        "remat.core.errors",
+        "remat.core.graph",
+    }

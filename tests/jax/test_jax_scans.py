@@ -12,7 +12,7 @@ from jax_models import PLANNING, assert_close, normal, transformer
 
 import remat
 import remat.jax
-from remat.jax.compiled import Compiler, shape_of
+from remat.jax.peak import Compiler, shape_of
 from remat.jax.planned import variants_of
 
 

@@ -13,7 +13,7 @@ from jax_models import PLANNING, assert_close, mlp, normal
 
 import remat
 import remat.jax
-from remat.jax import op_facts
+from remat.jax.trace import op_facts
 
 DEVICES = 4
 COLLECTIVE = re.compile(

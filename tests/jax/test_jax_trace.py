@@ -10,10 +10,10 @@ from jax_models import mlp, transformer
 
 import remat
 import remat.jax
-from remat.cost_model import get_profile
-from remat.jax.program import program_of, trace_jaxpr
-from remat.jax.trace import after_donation, graph_of_program
+from remat.jax.trace.function import after_donation, graph_of_program
+from remat.jax.trace.program import program_of, trace_jaxpr
 from remat.planners import planner_names
+from remat.running.cost_model import get_profile
 
 
 def kinds(function, *args):

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 import remat.keras
-from remat.tensorflow.device import current_device
+from remat.tensorflow.peak.device import current_device
 
 BATCH, WIDTH, CLASSES = 2048, 128, 4  # Activations of 1 MiB; the weights are too small to be counted.
 

@@ -12,7 +12,7 @@ from keras import layers
 from small_models import BATCH, PLANNING, WIDTH, OwnTrainStep, assert_same_variables, compiled, data, functional
 
 import remat
-from remat.tensorflow.device import current_device
+from remat.tensorflow.peak.device import current_device
 
 LINE = re.compile(r"^([ *]) +(\d+) x (\d+) +(\S.*)$", re.MULTILINE)
 

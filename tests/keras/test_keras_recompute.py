@@ -17,7 +17,7 @@ from keras import layers
 
 import remat
 from remat.keras import recompute
-from remat.keras.recomputation import is_recomputed
+from remat.keras.recompute import is_recomputed
 
 COMPILED = {
     "graph": {"jit_compile": False},

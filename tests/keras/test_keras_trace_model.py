@@ -14,7 +14,7 @@ from keras import layers
 from small_models import WIDTH, functional, sequential
 
 import remat
-from remat.tensorflow.device import current_device
+from remat.tensorflow.peak.device import current_device
 
 
 def test_sizes_follow_the_batch_and_nothing_is_allocated():

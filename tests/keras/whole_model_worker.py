@@ -18,7 +18,7 @@ import tensorflow as tf
 from keras import layers
 
 import remat.keras
-from remat.tensorflow.device import current_device
+from remat.tensorflow.peak.device import current_device
 
 BATCH, WIDTH, HIDDEN, BLOCKS = 2048, 256, 1024, 12
 

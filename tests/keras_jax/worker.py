@@ -22,7 +22,7 @@ from keras import layers
 
 import remat
 import remat.keras
-from remat.keras.jax_micro_batch_step import JaxMicroBatchedStep
+from remat.keras.jax.step import JaxMicroBatchedStep
 
 WIDTH, BATCH = 32, 128
 PLANNING: dict[str, Any] = {"time_limit_s": 0.3}

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from conformance import check_planner
 from remat import Graph, InvalidSchedule, Op, Tensor, simulate
 from remat.planners import get_planner, planner_names, register
-from remat.planners.store_all import store_all
+from remat.planners.methods.store_all import store_all
 from remat.testing import chain, graphs
 
 SOME = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])

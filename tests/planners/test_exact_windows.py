@@ -8,12 +8,12 @@ import time
 import pytest
 
 from remat import Graph, simulate, validate
-from remat.planners import exact_windows
-from remat.planners.exact_windows import plan_windows_again
-from remat.planners.milp import solve_stages
-from remat.planners.problem import Problem
+from remat.core.schedule import keeps_program_order
+from remat.planners.linear import exact_windows
+from remat.planners.linear.exact_windows import plan_windows_again
+from remat.planners.methods.milp import solve_stages
 from remat.planners.search import Search
-from remat.schedule import keeps_program_order
+from remat.planners.view.problem import Problem
 from remat.testing import chain, layered, random_graph, random_schedule
 
 

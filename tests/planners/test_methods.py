@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from remat import Graph, Op, Tensor, simulate, validate
 from remat.planners import get_planner
-from remat.planners.improve import undrop, without_idle_runs
-from remat.planners.problem import Problem
-from remat.planners.rematerialize import rematerialize
-from remat.planners.residents import TooManyRuns
+from remat.planners.replay.improve import undrop, without_idle_runs
+from remat.planners.replay.rematerialize import rematerialize
+from remat.planners.replay.residents import TooManyRuns
+from remat.planners.view.problem import Problem
 from remat.testing import chain, graphs, graphs_with_schedules, random_graph
 
 

@@ -8,10 +8,10 @@ import time
 import pytest
 
 from remat import Graph, Op, Tensor, simulate, validate
+from remat.core.schedule import keeps_program_order
 from remat.planners import get_planner, overhead_lower_bound
-from remat.planners.milp import solve_stages
-from remat.planners.problem import Problem
-from remat.schedule import keeps_program_order
+from remat.planners.methods.milp import solve_stages
+from remat.planners.view.problem import Problem
 from remat.testing import chain, exhaustive, layered, random_graph, revolve, revolve_runs
 
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from remat import Graph, simulate, validate
-from remat.planners.orders import in_order, low_memory_order
-from remat.planners.problem import Problem
+from remat.planners.view.problem import Problem
+from remat.planners.walk.orders import in_order, low_memory_order
 from remat.testing import fan, graphs, layered
 
 

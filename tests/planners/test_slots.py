@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from remat import Graph, Op, Tensor, simulate, validate
-from remat.planners.board import Board
-from remat.planners.problem import Problem
-from remat.planners.slots import Slots
+from remat.planners.view.problem import Problem
+from remat.planners.walk.board import Board
+from remat.planners.walk.slots import Slots
 from remat.testing import random_graph
 
 

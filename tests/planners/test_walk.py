@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from remat import Graph, simulate, validate
-from remat.planners.board import Board, expand
-from remat.planners.problem import Problem
-from remat.planners.simulated_annealing import simulated_annealing
-from remat.planners.walk import Walk
-from remat.schedule import keeps_program_order
+from remat.core.schedule import keeps_program_order
+from remat.planners.methods.simulated_annealing import simulated_annealing
+from remat.planners.view.problem import Problem
+from remat.planners.walk.annealing import Walk
+from remat.planners.walk.board import Board, expand
 from remat.testing import chain, layered, random_graph
 
 

@@ -17,7 +17,7 @@ from selenium.webdriver.common.keys import Keys
 
 import remat
 from remat import Graph, Op, Tensor
-from remat.plan import plan_for_schedule
+from remat.core.plan import plan_for_schedule
 from remat.report import Report
 
 MIB = 2**20

@@ -23,7 +23,7 @@ import numpy as np
 import tensorflow as tf
 
 import remat.tensorflow
-from remat.tensorflow.device import current_device
+from remat.tensorflow.peak.device import current_device
 
 # The allocator of the CPU keeps regions of whole MiB: tensors of 1 MiB fill them and leave no scraps to count.
 ELEMENTS = 1 << 18

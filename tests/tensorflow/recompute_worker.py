@@ -21,7 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 from remat.tensorflow import recompute
-from remat.tensorflow.device import current_device
+from remat.tensorflow.peak.device import current_device
 
 # The allocator of the CPU keeps regions of whole MiB: tensors of 1 MiB fill them and leave no scraps to count.
 CHAIN_ELEMENTS = 1 << 18

@@ -23,11 +23,11 @@ import tensorflow as tf
 from models import CASES, LARGE, Case
 
 import remat
+from remat.core.plan import Plan
 from remat.keras.limit import _limits
-from remat.plan import Plan
 from remat.tensorflow import GradientTape
-from remat.tensorflow.device import current_device
-from remat.tensorflow.rewrite import Rewritten
+from remat.tensorflow.peak.device import current_device
+from remat.tensorflow.planned import Rewritten
 
 STEPS = 3
 Arrays = list[np.ndarray[Any, Any]]

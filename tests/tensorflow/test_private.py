@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 from remat.tensorflow import _private
-from remat.tensorflow.device import current_device
+from remat.tensorflow.peak.device import current_device
 
 SYMBOLS = [
     ("tensorflow.compiler.xla.service.hlo_pb2", "HloProto"),

@@ -9,8 +9,8 @@ import tensorflow as tf
 
 import remat
 from remat.tensorflow import _private, value_and_grad
-from remat.tensorflow.device import current_device
-from remat.tensorflow.micro_batches import for_each_micro_batch, largest_size
+from remat.tensorflow.micro_batches.loop import for_each_micro_batch, largest_size
+from remat.tensorflow.peak.device import current_device
 
 BATCH = 10
 WORDS = 7

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 
 import remat
 from remat import Graph, Op, Tensor
-from remat.tensorflow.allocator import AllocatorModel, PeakRange
-from remat.tensorflow.device import Device
+from remat.tensorflow.peak.allocator import AllocatorModel, PeakRange
+from remat.tensorflow.peak.device import Device
 from remat.testing import graphs_with_schedules
 
 KIB, MIB = 1 << 10, 1 << 20

@@ -8,8 +8,8 @@ import random
 import pytest
 
 from remat import simulate
-from remat.simulator import storage_lifetimes
-from remat.tensorflow.barriers import span_starts
+from remat.core.simulator import storage_lifetimes
+from remat.tensorflow.emit.barriers import span_starts
 from remat.testing import chain, random_graph, random_schedule
 
 RESERVE = 0.05

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import tensorflow as tf
 
-from remat.cost_model import get_profile
-from remat.tensorflow.costs import flops
-from remat.tensorflow.device import current_device
-from remat.tensorflow.trace import trace_func_graph
+from remat.running.cost_model import get_profile
+from remat.tensorflow.peak.device import current_device
+from remat.tensorflow.trace.costs import flops
+from remat.tensorflow.trace.func_graph import trace_func_graph
 
 B, H, W, C, F = 2, 16, 12, 8, 24
 

@@ -11,11 +11,11 @@ from small_steps import BATCH, WIDTH, Chain, copies_in, inputs
 
 import remat
 import remat.testing
-from remat.cost_model import get_profile
+from remat.running.cost_model import get_profile
 from remat.tensorflow import _private, measure
-from remat.tensorflow.barriers import span_starts
-from remat.tensorflow.emit import emit
-from remat.tensorflow.trace import trace_func_graph
+from remat.tensorflow.emit.barriers import span_starts
+from remat.tensorflow.emit.write import emit
+from remat.tensorflow.trace.func_graph import trace_func_graph
 
 
 @dataclasses.dataclass

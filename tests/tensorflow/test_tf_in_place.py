@@ -7,8 +7,8 @@ import inspect
 import pytest
 import tensorflow as tf
 
-from remat.tensorflow import op_facts
-from remat.tensorflow.device import current_device
+from remat.tensorflow.peak.device import current_device
+from remat.tensorflow.trace import op_facts
 
 SIDE = 1024
 SIZE_BYTES = SIDE * SIDE * 4

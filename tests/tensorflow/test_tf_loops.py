@@ -8,8 +8,8 @@ import pytest
 import tensorflow as tf
 
 import remat.tensorflow
-from remat.tensorflow.device import current_device
-from remat.tensorflow.loops import LOOPS, Loop, sizes_with_loops
+from remat.tensorflow.peak.device import current_device
+from remat.tensorflow.trace.loops import LOOPS, Loop, sizes_with_loops
 
 ITERATIONS = 24
 SHAPE = (1024, 256)  # 1 MiB a tensor

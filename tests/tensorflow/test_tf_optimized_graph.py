@@ -9,8 +9,9 @@ import tensorflow as tf
 from small_steps import BATCH, WIDTH, Chain, inputs
 from tensorflow.python.eager import context
 
-from remat.plan import plan_for_schedule
-from remat.tensorflow import GradientTape, op_facts
+from remat.core.plan import plan_for_schedule
+from remat.tensorflow import GradientTape
+from remat.tensorflow.trace import op_facts
 
 TENSOR_BYTES = BATCH * WIDTH * 4
 
@@ -40,7 +41,7 @@ def optimized(request, monkeypatch):
 
     As if memory were short everywhere: each operation waits for the one before it.
     """
-    monkeypatch.setattr("remat.tensorflow.emit.span_starts", lambda _, schedule: list(range(len(schedule))))
+    monkeypatch.setattr("remat.tensorflow.emit.write.span_starts", lambda _, schedule: list(range(len(schedule))))
     weights = Chain().weights
 
     def trace(**limit):

@@ -14,7 +14,7 @@ import tensorflow as tf
 from recompute_cases import CASES, WIDTH, Step, Wrap, added_losses, differentiate, values, variable
 
 from remat.tensorflow import recompute
-from remat.tensorflow.eager_regions import EagerCalls
+from remat.tensorflow.recompute.eager import EagerCalls
 
 MODES = ["eager", "graph", "xla", "graph inside, tape outside", "graph in segments", "xla in segments"]
 # In TensorFlow itself a loss that is added inside a function cannot leave it.

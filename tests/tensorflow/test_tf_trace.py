@@ -6,10 +6,10 @@ import pytest
 import tensorflow as tf
 
 import remat
-from remat.cost_model import get_profile
+from remat.running.cost_model import get_profile
 from remat.tensorflow import trace
-from remat.tensorflow.allocator import AllocatorModel
-from remat.tensorflow.trace import trace_func_graph
+from remat.tensorflow.peak.allocator import AllocatorModel
+from remat.tensorflow.trace.func_graph import trace_func_graph
 
 MIB = 1 << 20
 X = tf.TensorSpec([512, 512], tf.float32)  # 1 MiB
@@ -216,7 +216,7 @@ def test_tensorflow_1_loop_is_refused():
     graph = tf.Graph()
     with graph.as_default():
         fn(tf.compat.v1.placeholder(tf.float32, [4, 4]))
-    from remat.tensorflow.order import in_topological_order
+    from remat.tensorflow.trace.run_order import in_topological_order
 
     with pytest.raises(remat.UnsupportedStep, match="TensorFlow 1 while loop"):
         in_topological_order(graph.get_operations())

@@ -7,8 +7,10 @@ import pytest
 import tensorflow as tf
 
 import remat.tensorflow
-from remat.tensorflow import _private, xla_late, xla_memory, xla_ties
-from remat.tensorflow.device import current_device
+from remat.tensorflow import _private
+from remat.tensorflow.emit import xla_late, xla_ties
+from remat.tensorflow.peak import xla_memory
+from remat.tensorflow.peak.device import current_device
 
 LAYERS, WIDTH, BATCH = 24, 512, 4096
 

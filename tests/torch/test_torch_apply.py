@@ -16,7 +16,8 @@ from torch_models import Case, bert, mlp
 
 import remat
 import remat.torch
-from remat.torch import recipes
+from remat.core.schedule import recomputed_ops
+from remat.torch.emit import recipes
 
 
 def planned(case, budget="60%"):
@@ -162,9 +163,7 @@ def test_dropped_tensors_are_really_gone(monkeypatch):
         lambda self, others, run=recipes.Recipe.run: (runs.append(self.number), run(self, others))[1],
     )
     run(case, applied)
-    recomputed = [
-        op for op, count in remat.schedule.recomputed_ops(applied.plan.schedule).items() for _ in range(count)
-    ]
+    recomputed = [op for op, count in recomputed_ops(applied.plan.schedule).items() for _ in range(count)]
     assert len(runs) == len(recomputed) == applied.plan.recomputed
 
 

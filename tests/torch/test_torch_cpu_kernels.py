@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from remat.torch import _private, cpu_kernels
+from remat.torch import _private
+from remat.torch.trace import cpu_kernels
 
 ATEN = torch.ops.aten
 

@@ -7,7 +7,8 @@ import gc
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from remat.torch import _private, op_facts
+from remat.torch import _private
+from remat.torch.trace import op_facts
 
 
 class Seen(_private.TorchDispatchMode):
@@ -116,7 +117,7 @@ def test_fake_tensors_take_no_modes_inside():
 def test_the_lines_of_inductors_code_tell_what_is_allocated():
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    from remat.torch import _inductor
+    from remat.torch.compile import _inductor
 
     def forward(primals_1, primals_2):
         return (torch.relu(primals_1 @ primals_2) @ primals_2,)

@@ -1,8 +1,8 @@
 """Which framework a user's object belongs to, and the front end that turns it into a training step.
 
 A front end plugs in with one module, ``remat.<framework>.workload``, which has one function:
-``make_workload(made, options) -> remat.workload.Workload``. No framework is imported to find out whose an object is: it
-can only exist where its framework was imported already.
+``make_workload(made, options) -> remat.running.workload.Workload``. No framework is imported to find out whose an
+object is: it can only exist where its framework was imported already.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from remat.workload import NotAStep, StepOptions, Workload
+from remat.running.workload import NotAStep, StepOptions, Workload
 
 # By the package that a class of the object, or a module that a function uses, comes from.
 _PACKAGES: Final = {"jax": "jax", "jaxlib": "jax", "tensorflow": "tensorflow", "torch": "torch"}

@@ -10,13 +10,13 @@ from rich.console import Console
 from rich.table import Table
 
 import remat
-from remat.budget import format_bytes, parse_budget
 from remat.cli.console import CommandError, print_json, progress
 from remat.cli.measure_command import Budget, job, refuse_file
 from remat.cli.options import Source
 from remat.cli.plan_command import AsJson
 from remat.cli.source import traced, workload_from_source
-from remat.machine import available_bytes
+from remat.core.budget import format_bytes, parse_budget
+from remat.running.machine import available_bytes
 
 # Plain training runs too, and the weights, gradients and states of three runs are kept to be compared.
 _SHARE_OF_MEMORY: Final = 0.5

@@ -27,7 +27,7 @@ from typer import Abort
 from typer.core import TyperGroup
 from typer.exceptions import TyperException
 
-from remat.errors import RematError
+from remat.core.errors import RematError
 
 USER_ERROR: Final = 2
 _TRACEBACK_VARIABLE: Final = "REMAT_TRACEBACK"

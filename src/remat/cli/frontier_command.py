@@ -14,8 +14,8 @@ from remat.cli.console import check_output_path, check_time_limit, counted_progr
 from remat.cli.options import Source
 from remat.cli.plan_command import AsJson, PlannerName
 from remat.cli.source import graph_from_source
-from remat.graph import Graph
-from remat.plan import Plan
+from remat.core.graph import Graph
+from remat.core.plan import Plan
 from remat.report import text
 
 

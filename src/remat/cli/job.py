@@ -12,16 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from remat.calibration import op_samples
-from remat.checking import check_workload
 from remat.cli.console import describe_error
 from remat.cli.options import Source
 from remat.cli.source import workload_from_source
-from remat.cost_model import DEVICE_VARIABLE, MEASURED, calibrate, save_measured
-from remat.fresh_process import answer_job
-from remat.json_files import write_json
-from remat.machine import memory_bytes
-from remat.workload import Workload
+from remat.core.json_files import write_json
+from remat.running.calibration import op_samples
+from remat.running.check import check_workload
+from remat.running.cost_model import DEVICE_VARIABLE, MEASURED, calibrate, save_measured
+from remat.running.machine import memory_bytes
+from remat.running.process import answer_job
+from remat.running.workload import Workload
 
 RESULT_FILE = "result.json"
 PLAN_FILE = "plan.json.gz"

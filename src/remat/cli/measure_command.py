@@ -10,19 +10,19 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from remat import machine
-from remat.budget import format_bytes, parse_budget
 from remat.cli.console import CommandError, print_json, progress, traceback_wanted
 from remat.cli.job import PLAN_FILE, RESULT_FILE
 from remat.cli.options import Source
 from remat.cli.plan_command import AsJson
 from remat.cli.source import is_file
-from remat.cost_model import MEASURED, device_here
-from remat.fresh_process import run_job
-from remat.json_files import read_json
-from remat.plan import Plan
+from remat.core.budget import format_bytes, parse_budget
+from remat.core.json_files import read_json
+from remat.core.plan import Plan
+from remat.core.serialization import load_plan
 from remat.report.text import format_time
-from remat.serialization import load_plan
+from remat.running import machine
+from remat.running.cost_model import MEASURED, device_here
+from remat.running.process import run_job
 
 JOB: Final = "remat.cli.job"
 TIME_LIMIT_S: Final = 3600.0

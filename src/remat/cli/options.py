@@ -15,8 +15,8 @@ from typing import Annotated, Any, Final, get_type_hints
 import typer
 
 from remat.cli.console import CommandError
-from remat.cost_model import DEVICE_VARIABLE, device_here, get_profile, profile_names
-from remat.workload import InputShape, StepOptions
+from remat.running.cost_model import DEVICE_VARIABLE, device_here, get_profile, profile_names
+from remat.running.workload import InputShape, StepOptions
 
 _MODEL: Final = "Where SOURCE is module:callable"
 _INPUT_EXAMPLE: Final = "write sizes without the batch, such as 224,224,3 or 128:int32"

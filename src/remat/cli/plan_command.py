@@ -10,20 +10,20 @@ import typer
 from rich.console import Console
 
 import remat
-from remat.batch_size import LargestBatches, largest_batches
-from remat.breakdown import Breakdown, breakdown
-from remat.budget import parse_budget
 from remat.cli.checks import check_planner
 from remat.cli.console import CommandError, check_output_path, check_time_limit, print_json, progress
 from remat.cli.options import Source
 from remat.cli.source import graph_from_source, is_file, traced, workload_from_source
-from remat.cost_model import MEASURED, get_profile
-from remat.errors import InfeasibleBudget
-from remat.graph import Graph
-from remat.labels import layer_of
-from remat.machine import memory_bytes
-from remat.plan import Plan
+from remat.core.breakdown import Breakdown, breakdown
+from remat.core.budget import parse_budget
+from remat.core.errors import InfeasibleBudget
+from remat.core.graph import Graph
+from remat.core.labels import layer_of
+from remat.core.plan import Plan
+from remat.planning.batch_size import LargestBatches, largest_batches
 from remat.report import breakdown_text, text
+from remat.running.cost_model import MEASURED, get_profile
+from remat.running.machine import memory_bytes
 
 # For the context of the device, workspaces of libraries and fragmentation.
 _MARGIN: Final = 0.08

@@ -20,10 +20,10 @@ from remat.cli.console import (
     progress,
 )
 from remat.cli.plan_command import AsJson
-from remat.errors import InvalidSchedule
-from remat.graph import Graph
-from remat.plan import Plan
-from remat.serialization import load_plan_and_graph
+from remat.core.errors import InvalidSchedule
+from remat.core.graph import Graph
+from remat.core.plan import Plan
+from remat.core.serialization import load_plan_and_graph
 
 
 def report_command(

@@ -12,9 +12,9 @@ import remat
 from remat.cli.checks import check_picture
 from remat.cli.console import check_output_path, print_json, progress
 from remat.cli.plan_command import AsJson
-from remat.graph import Graph
+from remat.core.graph import Graph
+from remat.core.simulator import Timeline
 from remat.report import text
-from remat.simulator import Timeline
 
 
 def simulate_command(

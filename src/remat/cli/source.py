@@ -17,11 +17,11 @@ from remat.cli.adapters import make_workload
 from remat.cli.console import CommandError, describe_error, progress, traceback_wanted
 from remat.cli.native_log import native_log_held_back
 from remat.cli.options import Source
-from remat.cost_model import device_here
-from remat.errors import RematError
-from remat.graph import Graph
-from remat.serialization import load_graph
-from remat.workload import StepOptions, Workload
+from remat.core.errors import RematError
+from remat.core.graph import Graph
+from remat.core.serialization import load_graph
+from remat.running.cost_model import device_here
+from remat.running.workload import StepOptions, Workload
 
 _CALLABLE: Final = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 _FRAMEWORKS: Final = ("jax", "keras", "tensorflow", "torch")

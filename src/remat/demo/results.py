@@ -8,9 +8,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from remat.budget import format_bytes
-from remat.graph import Graph
-from remat.plan import Plan
+from remat.core.budget import format_bytes
+from remat.core.graph import Graph
+from remat.core.plan import Plan
 
 RESULT_FILE: Final = "result.json"
 WEIGHTS_FILE: Final = "weights.npz"

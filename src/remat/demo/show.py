@@ -11,11 +11,11 @@ from typing import Any, Final
 
 from rich.table import Table
 
-from remat.budget import format_bytes
+from remat.core.budget import format_bytes
+from remat.core.schedule import recomputed_ops
 from remat.demo.results import TOLERANCE, Line
 from remat.report import plots
 from remat.report.text import format_time
-from remat.schedule import recomputed_ops
 
 TITLES: Final = {
     "residual": "Residual network with BatchNormalization",

@@ -13,9 +13,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from remat.core.errors import RematError
+from remat.core.json_files import write_json
 from remat.demo.results import FAILURE_FILE, GRAPH_FILE, PLAN_FILE, RESULT_FILE, WEIGHTS_FILE, RunResult
-from remat.errors import RematError
-from remat.json_files import write_json
 
 
 def main() -> int:
@@ -37,7 +37,7 @@ def _train(name: str, budget: str | None, quick: bool, folder: Path) -> None:
 
     import remat.keras
     from remat.demo.models import make_workload
-    from remat.tensorflow.device import current_device
+    from remat.tensorflow.peak.device import current_device
 
     tf.config.experimental.enable_op_determinism()
     # This pass of the graph optimizer reorders sums, and differently so where a plan has added operations. It is off

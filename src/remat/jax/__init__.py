@@ -5,12 +5,12 @@ step = remat.jax.jit(step)                                 # in place of jax.jit
 block = remat.jax.recompute(block)                         # in place of jax.checkpoint
 """
 
+from remat.jax.api.jit import Jitted, jit
+from remat.jax.api.value_and_grad import Grad, Gradient, grad, value_and_grad
 from remat.jax.check import check
-from remat.jax.gradient import Grad, Gradient, grad, value_and_grad
-from remat.jax.jit import Jitted, jit
 from remat.jax.measure import Measurement, measure
-from remat.jax.recomputation import recompute
-from remat.jax.trace import trace
+from remat.jax.recompute.decorator import recompute
+from remat.jax.trace.function import trace
 
 __all__ = [
     "Grad",

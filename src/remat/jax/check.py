@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from remat.checking import CheckResult, check_workload
 from remat.jax.workload import make_workload
-from remat.workload import StepOptions
+from remat.running.check import CheckResult, check_workload
+from remat.running.workload import StepOptions
 
 
 def check(loss_fn: Callable[..., Any], *args: Any, budget: int | str = "60%", steps: int = 3) -> CheckResult:

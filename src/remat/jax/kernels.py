@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 
 class Kernels:
-    """See ``remat.calibration.Kernels``."""
+    """See ``remat.running.calibration.Kernels``."""
 
     def dtypes(self) -> Sequence[str]:
         """Half precision where the device computes in it."""

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from remat.jax.compiled import peak_of
+from remat.jax.peak import peak_of
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from remat.batch_axis import count_samples
-from remat.errors import UnsupportedStep
+from remat.core.errors import UnsupportedStep
+from remat.micro_batches.cut import count_samples
 
 REDUCTIONS: Final = ("mean", "sum", "ratio")
 
@@ -159,7 +159,7 @@ def _wide(leaf: Any) -> Any:
 
 def _check_denominator(parts: Any, args: Sequence[Any], kwargs: Any, argnums: Sequence[int]) -> None:
     """A denominator that depends on what is differentiated would need a gradient of its own."""
-    from remat.jax.program import alive, program_of
+    from remat.jax.trace.program import alive, program_of
 
     flat = {place: len(jax.tree.leaves(args[place])) for place in range(len(args))}
     closed = jax.make_jaxpr(lambda *a: parts(*a, **kwargs)[1][0])(*args)

@@ -11,26 +11,26 @@ from typing import Any, Protocol, TypeVar
 
 import jax
 
-from remat.budget import parse_budget
-from remat.closed_loop import infeasible, plan_within
-from remat.cost_model import device_here, get_profile
-from remat.errors import InfeasibleBudget, UnsupportedStep
-from remat.graph import Graph
+from remat.core.budget import parse_budget
+from remat.core.errors import InfeasibleBudget, UnsupportedStep
+from remat.core.graph import Graph
+from remat.core.plan import Plan
+from remat.core.plan import plan as make_plan
+from remat.core.schedule import Schedule
+from remat.core.simulator import simulate
+from remat.fit.loop import infeasible, plan_within
 from remat.jax import _private
-from remat.jax.compiled import CompiledPeak, Compiler, Returned
 from remat.jax.context import Tie
-from remat.jax.emit import Emitted, emit
-from remat.jax.named import plan_with_names
-from remat.jax.program import Program, program_of, trace_jaxpr
+from remat.jax.emit.evaluate import Emitted, emit
+from remat.jax.peak import CompiledPeak, Compiler, Returned
 from remat.jax.request import Request
-from remat.jax.scans import Talking, scan_menu
-from remat.jax.sharded import communications, is_sharded, on_one_device, talking_bodies
-from remat.jax.trace import after_donation, graph_of_program
-from remat.plan import Plan
-from remat.plan import plan as make_plan
-from remat.planners.problem import Problem
-from remat.schedule import Schedule
-from remat.simulator import simulate
+from remat.jax.scans.menu import Talking, scan_menu
+from remat.jax.trace.function import after_donation, graph_of_program
+from remat.jax.trace.named import plan_with_names
+from remat.jax.trace.program import Program, program_of, trace_jaxpr
+from remat.jax.trace.sharded import communications, is_sharded, on_one_device, talking_bodies
+from remat.planners.view.problem import Problem
+from remat.running.cost_model import device_here, get_profile
 
 _log = logging.getLogger("remat")
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from remat.budget import parse_budget
-from remat.plan import Plan
+from remat.core.budget import parse_budget
+from remat.core.plan import Plan
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from remat.cost_model import get_profile
-from remat.graph import Graph
-from remat.jax.jit import jit as planned_jit
-from remat.jax.labels import label_graph
+from remat.core.graph import Graph
+from remat.jax.api.jit import jit as planned_jit
 from remat.jax.measure import measure
-from remat.jax.program import program_of, trace_jaxpr
-from remat.jax.trace import graph_of_program
-from remat.workload import Array, NotAStep, StepOptions, Training, Workload, nudge
+from remat.jax.trace.function import graph_of_program
+from remat.jax.trace.labels import label_graph
+from remat.jax.trace.program import program_of, trace_jaxpr
+from remat.running.cost_model import get_profile
+from remat.running.workload import Array, NotAStep, StepOptions, Training, Workload, nudge
 
 _SEED = 11
 
@@ -39,7 +39,7 @@ def make_workload(made: tuple[Any, ...], options: StepOptions) -> Workload:
 
 
 class JaxFunction:
-    """See ``remat.workload.Workload``; a step is one call of the compiled gradient, or of the whole step.
+    """See ``remat.running.workload.Workload``; a step is one call of the compiled gradient, or of the whole step.
 
     Args:
         function: a loss, or a whole step.

@@ -6,10 +6,10 @@ from typing import Any
 
 import keras
 
-from remat.checking import CheckResult, check_workload
 from remat.keras.limit import is_limited
 from remat.keras.workload import make_workload
-from remat.workload import StepOptions
+from remat.running.check import CheckResult, check_workload
+from remat.running.workload import StepOptions
 
 
 def check(

@@ -8,11 +8,11 @@ from typing import Any, Protocol
 
 import keras
 
-from remat.budget import parse_budget
-from remat.errors import UnsupportedStep
-from remat.graph import Graph
-from remat.joint_plan import JointPlan
-from remat.plan import Plan
+from remat.core.budget import parse_budget
+from remat.core.errors import UnsupportedStep
+from remat.core.graph import Graph
+from remat.core.plan import Plan
+from remat.micro_batches.options import JointPlan
 
 
 class Limit(Protocol):
@@ -107,19 +107,19 @@ def limit_memory(
     if model in _limits:
         _limits.pop(model).detach()
     if backend == "tensorflow":
-        from remat.keras.tensorflow_backend import TensorFlowLimit
-        from remat.tensorflow.rewrite import Request
+        from remat.keras.tensorflow.limit import TensorFlowLimit
+        from remat.tensorflow.planned import Request
 
         plans = budget is not None or checkpoints is not None
         request = Request(budget, None, planner, time_limit_s, options) if plans else None
         _limits[model] = TensorFlowLimit(model, request, checkpoints, count)
     elif backend == "torch":
-        from remat.keras.torch_backend import TorchLimit
+        from remat.keras.torch.limit import TorchLimit
 
         _limits[model] = TorchLimit(model, budget, checkpoints, count, planner, time_limit_s, options)
     else:
         from remat.jax.request import Request as JaxRequest
-        from remat.keras.jax_backend import JaxLimit
+        from remat.keras.jax.limit import JaxLimit
 
         jax_request = JaxRequest(budget, None, planner, time_limit_s, options) if budget is not None else None
         _limits[model] = JaxLimit(model, jax_request, checkpoints, count)

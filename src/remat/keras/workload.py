@@ -7,9 +7,9 @@ from typing import Any
 
 import keras
 
-from remat.errors import UnsupportedStep
-from remat.keras.compiling import compile_if_needed
-from remat.workload import StepOptions, Workload
+from remat.core.errors import UnsupportedStep
+from remat.keras.shared.compiling import compile_if_needed
+from remat.running.workload import StepOptions, Workload
 
 
 def make_workload(made: keras.Model, options: StepOptions, data: Sequence[tuple[Any, Any]] | None = None) -> Workload:
@@ -26,15 +26,15 @@ def make_workload(made: keras.Model, options: StepOptions, data: Sequence[tuple[
     compile_if_needed(made, options.loss, options.optimizer)
     backend = keras.backend.backend()
     if backend == "tensorflow":
-        from remat.keras.tensorflow_workload import TensorFlowWorkload
+        from remat.keras.tensorflow.workload import TensorFlowWorkload
 
         return TensorFlowWorkload(made, options, data)
     if backend == "jax":
-        from remat.keras.jax_workload import JaxWorkload
+        from remat.keras.jax.workload import JaxWorkload
 
         return JaxWorkload(made, options, data)
     if backend == "torch":
-        from remat.keras.torch_workload import TorchWorkload
+        from remat.keras.torch.workload import TorchWorkload
 
         return TorchWorkload(made, options, data)
     raise UnsupportedStep(f"the active backend of Keras is {backend!r}; set KERAS_BACKEND=tensorflow, jax or torch")

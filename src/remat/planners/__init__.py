@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from remat.planners import (
-    auto,
+from remat.planners import auto
+from remat.planners.linear.bounds import LowerBound, overhead_lower_bound
+from remat.planners.methods import (
     block_chain,
     dtr,
     gap_lp,
@@ -16,7 +17,6 @@ from remat.planners import (
     store_all,
     window_milp,
 )
-from remat.planners.lower_bound import LowerBound, overhead_lower_bound
 from remat.planners.registry import Planner, get_planner, planner_names, register
 
 __all__ = [

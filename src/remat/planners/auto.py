@@ -6,19 +6,19 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from remat.graph import Graph
-from remat.planners.block_chain import BlockChain, nest_blocks
-from remat.planners.chain_bound import chain_lower_bound_s
-from remat.planners.dtr import evict
-from remat.planners.exact_windows import plan_windows_again
-from remat.planners.gap_lp import round_gap_lp
-from remat.planners.orders import low_memory_order
-from remat.planners.peak_greedy import drop_greedily, drop_unhurried
-from remat.planners.problem import Problem
+from remat.core.graph import Graph
+from remat.planners.linear.chain_bound import chain_lower_bound_s
+from remat.planners.linear.exact_windows import plan_windows_again
+from remat.planners.methods.block_chain import BlockChain, nest_blocks
+from remat.planners.methods.dtr import evict
+from remat.planners.methods.gap_lp import round_gap_lp
+from remat.planners.methods.peak_greedy import drop_greedily, drop_unhurried
+from remat.planners.methods.simulated_annealing import anneal
+from remat.planners.methods.window_milp import round_window_milp
 from remat.planners.registry import register
 from remat.planners.search import Search, smallest_peak_schedules
-from remat.planners.simulated_annealing import anneal
-from remat.planners.window_milp import round_window_milp
+from remat.planners.view.problem import Problem
+from remat.planners.walk.orders import low_memory_order
 
 Strategy = Callable[[Search], None]
 """A method that offers schedules to a search, each after its own improvement pass, until the search has expired."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from remat.graph import Graph
+from remat.core.graph import Graph
 
 
 class Planner(Protocol):

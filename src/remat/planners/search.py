@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
-from remat.planners.condense import Condensed
-from remat.planners.improve import undrop, without_idle_runs
-from remat.planners.orders import in_order
-from remat.planners.problem import BoolArray, Problem
-from remat.planners.rematerialize import rematerialize
-from remat.planners.residents import TooManyRuns
-from remat.planners.squeeze import squeeze
-from remat.simulator import simulate
+from remat.core.simulator import simulate
+from remat.planners.replay.improve import undrop, without_idle_runs
+from remat.planners.replay.rematerialize import rematerialize
+from remat.planners.replay.residents import TooManyRuns
+from remat.planners.view.condensed import Condensed
+from remat.planners.view.problem import BoolArray, Problem
+from remat.planners.walk.orders import in_order
+from remat.planners.walk.squeeze import squeeze
 
 _MOST_RUNS_PER_OP: Final = 4
 _BISECTIONS: Final = 8
@@ -159,7 +159,7 @@ _smallest_known: weakref.WeakKeyDictionary[Problem, list[tuple[int, ...]]] = wea
 
 
 def _find_smallest_peak(problem: Problem) -> list[tuple[int, ...]]:
-    from remat.planners.block_chain import BlockChain
+    from remat.planners.methods.block_chain import BlockChain
 
     condensed = Condensed.of(problem)
     found: dict[tuple[int, ...], int] = {}
@@ -191,11 +191,11 @@ def _find_smallest_peak(problem: Problem) -> list[tuple[int, ...]]:
 
 def _ask_for_less(problem: Problem, reached: tuple[int, ...]) -> tuple[int, ...]:
     """On a small graph, where a rule of thumb easily misses: what the methods find for ever smaller budgets."""
-    from remat.planners.dtr import evict
-    from remat.planners.gap_lp import round_gap_lp
-    from remat.planners.keep_milp import round_keep_milp
-    from remat.planners.peak_greedy import drop_greedily
-    from remat.planners.simulated_annealing import anneal
+    from remat.planners.methods.dtr import evict
+    from remat.planners.methods.gap_lp import round_gap_lp
+    from remat.planners.methods.keep_milp import round_keep_milp
+    from remat.planners.methods.peak_greedy import drop_greedily
+    from remat.planners.methods.simulated_annealing import anneal
 
     if problem.count > _MOST_OPS_ASKED:
         return reached

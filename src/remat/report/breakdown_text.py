@@ -5,11 +5,11 @@ from __future__ import annotations
 from rich.table import Table
 from rich.text import Text
 
-from remat.batch_size import LargestBatches
-from remat.breakdown import CATEGORIES, Breakdown
-from remat.budget import format_bytes
-from remat.graph import Graph
-from remat.labels import layer_of
+from remat.core.breakdown import CATEGORIES, Breakdown
+from remat.core.budget import format_bytes
+from remat.core.graph import Graph
+from remat.core.labels import layer_of
+from remat.planning.batch_size import LargestBatches
 
 
 def breakdown_table(plain: Breakdown, planned: Breakdown | None = None) -> Table:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 
-from remat.graph import Graph
-from remat.labels import layer_of
-from remat.plan import Plan
-from remat.schedule import recomputed_ops
+from remat.core.graph import Graph
+from remat.core.labels import layer_of
+from remat.core.plan import Plan
+from remat.core.schedule import recomputed_ops
 
 
 @dataclass(frozen=True)

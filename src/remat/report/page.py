@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any, Final
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from remat.breakdown import CATEGORIES, Breakdown, breakdown, bytes_by_category
-from remat.budget import format_bytes
-from remat.graph import Graph
-from remat.labels import layer_of
-from remat.plan import Plan
+from remat.core.breakdown import CATEGORIES, Breakdown, breakdown, bytes_by_category
+from remat.core.budget import format_bytes
+from remat.core.graph import Graph
+from remat.core.labels import layer_of
+from remat.core.plan import Plan
+from remat.core.schedule import recomputed_ops
+from remat.core.simulator import simulate
 from remat.report.layers import recomputed_layers
 from remat.report.text import format_time
-from remat.schedule import recomputed_ops
-from remat.simulator import simulate
 
 if TYPE_CHECKING:
     from remat.report.report import Report

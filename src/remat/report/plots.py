@@ -11,13 +11,13 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from remat.breakdown import CATEGORIES, breakdown
-from remat.budget import format_bytes
-from remat.graph import Graph
-from remat.json_files import write_atomically
-from remat.plan import Plan
-from remat.schedule import Schedule
-from remat.simulator import simulate
+from remat.core.breakdown import CATEGORIES, breakdown
+from remat.core.budget import format_bytes
+from remat.core.graph import Graph
+from remat.core.json_files import write_atomically
+from remat.core.plan import Plan
+from remat.core.schedule import Schedule
+from remat.core.simulator import simulate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

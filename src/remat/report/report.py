@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from remat.graph import Graph
-from remat.json_files import write_atomically
-from remat.plan import Plan
+from remat.core.graph import Graph
+from remat.core.json_files import write_atomically
+from remat.core.plan import Plan
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

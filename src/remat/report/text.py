@@ -9,11 +9,11 @@ from typing import Final
 from rich.table import Table
 from rich.text import Text
 
-from remat.budget import format_bytes
-from remat.graph import Graph
-from remat.plan import Plan
-from remat.schedule import recomputed_ops
-from remat.simulator import Timeline
+from remat.core.budget import format_bytes
+from remat.core.graph import Graph
+from remat.core.plan import Plan
+from remat.core.schedule import recomputed_ops
+from remat.core.simulator import Timeline
 
 _KINDS_SHOWN: Final = 8
 _TENSORS_SHOWN: Final = 10

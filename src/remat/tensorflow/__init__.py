@@ -1,7 +1,6 @@
 """TensorFlow: plan a ``tf.function`` within a byte budget and rewrite it in place, with the same numbers."""
 
-from remat.tensorflow.accumulate import value_and_grad
-from remat.tensorflow.backward import (
+from remat.tensorflow.api.gradients import (
     gradients,
     gradients_collection,
     gradients_memory,
@@ -9,11 +8,12 @@ from remat.tensorflow.backward import (
     last_plan,
     replaced_gradients,
 )
+from remat.tensorflow.api.tape import GradientTape
+from remat.tensorflow.api.value_and_grad import value_and_grad
 from remat.tensorflow.check import check
-from remat.tensorflow.gradient_tape import GradientTape
 from remat.tensorflow.measure import Measurement, measure
-from remat.tensorflow.recomputation import recompute
-from remat.tensorflow.trace import trace
+from remat.tensorflow.recompute.decorator import recompute
+from remat.tensorflow.trace.func_graph import trace
 
 __all__ = [
     "GradientTape",

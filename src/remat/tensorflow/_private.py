@@ -27,7 +27,7 @@ from tensorflow.python.ops import gradients_impl as _gradients_impl
 from tensorflow.python.ops import handle_data_util as _handle_data_util
 from tensorflow.python.ops import resource_variable_ops as _resource_variable_ops
 
-from remat.errors import RematError
+from remat.core.errors import RematError
 
 __all__ = [
     "CompiledProgram",

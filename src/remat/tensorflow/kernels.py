@@ -7,11 +7,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from remat.tensorflow.device import current_device
+from remat.tensorflow.peak.device import current_device
 
 
 class Kernels:
-    """See ``remat.calibration.Kernels``."""
+    """See ``remat.running.calibration.Kernels``."""
 
     def dtypes(self) -> Sequence[str]:
         """Half precision where the device computes in it."""

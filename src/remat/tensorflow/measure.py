@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from remat.tensorflow.device import current_device
+from remat.tensorflow.peak.device import current_device
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from remat.errors import UnsupportedStep
-from remat.graph import Graph
-from remat.tensorflow.device import current_device
-from remat.tensorflow.gradient_tape import GradientTape
-from remat.tensorflow.trace import trace
-from remat.workload import Array, NotAStep, StepOptions, Training, Workload, nudge
+from remat.core.errors import UnsupportedStep
+from remat.core.graph import Graph
+from remat.running.workload import Array, NotAStep, StepOptions, Training, Workload, nudge
+from remat.tensorflow.api.tape import GradientTape
+from remat.tensorflow.peak.device import current_device
+from remat.tensorflow.trace.func_graph import trace
 
 _SEED = 11
 
@@ -34,7 +34,7 @@ def make_workload(made: tuple[Any, ...], options: StepOptions) -> Workload:
 
 
 class TensorFlowFunction:
-    """See ``remat.workload.Workload``.
+    """See ``remat.running.workload.Workload``.
 
     Args:
         function: a loss, or a whole step.

@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 from itertools import pairwise
 
-from remat.graph import Graph, Op, Tensor
+from remat.core.graph import Graph, Op, Tensor
 
 
 def layered(n_ops: int, seed: int, *, free_order: bool = True) -> Graph:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from remat.graph import Graph, Op, Tensor
-from remat.schedule import Schedule
+from remat.core.graph import Graph, Op, Tensor
+from remat.core.schedule import Schedule
 
 
 def random_graph(

@@ -6,8 +6,8 @@ import math
 from functools import cache
 from heapq import heappop, heappush
 
-from remat.graph import Graph
-from remat.schedule import Schedule
+from remat.core.graph import Graph
+from remat.core.schedule import Schedule
 
 
 def exhaustive(graph: Graph, budget_bytes: int) -> Schedule | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from remat.graph import Graph, Op, Tensor
+from remat.core.graph import Graph, Op, Tensor
 
 
 def chain(n: int, *, size_bytes: int = 1, time_s: float = 1.0, free_order: bool = True) -> Graph:

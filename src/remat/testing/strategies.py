@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING
 
-from remat.graph import Graph
-from remat.schedule import Schedule
+from remat.core.graph import Graph
+from remat.core.schedule import Schedule
 from remat.testing.random_graphs import random_graph, random_schedule
 
 if TYPE_CHECKING:

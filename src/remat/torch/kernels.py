@@ -11,7 +11,7 @@ _DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class Kernels:
-    """See ``remat.calibration.Kernels``."""
+    """See ``remat.running.calibration.Kernels``."""
 
     def dtypes(self) -> Sequence[str]:
         """Half precision where the device computes in it."""

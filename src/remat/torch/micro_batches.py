@@ -12,15 +12,15 @@ from typing import Any, Final
 
 import torch
 
-from remat.batch_axis import count_samples
-from remat.budget import parse_budget
-from remat.errors import UnsupportedStep
-from remat.plan import Plan
-from remat.simulator import simulate
+from remat.core.budget import parse_budget
+from remat.core.errors import UnsupportedStep
+from remat.core.plan import Plan
+from remat.core.simulator import simulate
+from remat.micro_batches.cut import count_samples
 from remat.torch import _private
-from remat.torch.emit import Applied, apply
-from remat.torch.planning import plan
-from remat.torch.trace import trace
+from remat.torch.api.apply import Applied, apply
+from remat.torch.api.plan import plan
+from remat.torch.trace.step import trace
 
 REDUCTIONS: Final = ("mean", "sum", "ratio")
 

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from remat.graph import Graph
-from remat.torch.emit import apply
+from remat.core.graph import Graph
+from remat.running.workload import Array, NotAStep, StepOptions, Training, Workload, nudge
+from remat.torch.api.apply import apply
+from remat.torch.api.plan import plan
 from remat.torch.measure import measure
-from remat.torch.planning import plan
-from remat.torch.trace import trace
-from remat.workload import Array, NotAStep, StepOptions, Training, Workload, nudge
+from remat.torch.trace.step import trace
 
 _SEED = 11
 
@@ -38,7 +38,7 @@ def make_workload(made: Any, options: StepOptions) -> Workload:
 
 
 class TorchFunction:
-    """See ``remat.workload.Workload``; a step is the loss, its gradients and, with an optimizer, the update.
+    """See ``remat.running.workload.Workload``; a step is the loss, its gradients and, with an optimizer, the update.
 
     Args:
         function: returns the loss.

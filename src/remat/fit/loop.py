@@ -1,0 +1,235 @@
+"""Finds the budget to plan with, so that what the device really shows stays within the budget that was asked for.
+
+Planners count tensors. An allocator rounds them up, a compiler fuses them. Both are known only for a given
+schedule, so the planner's budget is corrected until the real figure is within the target and close to it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from remat.core.budget import format_bytes
+from remat.core.errors import InfeasibleBudget
+from remat.core.plan import Plan
+
+_log = logging.getLogger("remat")
+
+_CLOSE_ENOUGH = 0.05
+_SMALLEST_STEP = 0.02
+# Between two guesses the real peak may fall by less than the guesses do; more than this is not believed.
+_SMALLEST_RATE = 0.4
+_MOST_OF_THE_WAY = 0.8
+# The schedule of least tensors is not always the one of least chunks. Later ones cost less time.
+_NEAR_THE_SMALLEST = (1.0, 1.02, 1.05, 1.1)
+
+
+class PeakRange(Protocol):
+    """What a device or a compiler says of one plan.
+
+    Attributes:
+        expected_bytes: the peak that is expected.
+        highest_bytes: what a budget should hold; the same where the figure is exact.
+    """
+
+    @property
+    def expected_bytes(self) -> int:  # noqa: D102
+        ...
+
+    @property
+    def highest_bytes(self) -> int:  # noqa: D102
+        ...
+
+
+@dataclass(frozen=True)
+class PeakWithReserve:
+    """A ``PeakRange`` that a budget holds with a fixed share in reserve, for scratch memory that nothing tells."""
+
+    expected_bytes: int
+    reserve: float
+
+    @property
+    def highest_bytes(self) -> int:
+        """The expected peak and its reserve."""
+        return int(self.expected_bytes * (1 + self.reserve))
+
+
+def plan_within(
+    target_bytes: int,
+    first_guess_bytes: int,
+    make_plan: Callable[[int], Plan],
+    real_peak: Callable[[Plan], PeakRange],
+    *,
+    rounds: int,
+    last_rounds: int,
+) -> Plan:
+    """The cheapest plan found whose highest real peak is at most ``target_bytes``.
+
+    Where there is none, the plan whose highest real peak is smallest among those that are more likely to fit than not.
+
+    Args:
+        target_bytes: what the real peak may be.
+        first_guess_bytes: the planner's budget to begin with.
+        make_plan: planner's budget -> plan; raises InfeasibleBudget.
+        real_peak: plan -> what the device will show.
+        rounds: how many budgets to try at first.
+        last_rounds: how many more where none of the first fits: the smallest plans, and cheaper ones once one fits.
+
+    Returns:
+        The plan, its ``peak_bytes`` being the real one that is expected.
+
+    Raises:
+        InfeasibleBudget: no plan is even likely to fit; ``minimum_bytes`` is the smallest target that can be held.
+    """
+    tried: list[_Found] = []
+    guess = max(1, first_guess_bytes)
+    for _ in range(rounds):
+        one = _try(guess, make_plan, real_peak, tried)
+        if one is None:
+            break
+        tried.append(one)
+        highest = one.peak.highest_bytes
+        if highest <= target_bytes and (highest >= target_bytes * (1 - _CLOSE_ENOUGH) or one.plan.overhead == 0):
+            break
+        guess = _next_guess(target_bytes, tried)
+        if guess < 1:
+            break
+    binding_op = ""
+    if not any(one.peak.highest_bytes <= target_bytes for one in tried):
+        try:
+            make_plan(1)  # No planner keeps one byte: the error says what the planner can reach.
+        except InfeasibleBudget as error:
+            binding_op = error.binding_op
+            _try_the_smallest(error.minimum_bytes, target_bytes, make_plan, real_peak, tried, last_rounds)
+    if fits := [one for one in tried if one.peak.highest_bytes <= target_bytes]:
+        return min(fits, key=lambda one: one.plan.time_s).with_real_peak()
+    if likely_to_fit := [one for one in tried if one.likely_bytes <= target_bytes]:
+        best = min(likely_to_fit, key=lambda one: one.peak.highest_bytes)
+        _log.warning(
+            "The step is likely to stay within the budget, but the allocator's rounding may take it to %s where %s "
+            "were to be held: the budget is close to the smallest possible one.",
+            format_bytes(best.peak.highest_bytes),
+            format_bytes(target_bytes),
+        )
+        return best.with_real_peak()
+    smallest = min(tried, key=lambda one: one.peak.highest_bytes)
+    _remember(smallest.plan, {one.plan.fingerprint for one in tried})
+    raise InfeasibleBudget(
+        f"the smallest peak found is {smallest.peak.highest_bytes} bytes",
+        minimum_bytes=smallest.peak.highest_bytes,
+        budget_bytes=target_bytes,
+        binding_op=binding_op,
+    )
+
+
+# The plans of which errors gave the peak as the smallest possible budget. Whoever then asks for it gets that plan: an
+# anytime planner may find another, which a compiler or an allocator makes larger.
+_behind_minima: OrderedDict[str, Plan] = OrderedDict()
+_MOST_REMEMBERED = 16
+
+
+def _remember(plan: Plan, fingerprints: Iterable[str]) -> None:
+    """For each of the graphs that the step was looked at as, since there may be several variants of it."""
+    for fingerprint in fingerprints:
+        _behind_minima[fingerprint] = plan
+        _behind_minima.move_to_end(fingerprint)
+    while len(_behind_minima) > _MOST_REMEMBERED:
+        _behind_minima.popitem(last=False)
+
+
+def _try(
+    guess_bytes: int, make_plan: Callable[[int], Plan], real_peak: Callable[[Plan], PeakRange], tried: Sequence[_Found]
+) -> _Found | None:
+    """What a planner's budget comes to; None where it leads to a schedule that has been tried."""
+    try:
+        plan = make_plan(guess_bytes)
+    except InfeasibleBudget as error:
+        guess_bytes = error.minimum_bytes
+        plan = make_plan(guess_bytes)
+    if any(one.is_of(plan) for one in tried):
+        return None
+    return _Found(guess_bytes, plan, real_peak(plan))
+
+
+def _try_the_smallest(
+    minimum_bytes: int,
+    target_bytes: int,
+    make_plan: Callable[[int], Plan],
+    real_peak: Callable[[Plan], PeakRange],
+    tried: list[_Found],
+    rounds: int,
+) -> None:
+    """Try the smallest plans until one fits, then cheaper ones between it and what failed."""
+    factors = iter(_NEAR_THE_SMALLEST)
+    remembered = next((plan for one in tried if (plan := _behind_minima.get(one.plan.fingerprint))), None)
+    if remembered is not None and not any(one.is_of(remembered) for one in tried):
+        tried.append(_Found(minimum_bytes, remembered, real_peak(remembered)))
+        rounds -= 1
+    for _ in range(rounds):
+        if any(one.peak.highest_bytes <= target_bytes for one in tried):
+            guess = _next_guess(target_bytes, tried)
+        elif (factor := next(factors, None)) is not None:
+            guess = int(minimum_bytes * factor)
+        else:
+            return
+        one = _try(guess, make_plan, real_peak, tried)
+        if one is not None:
+            tried.append(one)
+
+
+def _next_guess(target_bytes: int, tried: Sequence[_Found]) -> int:
+    """The planner's budget to try next. The real peak grows with it, by leaps and not at the same rate."""
+    by_guess = sorted(tried, key=lambda one: one.guess_bytes)
+    fitting = [one for one in by_guess if one.peak.highest_bytes <= target_bytes]
+    failed = [one for one in by_guess if one.peak.highest_bytes > target_bytes]
+    if not fitting:
+        lowest = failed[0]
+        rate = 1.0
+        if len(failed) > 1 and failed[1].guess_bytes > lowest.guess_bytes:
+            fallen = failed[1].peak.highest_bytes - lowest.peak.highest_bytes
+            rate = min(1.0, max(_SMALLEST_RATE, fallen / (failed[1].guess_bytes - lowest.guess_bytes)))
+        excess = max(lowest.peak.highest_bytes - target_bytes, int(_SMALLEST_STEP * target_bytes))
+        return min(lowest.guess_bytes, lowest.plan.peak_bytes) - int(excess / rate)
+    fits = fitting[-1]
+    room = target_bytes - fits.peak.highest_bytes
+    above = [one for one in failed if one.guess_bytes > fits.guess_bytes]
+    if not above:
+        return fits.guess_bytes + room
+    share = room / (above[0].peak.highest_bytes - fits.peak.highest_bytes)
+    share = min(_MOST_OF_THE_WAY, max(1 - _MOST_OF_THE_WAY, share))
+    return fits.guess_bytes + int(share * (above[0].guess_bytes - fits.guess_bytes))
+
+
+@dataclass(frozen=True)
+class _Found:
+    guess_bytes: int
+    plan: Plan
+    peak: PeakRange
+
+    def is_of(self, plan: Plan) -> bool:
+        """Is it what ``plan`` comes to? Variants of a step may share a schedule."""
+        return (self.plan.fingerprint, self.plan.schedule) == (plan.fingerprint, plan.schedule)
+
+    @property
+    def likely_bytes(self) -> int:
+        """What most runs stay below."""
+        return (self.peak.expected_bytes + self.peak.highest_bytes) // 2
+
+    def with_real_peak(self) -> Plan:
+        return dataclasses.replace(self.plan, peak_bytes=self.peak.expected_bytes)
+
+
+def infeasible(budget_bytes: int, minimum_bytes: int, binding_op: str) -> InfeasibleBudget:
+    """The error for a budget that cannot be kept, restating both figures."""
+    return InfeasibleBudget(
+        f"no schedule within {budget_bytes} bytes ({format_bytes(budget_bytes)}) was found: the smallest budget that "
+        f"can be kept is {minimum_bytes} bytes ({format_bytes(minimum_bytes)}). What binds there is {binding_op}. Ask "
+        "for at least that, make the batch smaller, or try another planner",
+        minimum_bytes=minimum_bytes,
+        budget_bytes=budget_bytes,
+        binding_op=binding_op,
+    )

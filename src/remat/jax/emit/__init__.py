@@ -1,0 +1,1 @@
+"""A plan -> the function, evaluated in the plan's order, recomputations held back."""

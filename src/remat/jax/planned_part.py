@@ -1,0 +1,257 @@
+"""Plans a part of a function, such as one micro-batch's gradient inside of a loop, so that the whole keeps a budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import jax
+
+from remat.core.errors import InfeasibleBudget
+from remat.core.graph import Graph
+from remat.core.plan import Plan
+from remat.core.simulator import simulate
+from remat.jax.context import Tie, barriers_stay, for_a_plan
+from remat.jax.emit.evaluate import emit
+from remat.jax.peak import CompiledPeak, compile_quickly, compiler_options, peak_of, shape_of
+from remat.jax.planned import Follower, Variant, cheapest_plan, plan_for_variants, variants_of
+from remat.jax.request import Request
+from remat.jax.trace.named import plan_with_names
+
+Function: TypeAlias = Callable[..., Any]
+Transform: TypeAlias = Callable[[Function], Function]
+Whole: TypeAlias = Callable[[Transform], Function]
+"""Gives the whole function, in which each call of the part goes through what it is given."""
+
+
+@dataclass(frozen=True)
+class InnerPlan:
+    """A function of which a part is planned.
+
+    Attributes:
+        graph: of the part.
+        plan: for it; its peak is that of the whole.
+        run: the whole function.
+    """
+
+    graph: Graph
+    plan: Plan
+    run: Function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate the whole function."""
+        return self.run(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The part for arguments of some shapes.
+
+    Attributes:
+        variants: the ways to write it.
+        structure: of what it returns.
+    """
+
+    variants: tuple[Variant, ...]
+    structure: Any
+
+    def variant(self, plan: Plan) -> Variant:
+        return next(one for one in self.variants if one.graph.fingerprint == plan.fingerprint)
+
+
+def plan_inner(
+    whole: Whole,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    request: Request,
+    tie: Tie,
+    *,
+    shapes: Sequence[jax.ShapeDtypeStruct],
+    donated: Sequence[int] = (),
+    known_plan: Plan | None = None,
+    plain: Function | None = None,
+) -> InnerPlan:
+    """Plan the part for the shapes of its first call, so that the whole computation keeps the budget.
+
+    Calls of other shapes (a smaller last micro-batch) may use the bytes that the first one needs.
+
+    Args:
+        whole: the function; its part may read what the whole one captured, but no value of its own trace.
+        args: of the whole function, arrays or tracers.
+        kwargs: likewise.
+        request: the budget or the plan.
+        tie: how recomputations are held back.
+        shapes: of the flat arguments, with shardings where known.
+        donated: numbers of the flat arguments whose buffers the results may take over.
+        known_plan: found earlier for the same request.
+        plain: the function of which a share of the budget is a share; None for the whole one, its part unplanned.
+
+    Raises:
+        InfeasibleBudget: with the smallest budget for which this function succeeds.
+        PlanMismatch: where ``request.plan`` is for another function.
+    """
+    structure = jax.tree.structure((tuple(args), dict(kwargs)))
+    parts = _parts_of(whole, args, kwargs, request.checkpoints or ())
+    main = next(iter(parts.values()))
+
+    def plans_for(plan: Plan) -> dict[Any, Plan]:
+        return {key: plan if part is main else _smaller_plan(part, plan, request) for key, part in parts.items()}
+
+    def emitted(plans: Mapping[Any, Plan], arrays: Mapping[Any, Sequence[Any]]) -> Function:
+        def transform(_: Function) -> Function:
+            def call(*some: Any, **named: Any) -> Any:
+                leaves, key = _key_of(some, named)
+                part, plan = parts[key], plans[key]
+                variant = part.variant(plan)
+                run = emit(variant.program, plan.schedule, variant.turning_point, tie)
+                return jax.tree.unflatten(part.structure, run(leaves, arrays[key]))
+
+            return call
+
+        return whole(transform)
+
+    def captured(plans: Mapping[Any, Plan]) -> dict[Any, tuple[Any, ...]]:
+        return {key: tuple(part.variant(plans[key]).program.constants.values()) for key, part in parts.items()}
+
+    def real_peak(plan: Plan) -> CompiledPeak:
+        plans = plans_for(plan)
+        keys, arrays = zip(*captured(plans).items(), strict=True)
+
+        def flat(*values: Any) -> Any:
+            given, inner = values[: len(shapes)], values[len(shapes) :]
+            some, named = jax.tree.unflatten(structure, given)
+            rest = iter(inner)
+            own = {key: [next(rest) for _ in group] for key, group in zip(keys, arrays, strict=True)}
+            return emitted(plans, own)(*some, **named)
+
+        everything = (*shapes, *(array for group in arrays for array in group))
+        return CompiledPeak(peak_of(compile_quickly(flat, everything, tie, donated).memory_analysis()))
+
+    given = request.plan or known_plan
+    if given is not None and any(one.graph.fingerprint == given.fingerprint for one in main.variants):
+        plan = given
+    elif request.plan is not None:
+        request.plan.check_graph(main.variants[0].graph)
+        raise AssertionError("unreachable: a plan for none of the variants is refused above")
+    else:
+        plain_bytes = None if plain is None else _plain_peak(plain, structure, shapes, tie)
+        plan = plan_for_variants(main.variants, request, real_peak, plain_bytes)
+    plans = plans_for(plan)
+    return InnerPlan(main.variant(plan).graph, plan, emitted(plans, captured(plans)))
+
+
+def _parts_of(
+    whole: Whole, args: Sequence[Any], kwargs: Mapping[str, Any], kept_names: Sequence[str]
+) -> dict[Any, _Part]:
+    """The part for all the shapes that it is called with, in the order of the calls."""
+    called: dict[Any, tuple[Function, list[Any], Any]] = {}
+
+    def transform(function: Function) -> Function:
+        def call(*some: Any, **named: Any) -> Any:
+            leaves, key = _key_of(some, named)
+            called.setdefault(key, (function, list(map(shape_of, leaves)), jax.tree.structure((some, named))))
+            return function(*some, **named)
+
+        return call
+
+    with for_a_plan():
+        jax.eval_shape(whole(transform), *args, **kwargs)
+    parts = {}
+    for key, (function, leaves, structure) in called.items():
+
+        def flat(*values: Any, function: Function = function, structure: Any = structure) -> Any:
+            some, named = jax.tree.unflatten(structure, values)
+            return function(*some, **named)
+
+        variants, returned = variants_of(flat, leaves, None, kept_names)
+        parts[key] = _Part(tuple(variants), returned)
+    return parts
+
+
+def _key_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], Any]:
+    leaves, structure = jax.tree.flatten((tuple(args), dict(kwargs)))
+    return leaves, (structure, tuple((jax.numpy.shape(leaf), str(jax.typeof(leaf).dtype)) for leaf in leaves))
+
+
+def _smaller_plan(part: _Part, plan: Plan, request: Request) -> Plan:
+    """For a part of other shapes: the bytes that the first one may use are enough."""
+    if request.checkpoints is not None:
+        return plan_with_names(part.variants[0].program, part.variants[0].graph, request.checkpoints)
+    plain = simulate(part.variants[0].graph, part.variants[0].graph.plain_schedule).peak_bytes
+    allowed = plan.traced_peak_bytes or plan.peak_bytes if plan.recomputed else plain
+    try:
+        return cheapest_plan(part.variants, max(1, allowed), request)
+    except InfeasibleBudget as error:
+        return cheapest_plan(part.variants, error.minimum_bytes, request)
+
+
+def _plain_peak(plain: Function, structure: Any, shapes: Sequence[Any], tie: Tie) -> int:
+    def flat(*values: Any) -> Any:
+        some, named = jax.tree.unflatten(structure, values)
+        return plain(*some, **named)
+
+    with for_a_plan():
+        return peak_of(compile_quickly(flat, shapes, tie).memory_analysis())
+
+
+class InnerJitted(Follower):
+    """``jax.jit`` of a function of which a part is planned.
+
+    Args:
+        whole: the function.
+        request: the budget; without one nothing is planned.
+        donate_argnums: as of ``jax.jit``.
+
+    Attributes:
+        plan: the plan of the newest trace; None before, or without a budget.
+        graph: the part that the plan is for.
+    """
+
+    def __init__(self, whole: Whole, request: Request, donate_argnums: Sequence[int] = ()) -> None:
+        super().__init__()
+        self._whole = whole
+        self._request = request
+        self._donated = tuple(donate_argnums)
+        self._compiled: dict[Any, Function] = {}
+
+    def __call__(self, *args: Any) -> Any:
+        """Call the compiled function; the first call with new shapes traces, plans and compiles."""
+        return self._for(args)(*args)
+
+    def plan_for(self, *args: Any) -> Plan:
+        """Plan the function for arguments like these, without running it. There must be a budget.
+
+        Raises:
+            InfeasibleBudget: with the smallest budget for which this function succeeds.
+        """
+        self._for(args)
+        assert self.plan is not None
+        return self.plan
+
+    def _for(self, args: Sequence[Any]) -> Function:
+        _, key = _key_of(args, {})
+        if key not in self._compiled:
+            self._compiled[key] = self._compile(args)
+        return self._compiled[key]
+
+    def _compile(self, args: Sequence[Any]) -> Function:
+        run = self._whole(lambda function: function)
+        with barriers_stay():
+            if self._request.plans:
+                shapes = [shape_of(leaf) for leaf in jax.tree.leaves(args)]
+                first = [0]
+                for arg in args:
+                    first.append(first[-1] + len(jax.tree.leaves(arg)))
+                donated = [leaf for place in self._donated for leaf in range(first[place], first[place + 1])]
+                self._newest = plan_inner(
+                    self._whole, args, {}, self._request, "barrier", shapes=shapes, donated=donated
+                )
+                run = self._newest.run
+
+        def with_barriers(*some: Any) -> Any:
+            with barriers_stay():
+                return run(*some)
+
+        options = compiler_options("barrier")
+        return jax.jit(with_barriers, donate_argnums=self._donated, compiler_options=options or None)

@@ -1,0 +1,1 @@
+"""A JAX function -> a program of instructions -> Graph."""

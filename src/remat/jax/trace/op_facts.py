@@ -1,0 +1,294 @@
+"""What remat knows of JAX's primitives: which may repeat, which are views, which work in place, what they cost.
+
+Everything unknown is kept: an equation may run twice only if its primitive is one of JAX's own, has no effect,
+and is not named below.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+from remat.core.errors import UnsupportedStep
+from remat.jax import _private
+from remat.jax._private import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+
+# Exported by JAX, yet never repeated: other devices, mutable references, a generator with state, calls that hide code.
+_NEVER_REPEATED = frozenset(
+    {
+        "after_all",
+        "all_gather",
+        "all_to_all",
+        "call",
+        "create_token",
+        "custom_lin",
+        "device_put",
+        "get",
+        "pmax",
+        "pmin",
+        "ppermute",
+        "psum",
+        "ragged_all_to_all",
+        "rng_uniform",
+        "swap",
+    }
+)
+
+# The output has the bytes of the first input, in its order: the compiler copies nothing.
+_VIEWS = frozenset(
+    {
+        "device_put",
+        "expand_dims",
+        "name",
+        "random_unwrap",
+        "random_wrap",
+        "reshape",
+        "reshard",
+        "squeeze",
+        "stop_gradient",
+    }
+)
+
+# Always computed where it is read: the compiler fuses such values into every reader.
+_GENERATORS = frozenset({"iota"})
+
+_ELEMENTWISE = frozenset(
+    {
+        "abs",
+        "acos",
+        "acosh",
+        "add",
+        "add_any",
+        "and",
+        "asin",
+        "asinh",
+        "atan",
+        "atan2",
+        "atanh",
+        "bessel_i0e",
+        "bessel_i1e",
+        "bitcast_convert_type",
+        "cbrt",
+        "ceil",
+        "clamp",
+        "complex",
+        "conj",
+        "convert_element_type",
+        "copy",
+        "cos",
+        "cosh",
+        "digamma",
+        "div",
+        "eq",
+        "erf",
+        "erf_inv",
+        "erfc",
+        "exp",
+        "exp2",
+        "expm1",
+        "floor",
+        "ge",
+        "gt",
+        "igamma",
+        "igammac",
+        "imag",
+        "integer_pow",
+        "is_finite",
+        "le",
+        "lgamma",
+        "log",
+        "log1p",
+        "logistic",
+        "lt",
+        "max",
+        "min",
+        "mul",
+        "ne",
+        "neg",
+        "nextafter",
+        "not",
+        "or",
+        "polygamma",
+        "population_count",
+        "pow",
+        "real",
+        "reduce_precision",
+        "rem",
+        "round",
+        "rsqrt",
+        "select_n",
+        "shift_left",
+        "shift_right_arithmetic",
+        "shift_right_logical",
+        "sign",
+        "sin",
+        "sinh",
+        "sqrt",
+        "square",
+        "sub",
+        "tan",
+        "tanh",
+        "xor",
+        "zeta",
+    }
+)
+
+_REDUCTIONS = frozenset(
+    {"reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod", "reduce_sum", "argmax", "argmin"}
+)
+
+# Rough floating-point operations per element, where it is not one.
+_FLOPS_PER_ELEMENT = {
+    **dict.fromkeys(("div", "rsqrt", "sqrt", "rem", "cbrt"), 4.0),
+    **dict.fromkeys(("exp", "exp2", "expm1", "log", "log1p", "sin", "cos", "tan", "tanh", "logistic", "erfc"), 12.0),
+    **dict.fromkeys(("atan", "atan2", "atanh", "erf", "erf_inv", "pow", "sinh", "cosh", "lgamma", "digamma"), 20.0),
+    **dict.fromkeys(("random_bits", "threefry2x32", "rng_bit_generator"), 60.0),
+}
+
+# Runs of a loop whose length depends on values.
+_ASSUMED_ITERATIONS = 10
+
+
+@cache
+def _known() -> frozenset[str]:
+    return _private.primitive_names() - _NEVER_REPEATED
+
+
+def is_known(name: str) -> bool:
+    """Is this a primitive of JAX's own that may run a second time, as far as its name tells?"""
+    return name in _known()
+
+
+def inner_jaxprs(eqn: JaxprEqn) -> Iterator[Jaxpr]:
+    """The jaxprs among an equation's parameters: bodies of loops, branches, called functions."""
+    for value in eqn.params.values():
+        for one in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(one, ClosedJaxpr):
+                yield one.jaxpr
+            elif isinstance(one, Jaxpr):
+                yield one
+
+
+def may_repeat(eqn: JaxprEqn) -> bool:
+    """May an equation run a second time with the same result and no other effect?"""
+    body = _private.body_of_recomputed_call(eqn)
+    if body is not None:
+        return all(map(may_repeat, body.jaxpr.eqns))
+    if eqn.effects or not is_known(eqn.primitive.name):
+        return False
+    return all(may_repeat(inner) for jaxpr in inner_jaxprs(eqn) for inner in jaxpr.eqns)
+
+
+def may_sink(eqn: JaxprEqn) -> bool:
+    """Would the compiler compute this where it is read, whatever the program says?"""
+    name = eqn.primitive.name
+    return may_repeat(eqn) and (name in _ELEMENTWISE or name in _VIEWS or name in ("broadcast_in_dim", "iota"))
+
+
+def may_join(eqn: JaxprEqn) -> bool:
+    """Is this computed inside the kernel that reads it, if only one does?"""
+    name = eqn.primitive.name
+    light = is_elementwise(eqn) or name in _VIEWS or name in ("broadcast_in_dim", "iota", "transpose", "slice")
+    return light and len(eqn.outvars) == 1 and may_repeat(eqn)
+
+
+def takes_producers(eqn: JaxprEqn) -> bool:
+    """Does the kernel that ends in this equation compute what it reads itself?"""
+    name = eqn.primitive.name
+    if not may_repeat(eqn) or viewed_input(eqn) is not None or holds_nothing(eqn):
+        return False
+    return is_elementwise(eqn) or name in ("transpose", "slice") or name in _REDUCTIONS
+
+
+def size_bytes(aval: Any) -> int:
+    """Bytes of a value on the device.
+
+    Raises:
+        UnsupportedStep: where its shape is not known.
+    """
+    shape = getattr(aval, "shape", ())
+    if not all(isinstance(size, int) for size in shape):
+        raise UnsupportedStep(
+            f"a value of shape {tuple(shape)} has dimensions that are not known while the function is traced; give "
+            "arrays of fixed shapes"
+        )
+    dtype = getattr(aval, "dtype", None)
+    return math.prod(shape) * int(getattr(dtype, "itemsize", 0))
+
+
+def viewed_input(eqn: JaxprEqn) -> int | None:
+    """Number of the input whose bytes the first output shares; None for what makes storage of its own.
+
+    A broadcast counts as a view of what it repeats: the compiler fuses it into its readers.
+    """
+    name, source = eqn.primitive.name, eqn.invars[0] if eqn.invars else None
+    if source is None or len(eqn.outvars) != 1:
+        return None
+    made, read = size_bytes(eqn.outvars[0].aval), size_bytes(source.aval)
+    if name in _VIEWS or (name in ("bitcast_convert_type", "convert_element_type") and _same_dtype(eqn)):
+        return 0
+    if name == "transpose" and _keeps_order(_shape(source), eqn.params["permutation"]):
+        return 0
+    return 0 if name == "broadcast_in_dim" and (made == read or made >= 4 * read) else None
+
+
+def _same_dtype(eqn: JaxprEqn) -> bool:
+    made, read = eqn.outvars[0].aval, eqn.invars[0].aval
+    return bool(getattr(read, "dtype", None) == getattr(made, "dtype", None))
+
+
+def _shape(var: Any) -> tuple[int, ...]:
+    return tuple(getattr(var.aval, "shape", ()))
+
+
+def _keeps_order(shape: tuple[int, ...], permutation: tuple[int, ...]) -> bool:
+    axes = [axis for axis in permutation if shape[axis] != 1]
+    return axes == sorted(axes)
+
+
+def holds_nothing(eqn: JaxprEqn) -> bool:
+    """Is the result computed wherever it is read, and never stored?"""
+    if eqn.primitive.name in _GENERATORS:
+        return True
+    return eqn.primitive.name == "broadcast_in_dim" and isinstance(eqn.invars[0], Literal)
+
+
+def works_in_place(eqn: JaxprEqn) -> bool:
+    """May the output take over the storage of an input of the same size?"""
+    return eqn.primitive.name in _ELEMENTWISE or eqn.primitive.name in ("dynamic_update_slice", "scatter_add")
+
+
+def is_elementwise(eqn: JaxprEqn) -> bool:
+    """Does each element of the result depend on the same element of each input alone?"""
+    return eqn.primitive.name in _ELEMENTWISE
+
+
+def flops(eqn: JaxprEqn) -> float:
+    """Floating-point operations of one run; a multiplication and an addition count as two."""
+    name, params = eqn.primitive.name, eqn.params
+    made = sum(math.prod(_shape(var)) for var in eqn.outvars)
+    read = sum(math.prod(_shape(var)) for var in eqn.invars)
+    if name == "dot_general":
+        (contracted, _), _ = params["dimension_numbers"]
+        left = _shape(eqn.invars[0])
+        inner = math.prod(left[int(axis)] for axis in contracted)
+        return 2.0 * made * inner
+    if name == "conv_general_dilated":
+        kernel = _shape(eqn.invars[1])
+        outputs = int(kernel[params["dimension_numbers"].rhs_spec[0]])
+        return 2.0 * made * math.prod(kernel) / max(1, outputs)
+    if name == "sort":
+        return made * math.log2(max(2, made))
+    if name.startswith(("reduce_", "cum", "arg")) and name != "reduce_precision":
+        window = math.prod(params.get("window_dimensions", ()))
+        return float(made * window if window > 1 else read)
+    return float(_FLOPS_PER_ELEMENT.get(name, 1.0) * made)
+
+
+def iterations(eqn: JaxprEqn) -> int:
+    """How often the body of a loop runs; 1 for everything else."""
+    if eqn.primitive.name == "scan":
+        return int(eqn.params["length"])
+    return _ASSUMED_ITERATIONS if eqn.primitive.name == "while" else 1

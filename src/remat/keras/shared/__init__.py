@@ -1,0 +1,1 @@
+"""What holds for a Keras model on every backend."""

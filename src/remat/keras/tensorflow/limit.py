@@ -1,0 +1,271 @@
+"""Keras on TensorFlow: the training step is traced by Keras, planned and rewritten as its trace ends."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from remat.core.errors import UnsupportedStep
+from remat.core.graph import Graph
+from remat.core.plan import Plan
+from remat.keras._private import unbuilt_parts
+from remat.keras.shared.attachment import Attachment
+from remat.keras.tensorflow.choose import choose_micro_batches
+from remat.keras.tensorflow.kept_layers import LayerOutputs
+from remat.keras.tensorflow.model_trace import label_model
+from remat.keras.tensorflow.step import MicroBatchedStep
+from remat.micro_batches.options import JointPlan
+from remat.tensorflow import _private
+from remat.tensorflow.micro_batches.loop import largest_size
+from remat.tensorflow.peak.resident import carried_inputs, resident_elsewhere_bytes
+from remat.tensorflow.planned import Request, Rewritten, rewrite
+
+_Shapes = list[tuple[int, ...]]
+
+
+class TensorFlowLimit(Attachment):
+    """A memory limit on one model.
+
+    Keras builds its training function in ``make_train_function``; this replaces that method on the instance.
+    The function that results runs the model's own ``train_step``, whatever it is; with micro-batches one that does the
+    same as Keras' own.
+
+    Args:
+        model: the model.
+        request: the budget; None plans nothing.
+        checkpoints: layers or names of what to keep, instead of a budget.
+        micro_batches: how many pieces a batch is cut into; None to choose when the first batch comes, for which the
+            request has a budget.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        request: Request | None,
+        checkpoints: Sequence[Any] | None = None,
+        micro_batches: int | None = 1,
+    ) -> None:
+        self._chooses = micro_batches is None
+        self._joint: JointPlan | None = None
+        self._micro_batches = micro_batches or 1
+        self._micro_step = MicroBatchedStep(model, self._micro_batches) if self._micro_batches > 1 else None
+        self._asked = self._request = request
+        self._checkpoints = None if checkpoints is None else LayerOutputs(model, checkpoints)
+        self._shapes: _Shapes = []
+        self._rewritten: Rewritten | None = None
+        self._known_iterator: weakref.ref[tf.data.Iterator] | None = None
+        self._run: Callable[[Any], Any] = model.train_function
+        super().__init__(model)
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan in force, None before the first training step."""
+        return self._rewritten.plan if self._rewritten is not None else None
+
+    @property
+    def graph(self) -> Graph | None:
+        """The step that the plan is for, None before the first training step."""
+        return label_model(self._rewritten.step, self._required_model()) if self._rewritten is not None else None
+
+    @property
+    def joint_plan(self) -> JointPlan | None:
+        """What was chosen from which numbers of micro-batches; None before the first step, or where it was given."""
+        return self._joint
+
+    @property
+    def rewritten(self) -> Rewritten | None:
+        """What was planned and written at the newest trace."""
+        return self._rewritten
+
+    def _make_train_function(self, force: bool = False) -> Callable[..., Any]:
+        model = self._required_model()
+        if model.train_function is not None and not force:
+            return model.train_function  # type: ignore[no-any-return]
+        if model.run_eagerly:
+            raise UnsupportedStep(
+                f"{model.name!r} was compiled with run_eagerly=True, where operations run at once and nothing can be "
+                "planned; compile it with run_eagerly=False, or do not limit its memory"
+            )
+        replicas = model.distribute_strategy.num_replicas_in_sync
+        if replicas > 1 and self._asked is not None:
+            raise UnsupportedStep(
+                f"{model.name!r} trains on {replicas} replicas, and limit_memory plans for one device; give a number "
+                "of micro_batches and neither a budget nor checkpoints, or train on one device"
+            )
+        own_train_step = model.train_step
+        had_own = "train_step" in vars(model)
+        model.train_step = lambda data: self._train_step(own_train_step, data)
+        try:
+            type(model).make_train_function(model, force=True)
+        finally:
+            if had_own:
+                model.train_step = own_train_step
+            else:
+                del model.train_step
+        self._run = model.train_function
+        self._shapes = []
+        if replicas == 1:
+            model.train_function = self._train_function
+        return model.train_function  # type: ignore[no-any-return]
+
+    def _train_function(self, iterator: Any) -> Any:
+        """Keras' own training function, with the sizes of its data made known before it is traced."""
+        model = self._required_model()
+        is_dataset = isinstance(iterator, tf.data.Iterator)
+        if is_dataset and self._known_iterator is not None and self._known_iterator() is iterator:
+            return self._run(iterator)
+        batches = list(itertools.islice(iterator, model.steps_per_execution))
+        if not batches:
+            raise StopIteration
+        largest = _largest(batches)
+        if _exceeds(largest, self._shapes):
+            if self._shapes:
+                # The function may not be traced again for a larger batch, so its plan must be made again.
+                self._make_train_function(force=True)
+            self._shapes = largest
+            build(model, batches[0])
+            if self._chooses:
+                self._choose(model, batches[0])
+        if not is_dataset:
+            return self._run(iter(batches))
+        again = _same_type_of_iterator(batches, iterator.element_spec)
+        del batches  # The data must not lie in memory twice when the step is planned.
+        result = self._run(again)
+        self._known_iterator = weakref.ref(iterator)
+        return result
+
+    def _choose(self, model: keras.Model, batch: Any) -> None:
+        """Settle the number of micro-batches for batches of the sizes that are known now, and say why."""
+        assert self._asked is not None
+        joint = choose_micro_batches(model, model.train_step, _unpacked(batch), self._shapes, self._asked)
+        print(joint, flush=True)
+        self._joint = joint
+        self._micro_batches = joint.micro_batches
+        self._micro_step = MicroBatchedStep(model, joint.micro_batches) if joint.micro_batches > 1 else None
+        self._request = dataclasses.replace(self._asked, budget=joint.budget_bytes, known=joint.chosen.plan)
+
+    def _train_step(self, own_train_step: Callable[[Any], Any], data: Any) -> Any:
+        self._rewritten = None
+        if self._micro_step is not None:
+            on_body = self._plan_micro_batch if self._request is not None else None
+            with self._checkpoints_watched():
+                return self._micro_step(self._required_model(), data, on_body)
+        symbols = _leaves(data)
+
+        def shapes(_: Any) -> dict[str, tuple[int, ...]]:
+            return self._real_shapes(symbols, self._shapes)
+
+        self._plan_when_traced(shapes)
+        with self._checkpoints_watched():
+            return own_train_step(data)
+
+    def _checkpoints_watched(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._checkpoints is None else self._checkpoints.watched()
+
+    def _plan_micro_batch(self, symbols: Sequence[tf.Tensor], pieces: Sequence[tf.Tensor]) -> None:
+        """Plan the body of the loop over the micro-batches, in which this is called."""
+
+        def shapes(graph: _private.FuncGraph) -> dict[str, tuple[int, ...]]:
+            inner = {outer.name: inside.name for outer, inside in graph.captures if tf.is_symbolic_tensor(outer)}
+            known = {inner[n]: s for n, s in self._real_shapes(symbols, self._shapes).items() if n in inner}
+            largest = [
+                (largest_size(size, self._micro_batches) if piece.shape[0] is None else piece.shape[0], *rest)
+                for piece, (size, *rest) in zip(pieces, self._shapes, strict=True)
+            ]
+            return known | self._real_shapes(pieces, largest)
+
+        self._plan_when_traced(shapes)
+
+    def _plan_when_traced(self, real_shapes: Callable[[_private.FuncGraph], dict[str, tuple[int, ...]]]) -> None:
+        """Plan the innermost function and write the plan into it when its trace ends."""
+        graph = tf.compat.v1.get_default_graph()
+        in_xla = _private.in_xla_context(graph)
+        request = self._request
+        assert request is not None
+
+        def finish(succeeded: bool) -> None:
+            if succeeded:
+                input_shapes = real_shapes(graph)
+                carried = carried_inputs(graph) if self._micro_step is not None else frozenset()
+                resident_bytes = resident_elsewhere_bytes(graph, input_shapes, carried)
+                asked = request
+                if self._checkpoints is not None:
+                    asked = dataclasses.replace(request, checkpoints=self._checkpoints.tensors_in(graph))
+                rewritten = rewrite(
+                    graph,
+                    asked,
+                    forward_ends=_forward_ends(graph),
+                    input_shapes=input_shapes,
+                    resident_bytes=resident_bytes,
+                    in_xla=in_xla,
+                    carried=carried,
+                )
+                if self._rewritten is None or rewritten.plan.peak_bytes > self._rewritten.plan.peak_bytes:
+                    self._rewritten = rewritten  # Pieces of two sizes have a plan each.
+
+        _private.call_when_traced(finish)
+
+    @staticmethod
+    def _real_shapes(symbols: Sequence[tf.Tensor], shapes: _Shapes) -> dict[str, tuple[int, ...]]:
+        if len(symbols) != len(shapes):
+            return {}
+        return {symbol.name: shape for symbol, shape in zip(symbols, shapes, strict=True)}
+
+
+def _forward_ends(graph: Any) -> int | None:
+    """How many operations stand before the first of the backward pass, which tapes put into a scope of their own."""
+    names = [op.name for op in graph.get_operations()]
+    return next((number for number, name in enumerate(names) if name.startswith("gradient_tape/")), None)
+
+
+def _leaves(data: Any) -> list[Any]:
+    """The tensors of one batch, in a fixed order; absent parts left out."""
+    flat = tf.nest.flatten(data, expand_composites=True)
+    return [leaf for leaf in flat if leaf is not None and not isinstance(leaf, tf.experimental.Optional)]
+
+
+def _largest(batches: Iterable[Any]) -> _Shapes:
+    """For each tensor of a batch, the largest shape among the batches."""
+    per_batch = [[tuple(tf.convert_to_tensor(leaf).shape) for leaf in _leaves(batch)] for batch in batches]
+    return [tuple(max(sizes) for sizes in zip(*shapes, strict=True)) for shapes in zip(*per_batch, strict=True)]
+
+
+def build(model: keras.Model, batch: Any) -> None:
+    """Make every variable now.
+
+    What is created while a function is traced is allocated in the middle of its first step, where no plan can
+    account for it.
+    """
+    if unbuilt_parts(model):
+        model._symbolic_build(data_batch=_unpacked(batch))
+    if model.optimizer is not None and not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
+
+
+def _unpacked(batch: Any) -> tuple[Any, Any, Any]:
+    x, y, sample_weight = tf.nest.map_structure(
+        lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf,
+        keras.utils.unpack_x_y_sample_weight(batch),
+    )
+    return x, y, sample_weight
+
+
+def _exceeds(shapes: _Shapes, known: _Shapes) -> bool:
+    if [len(s) for s in shapes] != [len(s) for s in known]:
+        return True
+    return any(size > other for a, b in zip(shapes, known, strict=True) for size, other in zip(a, b, strict=True))
+
+
+def _same_type_of_iterator(batches: Sequence[Any], element_spec: Any) -> tf.data.Iterator:
+    """An iterator over ``batches`` for which a function traced for ``element_spec`` is not traced again."""
+    dataset = tf.data.Dataset.from_tensors(batches[0])
+    for batch in batches[1:]:
+        dataset = dataset.concatenate(tf.data.Dataset.from_tensors(batch))
+    return iter(tf.data.experimental.from_variant(tf.data.experimental.to_variant(dataset), element_spec))

@@ -1,0 +1,128 @@
+"""``micro_batches="auto"`` for Keras on PyTorch: the choice between recomputation and micro-batches for one batch."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache, partial
+from typing import Any
+
+import keras
+import torch
+
+from remat.core.budget import parse_budget
+from remat.keras.shared.batch_statistics import coupling_layers
+from remat.keras.torch.step import CutBatch, Sums, TorchMicroBatchedStep
+from remat.keras.torch.training_step import loss_of, traced_step
+from remat.micro_batches.choose import PieceTimes, choose_for_batch, size_of_largest
+from remat.micro_batches.options import JointPlan, Option
+from remat.micro_batches.timing import least_times_s
+from remat.torch.api.apply import apply
+from remat.torch.api.plan import Candidate
+from remat.torch.trace.record import undisturbed
+
+_TIMED_PIECES = 2
+"""Of one size, one after the other: the second adds its gradients to those of the first."""
+
+
+def choose_micro_batches(model: keras.Model, data: Any, budget: int | str, options: Mapping[str, Any]) -> JointPlan:
+    """The joint plan of a model's training step. Nothing of it trains.
+
+    Args:
+        model: compiled and built.
+        data: the batch.
+        budget: a percentage is one of the plain peak of the whole step.
+        options: of planning.
+
+    Raises:
+        InfeasibleBudget: where no number of micro-batches fits.
+    """
+    batch, loss_fn = keras.utils.unpack_x_y_sample_weight(data), loss_of(model)
+    sizes = [leaf.shape[0] for leaf in keras.tree.flatten(batch) if leaf is not None and len(leaf.shape)]
+    batch_size = int(sizes[0]) if sizes else 1
+
+    @cache
+    def cut() -> CutBatch:
+        return TorchMicroBatchedStep(model, _TIMED_PIECES).cut(model, data)
+
+    whole = traced_step(model, loss_fn, batch)
+    budget_bytes = parse_budget(budget, whole.plain_peak_bytes)
+    candidates = {batch_size: whole}
+
+    def candidate(count: int) -> Candidate:
+        size = size_of_largest(batch_size, count)
+        if size not in candidates:
+            candidates[size] = traced_step(model, cut().loss_of_piece, cut().piece(size), accumulates=True)
+        return candidates[size]
+
+    def predicted_s(size: int) -> float:
+        # A trace takes long enough not to make one for each size.
+        return PieceTimes({known: one.step.graph.time_s for known, one in candidates.items()})(size)
+
+    def run_pieces(size: int, context: AbstractContextManager[Any]) -> None:
+        sums = Sums()
+        for _ in range(_TIMED_PIECES):
+            cut().run_piece(cut().piece(size), sums, lambda *_: context)
+
+    def run_whole(context: AbstractContextManager[Any]) -> None:
+        with context:
+            loss = loss_fn(*batch)
+        loss.backward()
+        model.zero_grad()
+
+    def least_s(runs: Mapping[int, Callable[[], None]]) -> dict[int, float]:
+        with _unchanged(model):
+            return _least_times_s(runs, whole.step.recording.device)
+
+    def times_s(sizes: Sequence[int]) -> dict[int, float]:
+        found = least_s({size: partial(run_pieces, size, nullcontext()) for size in sizes})
+        return {size: seconds / _TIMED_PIECES for size, seconds in found.items()}
+
+    def measure(chosen: Sequence[Option]) -> dict[int, float]:
+        runs: dict[int, Callable[[], None]] = {}
+        for option in chosen:
+            assert option.plan is not None
+            planned = apply(option.plan)
+            whole_batch = option.micro_batches == 1
+            runs[option.micro_batches] = (
+                partial(run_whole, planned) if whole_batch else partial(run_pieces, option.size, planned)
+            )
+        found = least_s(runs)
+        return {count: s if count == 1 else count * s / _TIMED_PIECES for count, s in found.items()}
+
+    return choose_for_batch(
+        batch_size,
+        budget_bytes,
+        lambda count: candidate(count).plan(budget_bytes, **options),
+        fits_plainly=lambda count: candidate(count).plain_peak_bytes <= budget_bytes,
+        predicted_s=predicted_s,
+        times_s=times_s,
+        measure=measure,
+        coupled=coupling_layers(model),
+    )
+
+
+def _least_times_s(runs: Mapping[int, Callable[[], None]], device: str) -> dict[int, float]:
+    if device == "cpu":
+        return least_times_s(runs, on_processor=True)
+
+    def finished(run: Callable[[], None]) -> None:
+        run()
+        torch.cuda.synchronize()
+
+    return least_times_s({key: partial(finished, run) for key, run in runs.items()}, on_processor=False)
+
+
+@contextlib.contextmanager
+def _unchanged(model: keras.Model) -> Iterator[None]:
+    """What the block draws, and writes to variables that are not trained, is taken back."""
+    variables = [*model.non_trainable_variables, *model.metrics_variables]
+    before = [(variable, variable.value.detach().clone()) for variable in variables]
+    devices = sorted({value.device.index for _, value in before if value.is_cuda})
+    with torch.random.fork_rng(devices), undisturbed():
+        try:
+            yield
+        finally:
+            for variable, value in before:
+                variable.assign(value)

@@ -1,0 +1,1 @@
+"""Everything about cutting a batch into pieces that needs no framework."""

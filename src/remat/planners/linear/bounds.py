@@ -1,0 +1,68 @@
+"""A proven lower bound on what a budget costs, so that a plan can say how far from the best it may be."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+
+from remat.core.graph import Graph
+from remat.planners.linear.chain_bound import chain_lower_bound_s
+from remat.planners.linear.gap import build_gap_model, solve_gap_model
+from remat.planners.view.problem import Problem
+
+
+@dataclass(frozen=True)
+class LowerBound:
+    """The least extra time of any schedule within a budget.
+
+    Attributes:
+        time_s: seconds beyond the plain step; infinite where no schedule can fit.
+        meaning: what the bound rests on.
+    """
+
+    time_s: float
+    meaning: str
+
+
+def overhead_lower_bound(
+    graph: Graph, budget_bytes: int, time_limit_s: float | None = None, reached_s: float = math.inf
+) -> LowerBound:
+    """A lower bound on the extra seconds of every schedule within a budget: the better of two LPs'.
+
+    The *gap LP*: where a storage lies idle between two uses a and b in program order, either it is alive at
+    every first run between them, or the op that makes it runs again after a and up to b. The gaps of
+    one storage do not overlap, so each dropped gap has a run of its own. Exact where recomputed ops read
+    pinned tensors only; loose where a recomputation pulls a chain of others.
+
+    The *chain LP* (:mod:`remat.planners.linear.chain_bound`) knows that what a recomputation reads must be there,
+    too, but looks at few steps.
+
+    Args:
+        graph: the training step.
+        budget_bytes: peak bytes of the step.
+        time_limit_s: seconds for both, 60 if None; when they run out the bound is what is proved by then, 0 at first.
+        reached_s: extra seconds of a schedule; a bound near it is not made better.
+    """
+    deadline_s = time.monotonic() + (60.0 if time_limit_s is None else time_limit_s)
+    problem = Problem.of(graph)
+    order = (
+        "for schedules that keep first runs in program order; this graph allows others, which may cost less"
+        if graph.free_order
+        else "for every legal schedule"
+    )
+    if problem.plain.peak_bytes <= budget_bytes:
+        return LowerBound(0.0, "exact: the plain schedule fits the budget")
+    model = build_gap_model(problem, budget_bytes)
+    if (model.capacity < 0).any():
+        return LowerBound(math.inf, f"some step alone exceeds the budget; holds {order}")
+    solution = solve_gap_model(model, time_limit_s=deadline_s - time.monotonic())
+    gap_s = 0.0 if solution is None else solution.bound_s
+    chain_s = 0.0
+    if gap_s < reached_s:
+        chain_s = chain_lower_bound_s(problem, budget_bytes, reached_s, deadline_s - time.monotonic())
+    if chain_s > gap_s:
+        return LowerBound(chain_s, f"chain LP, proven {order}")
+    if solution is None:
+        return LowerBound(0.0, "trivial: the gap LP did not finish in time")
+    return LowerBound(gap_s, f"gap LP, proven {order}")

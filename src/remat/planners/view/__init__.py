@@ -1,0 +1,1 @@
+"""What a planner sees of a graph: storages, uses and gaps instead of tensors and ops."""

@@ -1,0 +1,146 @@
+"""The walk of simulated annealing: which edits of a schedule are made, and which of them stay."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from remat.planners.walk.board import Board
+from remat.planners.walk.edits import Edits
+from remat.planners.walk.slots import Slots
+
+_ADAPT_EVERY: Final = 100
+_CHECK_TIME_EVERY: Final = 64
+_CHEAPEST: Final = 1e-4
+_DEAREST: Final = 1e4
+_HOPELESS: Final = 12.0
+_MOST_LOST: Final = 40
+_LATE: Final = 1.0
+_LATE_FROM: Final = 0.05
+
+
+class Walk(Edits):
+    """One walk through schedules. Every state is legal; bytes above the budget are priced, not forbidden.
+
+    The price of a byte over the budget rises while the walk is over it and falls while it is within, so that
+    the walk stays near the edge. With ``first_fit`` it ends at the first schedule that fits. Source of the idea:
+    simulated annealing (Kirkpatrick et al. 1983, doi:10.1126/science.220.4598.671) with strategic oscillation
+    (Glover 1989, doi:10.1287/ijoc.1.3.190). A heuristic without guarantee; one step is O(1) range additions in numpy.
+
+    Attributes:
+        best: the cheapest order of runs seen that fits, None for none; see ``Slots.order``.
+        best_s: its extra seconds.
+    """
+
+    def __init__(
+        self, board: Board, schedule: Sequence[int], budget_bytes: int, seed: int, *, first_fit: bool = False
+    ) -> None:
+        super().__init__(board, budget_bytes, seed)
+        self.first_fit = first_fit
+        self.best: list[int] | None = None
+        self.best_s = math.inf
+        self.plain_s = max(board.problem.graph.time_s, 1e-300)
+        self.price = 1.0
+        self._start(schedule)
+
+    def _start(self, schedule: Sequence[int]) -> None:
+        self.slots = Slots(self.board, schedule)
+        self.over = np.maximum(self.slots.bytes - self.budget, 0)
+        self.over_sum = int(self.over.sum())
+        self._scale = 1.0 / (max(self.budget, 1) * (self.slots.size / max(1, len(self.movable))))
+        self._note_best()
+
+    def _note_best(self) -> None:
+        if not self.over_sum and self.slots.extra_s < self.best_s - 1e-12 * self.plain_s:
+            self.best_s = self.slots.extra_s
+            self.best = self.slots.order()
+
+    def run(self, steps: int, hot: float, cold: float, deadline_s: float | None) -> int:
+        """Walk while cooling; where the time will not suffice for all steps, cool faster.
+
+        Args:
+            steps: edits to try.
+            hot: first temperature, as a share of the plain step's time.
+            cold: last temperature.
+            deadline_s: ``time.monotonic()`` at which to stop; None for no end.
+
+        Returns:
+            The edits tried.
+        """
+        cooling = math.log(cold / hot)
+        begun_s = time.monotonic()
+        over = 0
+        for step in range(steps):
+            if step % _CHECK_TIME_EVERY == 0:
+                progress = step / steps
+                if deadline_s is not None:
+                    now_s = time.monotonic()
+                    if now_s >= deadline_s:
+                        return step
+                    # What is left of the time and of the steps ends together, whichever is shorter.
+                    spent = (now_s - begun_s) / (deadline_s - begun_s)
+                    progress = max(progress, spent) if spent > _LATE * (progress + _LATE_FROM) else progress
+                temperature = hot * math.exp(cooling * progress)
+            over += self.over_sum > 0
+            if step % _ADAPT_EVERY == _ADAPT_EVERY - 1:
+                factor = 1.15 if over > 0.6 * _ADAPT_EVERY else 0.87 if over < 0.3 * _ADAPT_EVERY else 1.0
+                self.price = min(_DEAREST, max(_CHEAPEST, self.price * factor))
+                over = 0
+            if self.lost > _MOST_LOST:
+                self._respread()
+            if not self.over_sum and (self.first_fit or not self.slots.repeats):
+                return step
+            self._step(temperature)
+        return steps
+
+    def _respread(self) -> None:
+        self.lost = 0
+        self._start(self.slots.order())
+
+    def _step(self, temperature: float) -> None:
+        slots, rng = self.slots, self.rng
+        slots.mark()
+        before_s = slots.extra_s
+        # Beyond this an edit is refused whatever it brings, so that it need not be finished.
+        worst = _HOPELESS * temperature + self.price * self._scale * self.over_sum
+        self.limit_s = before_s + worst * self.plain_s
+        draw = rng.random()
+        if self.board.whole and draw < 0.3:
+            made = self.move_first()
+        elif self.board.whole and draw < 0.4:
+            made = self.move_group(self.hot_slot() if self.over_sum else rng.randrange(slots.size))
+        elif self.over_sum:
+            if draw < 0.75 or not slots.repeats:
+                made = self.relieve(self.hot_slot())
+            elif draw < 0.9:
+                made = self.move_repeat()
+            else:
+                made = self.drop_repeat() and self.repair()
+        elif draw < 0.6:
+            made = self.drop_repeat()
+        elif draw < 0.75:
+            made = self.move_repeat()
+        else:
+            made = self.drop_repeat() and self.repair()
+        if not made:
+            slots.undo()
+            return
+        low, high = slots.low, slots.high
+        if low < high:
+            now = np.maximum(slots.bytes[low:high] - self.budget, 0)
+            change = int(now.sum()) - int(self.over[low:high].sum())
+        else:
+            change = 0
+        worse = (slots.extra_s - before_s) / self.plain_s + self.price * self._scale * change
+        if worse > 0 and rng.random() >= math.exp(-worse / temperature):
+            slots.undo()
+            return
+        if low < high:
+            self.over[low:high] = now
+            self.over_sum += change
+        if not self.over_sum:
+            self._note_best()

@@ -1,0 +1,1 @@
+"""Steps that run: workloads, their comparison, calibrations, the machine, fresh processes."""

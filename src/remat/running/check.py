@@ -1,0 +1,234 @@
+"""Whether a planned step trains as the plain one does: gradients, weights, statistics, random states, peaks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from remat.core.budget import format_bytes
+from remat.running.workload import Array, Training, Workload
+
+# In units of the last place of the numbers compared. Two programs for the same sums may add in another order.
+_ROUNDINGS: Final = 64
+# How many times as far as plain training from weights half a rounding off the planned one may be from plain training.
+_SENSITIVITY: Final = 4.0
+# Plain training whose first gradients move by more than this draws other random numbers in each run.
+_NOT_REPEATABLE: Final = 1e-2
+_KINDS: Final = {
+    "gradient": "gradients",
+    "weight": "weights",
+    "slot": "optimizer state",
+    "statistic": "running statistics",
+}
+_EXACT: Final = "state"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One kind of numbers, plain against planned.
+
+    Attributes:
+        what: "gradients", "weights", "optimizer state", "running statistics", "losses" or "random states and counters".
+        count: how many arrays were compared.
+        difference: the largest, relative to the largest plain value of the kind; of states, how many are unequal.
+        allowed: how large rounding may make it.
+        worst: the name of the array that differs most.
+    """
+
+    what: str
+    count: int
+    difference: float
+    allowed: float
+    worst: str
+
+    @property
+    def is_equal(self) -> bool:
+        """Equal but for rounding? A difference that is not a number is none."""
+        return self.difference <= self.allowed
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """Plain against planned training of one step.
+
+    Attributes:
+        comparisons: by kind of numbers.
+        steps: how many were run.
+        budget_bytes: of the plan.
+        recomputed: extra runs of the plan.
+        plain_peak_bytes: measured.
+        planned_peak_bytes: measured.
+        predicted_peak_bytes: of the plan.
+        is_repeatable: does plain training give the same numbers twice? Otherwise nothing can be compared.
+    """
+
+    comparisons: tuple[Comparison, ...]
+    steps: int
+    budget_bytes: int
+    recomputed: int
+    plain_peak_bytes: int
+    planned_peak_bytes: int
+    predicted_peak_bytes: int
+    is_repeatable: bool
+
+    @property
+    def passed(self) -> bool:
+        """Are all numbers equal but for rounding, and is the measured peak within the budget?"""
+        return self.is_repeatable and self.keeps_budget and all(one.is_equal for one in self.comparisons)
+
+    @property
+    def keeps_budget(self) -> bool:
+        """Is the measured peak within the budget?"""
+        return self.planned_peak_bytes <= self.budget_bytes
+
+    @property
+    def verdict(self) -> str:
+        """One line: what differs and why, or that nothing does."""
+        peaks = f"peak {format_bytes(self.plain_peak_bytes)} plain, {format_bytes(self.planned_peak_bytes)} planned"
+        if not self.is_repeatable:
+            return (
+                "undecided: plain training gives other numbers each time, so the planned one cannot be compared; give "
+                "random layers and functions a seed"
+            )
+        unequal = {one.what: one for one in self.comparisons if not one.is_equal}
+        if unequal:
+            first, reason = _reason(unequal)
+            return f"different: {first.what} by {first.difference:.2g} ({first.worst}); {reason}"
+        if not self.keeps_budget:
+            return (
+                f"equal, but over the budget: measured {format_bytes(self.planned_peak_bytes)} of "
+                f"{format_bytes(self.budget_bytes)} (predicted {format_bytes(self.predicted_peak_bytes)}); ask for "
+                "less, and please report the model"
+            )
+        largest = max((one.difference for one in self.comparisons), default=0.0)
+        budget = format_bytes(self.budget_bytes)
+        return f"equal: largest difference {largest:.1e}, which is rounding; {peaks}, budget {budget}"
+
+    def __str__(self) -> str:
+        return self.verdict
+
+
+def check_workload(workload: Workload, budget: int | str = "60%", steps: int = 3) -> CheckResult:
+    """Train some steps plainly and planned, from the same weights on the same batches, and compare everything.
+
+    How far apart rounding may bring two ways to compute the same is measured on the model itself: plain training runs a
+    second time from weights that are half a rounding off. Weights and states are set back at the end, whatever happens.
+
+    Args:
+        workload: the step.
+        budget: as everywhere: bytes, "4GiB", or "60%" of the plain step's predicted peak.
+        steps: of training, 1 or more.
+
+    Raises:
+        ValueError: for fewer than one step.
+        InfeasibleBudget: where no schedule fits the budget; it names the smallest that does.
+    """
+    if steps < 1:
+        raise ValueError(f"steps={steps} compares nothing; give 1 or more")
+    try:
+        return _check(workload, budget, steps)
+    finally:
+        workload.restore()
+
+
+def _check(workload: Workload, budget: int | str, steps: int) -> CheckResult:
+    plain = workload.train(None, steps)
+    nudged = workload.train(None, steps, nudged=True)
+    planned = workload.train(budget, steps)
+    gradients = tuple(workload.gradients(b, nudged=n) for b, n in ((None, False), (None, True), (budget, False)))
+    assert planned.plan is not None
+    comparisons = [_compare("gradient", *gradients)] if gradients[0] else []
+    for kind in list(_KINDS)[1:]:
+        runs = [_of_kind(run, kind) for run in (plain, nudged, planned)]
+        if runs[0]:
+            comparisons.append(_compare(kind, *runs))
+    if plain.losses:
+        losses = [{"loss": np.asarray(run.losses, dtype=np.float32)} for run in (plain, nudged, planned)]
+        comparisons.append(_compare("losses", *losses))
+    states = _of_kind(plain, _EXACT), _of_kind(planned, _EXACT)
+    if states[0]:
+        comparisons.append(_compare_exactly(*states))
+    return CheckResult(
+        tuple(comparisons),
+        steps,
+        planned.plan.budget_bytes,
+        planned.plan.recomputed,
+        plain.peak_bytes,
+        planned.peak_bytes,
+        planned.plan.peak_bytes,
+        is_repeatable=_is_repeatable(gradients[0], gradients[1], plain, nudged),
+    )
+
+
+def _of_kind(run: Training, kind: str) -> dict[str, Array]:
+    return {name: value for name, value in run.values.items() if name.partition("/")[0] == kind}
+
+
+def _compare(
+    kind: str, plain: Mapping[str, Array], nudged: Mapping[str, Array], planned: Mapping[str, Array]
+) -> Comparison:
+    sensitivity, _ = _difference(plain, nudged)
+    difference, worst = _difference(plain, planned)
+    eps = max(
+        (float(np.finfo(v.dtype).eps) for v in plain.values() if np.issubdtype(v.dtype, np.floating)), default=0.0
+    )
+    allowed = max(_ROUNDINGS * eps, _SENSITIVITY * sensitivity)
+    return Comparison(_KINDS.get(kind, kind), len(plain), difference, allowed, worst.partition("/")[2] or worst)
+
+
+def _difference(plain: Mapping[str, Array], other: Mapping[str, Array]) -> tuple[float, str]:
+    """The largest difference relative to the largest plain value of all, and where; infinite for another shape."""
+    if {name: value.shape for name, value in plain.items()} != {name: value.shape for name, value in other.items()}:
+        return math.inf, next(iter(set(plain) ^ set(other)), "another shape")
+    # Some arrays are zero but for rounding, such as the bias of attention's keys: none is compared with itself alone.
+    scale = max((float(np.max(np.abs(value), initial=0)) for value in plain.values()), default=0.0)
+    found, worst = 0.0, ""
+    for name, value in plain.items():
+        apart = np.abs(np.asarray(value, np.float64) - np.asarray(other[name], np.float64))
+        largest = float(np.max(apart, initial=0.0))
+        if math.isnan(largest):
+            return math.inf, name
+        if not worst or largest > found:
+            found, worst = largest, name
+    return (found / scale if scale else found), worst
+
+
+def _compare_exactly(plain: Mapping[str, Array], planned: Mapping[str, Array]) -> Comparison:
+    unequal = [n for n, value in plain.items() if n not in planned or not np.array_equal(value, planned[n])]
+    worst = unequal[0].partition("/")[2] if unequal else ""
+    return Comparison("random states and counters", len(plain), float(len(unequal)), 0.0, worst)
+
+
+def _is_repeatable(
+    gradients: Mapping[str, Array], nudged_gradients: Mapping[str, Array], plain: Training, nudged: Training
+) -> bool:
+    if gradients and _difference(gradients, nudged_gradients)[0] > _NOT_REPEATABLE:
+        return False
+    if not plain.losses:
+        return True
+    first, other = plain.losses[0], nudged.losses[0]
+    return abs(first - other) <= _NOT_REPEATABLE * max(abs(first), 1e-30)
+
+
+def _reason(unequal: Mapping[str, Comparison]) -> tuple[Comparison, str]:
+    """The difference that explains the others, and what makes such a one."""
+    if states := unequal.get("random states and counters"):
+        return (
+            states,
+            "a seed or a counter moved another number of times, so masks were drawn again or states written twice",
+        )
+    if gradients := unequal.get("gradients"):
+        if "losses" in unequal:
+            return gradients, "the losses differ, too: the planned forward pass computes something else"
+        return (
+            gradients,
+            "the losses agree, so what was recomputed is not what the forward pass computed, such as another mask",
+        )
+    if statistics := unequal.get("running statistics"):
+        return statistics, "the gradients agree, so a statistic was updated twice, or from other values"
+    name = next(iter(unequal))
+    return unequal[name], "the gradients agree, so the update itself differs"

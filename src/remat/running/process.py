@@ -1,0 +1,101 @@
+"""Jobs in processes of their own: no memory, no compiled function and no random state of anything that ran before."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from remat.core.errors import RematError
+from remat.core.json_files import read_json, write_json
+
+_REQUEST: Final = "request.json"
+_FAILURE: Final = "failure.json"
+T = TypeVar("T")
+
+
+class JobFailed(RematError, RuntimeError):
+    """A job did not come to its end; the message says why, and ends with what it said last."""
+
+
+def run_job(
+    module: str,
+    request: Mapping[str, Any],
+    collect: Callable[[Path], T],
+    *,
+    doing: str,
+    time_limit_s: float,
+    show_log: bool = False,
+) -> T:
+    """Run ``python -m module FOLDER`` in a fresh process and collect what it leaves in the folder.
+
+    Args:
+        module: calls ``answer_job`` when it is run.
+        request: JSON-ready values for it.
+        collect: reads the results from the folder, which is gone afterwards.
+        doing: the job in words, for messages: "training the plain step".
+        time_limit_s: wall seconds until it is stopped.
+        show_log: let it write to stderr.
+
+    Raises:
+        JobFailed: if it fails, is killed or takes too long.
+    """
+    with tempfile.TemporaryDirectory(prefix="remat-") as name:
+        folder = Path(name)
+        write_json(folder / _REQUEST, request)
+        try:
+            done = subprocess.run(
+                [sys.executable, "-m", module, str(folder)],
+                env=_environment(),
+                stdout=subprocess.DEVNULL,
+                stderr=None if show_log else subprocess.PIPE,
+                text=True,
+                errors="replace",
+                timeout=time_limit_s,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise JobFailed(f"{doing} took more than {time_limit_s:g} s and was stopped") from None
+        if (folder / _FAILURE).exists():
+            failure: Any = read_json(folder / _FAILURE)
+            raise JobFailed(failure["error"])
+        if done.returncode:
+            raise JobFailed(f"{doing} {_ending(done.returncode, done.stderr or '')}")
+        return collect(folder)
+
+
+def answer_job(work: Callable[[Any, Path], None], describe: Callable[[BaseException], str] = str) -> int:
+    """What the module of a job calls: do the work that its folder asks for; returns the exit code.
+
+    Args:
+        work: takes the request and the folder for the results.
+        describe: an error as one line.
+    """
+    folder = Path(sys.argv[1])
+    request = json.loads((folder / _REQUEST).read_text())
+    try:
+        work(request, folder)
+    except (RematError, OSError, ModuleNotFoundError) as error:
+        write_json(folder / _FAILURE, {"error": describe(error)})
+        return 2
+    return 0
+
+
+def _ending(code: int, said: str) -> str:
+    if code < 0:
+        name = signal.Signals(-code).name
+        hint = "; it may have run out of memory: try a smaller batch" if -code == signal.SIGKILL else ""
+        return f"was ended by {name}{hint}"
+    last = said.strip().splitlines()[-1:] or ["it said nothing"]
+    return f"ended with exit code {code}: {last[0]}"
+
+
+def _environment() -> dict[str, str]:
+    # TensorFlow's counter of CPU memory works with oneDNN only, which is the default on most machines but not on all.
+    return {"TF_CPP_MIN_LOG_LEVEL": "3", "TF_ENABLE_ONEDNN_OPTS": "1", **os.environ}

@@ -1,0 +1,156 @@
+"""``GradientTape``: a drop-in for ``tf.GradientTape`` that keeps a byte budget."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from remat.core.errors import UnsupportedStep
+from remat.core.plan import Plan
+from remat.tensorflow import _private
+from remat.tensorflow.peak.resident import resident_elsewhere_bytes
+from remat.tensorflow.planned import Request, Rewritten, rewrite
+
+
+class GradientTape(tf.GradientTape):  # type: ignore[misc]
+    """A ``tf.GradientTape`` for use inside ``tf.function`` whose step keeps a budget.
+
+    TensorFlow's own tape writes the backward operations. When the trace of the function ends, the whole function
+    (optimizer update included) is planned and rewritten in place: the same numbers, less memory, more time.
+
+    Args:
+        budget: peak device bytes of the function, everything counted: an int, "4GiB", "60%" of the plain peak, or
+            "auto" for a GPU's memory less a margin.
+        plan: a plan made earlier for the same function, instead of a budget.
+        checkpoints: tensors to keep, everything else between them being recomputed where that is exact.
+        planner: a planner's name.
+        time_limit_s: wall seconds that an anytime planner may use.
+        batch_size: the size of dimensions that are unknown while the function is traced.
+        persistent: as in ``tf.GradientTape``.
+        watch_accessed_variables: as in ``tf.GradientTape``.
+        **options: passed on to the planner.
+
+    Attributes:
+        plan: the plan in force, once the trace has ended; None before.
+
+    Raises:
+        UnsupportedStep: outside ``tf.function``, or for a loss that depends on none of the sources.
+        InfeasibleBudget: when the trace ends, where no schedule fits; it names the smallest budget.
+        ValueError: unless exactly one of ``budget``, ``plan`` and ``checkpoints`` is given.
+    """
+
+    def __init__(
+        self,
+        persistent: bool = False,
+        watch_accessed_variables: bool = True,
+        *,
+        budget: int | str | None = None,
+        plan: Plan | None = None,
+        checkpoints: Sequence[tf.Tensor] | None = None,
+        planner: str = "auto",
+        time_limit_s: float | None = None,
+        batch_size: int | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(persistent=persistent, watch_accessed_variables=watch_accessed_variables)
+        given = [
+            name
+            for name, value in (("budget", budget), ("plan", plan), ("checkpoints", checkpoints))
+            if value is not None
+        ]
+        if len(given) != 1:
+            raise ValueError(
+                f"GradientTape takes exactly one of budget=, plan= and checkpoints=, not {given or 'none of them'}"
+            )
+        self._request = Request(budget, plan, planner, time_limit_s, options, checkpoints)
+        self._batch_size = batch_size
+        self._func_graph: _private.FuncGraph | None = None
+        self._in_xla = False
+        self._rewritten: Rewritten | None = None
+        self._forward_ends: int | None = None
+        self._traced = False
+        self._known_outputs: list[tf.Tensor] = []
+
+    def __enter__(self) -> GradientTape:
+        if tf.executing_eagerly():
+            raise UnsupportedStep(
+                "remat.tensorflow.GradientTape was entered outside tf.function, where operations run at once and "
+                "nothing can be planned; put @tf.function on the step that uses it"
+            )
+        graph = tf.compat.v1.get_default_graph()
+        if not isinstance(graph, _private.FuncGraph):
+            raise UnsupportedStep(
+                "remat.tensorflow.GradientTape was entered in a TensorFlow 1 graph; put the step into a tf.function"
+            )
+        self._func_graph = graph
+        self._in_xla = _private.in_xla_context(graph)
+        _private.call_when_traced(self._finish)
+        super().__enter__()
+        return self
+
+    def gradient(self, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
+        """As in ``tf.GradientTape``; refuses a target that depends on none of the sources."""
+        if self._func_graph is not None and self._forward_ends is None:
+            self._forward_ends = len(self._func_graph.get_operations())
+        gradients = super().gradient(target, sources, *args, **kwargs)
+        if all(gradient is None for gradient in tf.nest.flatten(gradients)):
+            names = ", ".join(str(getattr(s, "name", s)) for s in tf.nest.flatten(sources)[:3])
+            raise UnsupportedStep(
+                f"the target {getattr(target, 'name', target)} depends on none of the {len(tf.nest.flatten(sources))} "
+                f"sources ({names}, ...), so there is no backward pass to plan; compute the loss from the variables "
+                "inside the tape"
+            )
+        self._known_outputs += [t for t in tf.nest.flatten([target, gradients]) if isinstance(t, tf.Tensor)]
+        return gradients
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan in force.
+
+        Read inside the function, after ``gradient``, it plans at once: what the function does afterwards is then not
+        counted. Before ``gradient`` it is None.
+        """
+        if self._rewritten is None and self._known_outputs and not self._traced:
+            self._rewrite(self._known_outputs)
+        return self._rewritten.plan if self._rewritten is not None else None
+
+    @property
+    def recomputed_operations(self) -> tuple[str, ...]:
+        """Names of the recomputations that were written into the function, in schedule order."""
+        return tuple(copy.name for copy in self._rewritten.emitted.copies) if self._rewritten is not None else ()
+
+    def _finish(self, succeeded: bool) -> None:
+        self._traced = True
+        if succeeded and self._known_outputs and self._rewritten is None:
+            self._rewrite(None)
+
+    def _rewrite(self, outputs: Sequence[tf.Tensor] | None) -> None:
+        graph = self._func_graph
+        assert graph is not None
+        input_shapes = self._input_shapes(graph)
+        carried = self._carried(graph)
+        self._rewritten = rewrite(
+            graph,
+            self._request,
+            input_shapes=input_shapes,
+            resident_bytes=resident_elsewhere_bytes(graph, input_shapes, carried),
+            in_xla=self._in_xla,
+            outputs=outputs,
+            forward_ends=self._forward_ends,
+            carried=carried,
+        )
+
+    def _carried(self, graph: _private.FuncGraph) -> frozenset[str]:
+        """Names of the function's inputs that no caller keeps."""
+        return frozenset()
+
+    def _input_shapes(self, graph: _private.FuncGraph) -> dict[str, tuple[int, ...]]:
+        if self._batch_size is None:
+            return {}
+        return {
+            t.name: tuple(self._batch_size if d is None else d for d in t.shape)
+            for t in graph.inputs
+            if t.shape.rank is not None and not t.shape.is_fully_defined()
+        }

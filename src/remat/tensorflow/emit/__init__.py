@@ -1,0 +1,1 @@
+"""A plan -> the function that is being traced, rewritten in place."""

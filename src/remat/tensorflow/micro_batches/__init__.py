@@ -1,0 +1,1 @@
+"""Micro-batches in TensorFlow: the loop, the sums, and how many pieces."""

@@ -1,0 +1,189 @@
+"""Cuts a batch into micro-batches and runs one loop over them.
+
+The pieces are those of ``numpy.array_split``: where the count does not divide the batch, the first pieces have one
+sample more. Static sizes stay static (two loops, one per size): XLA compiles them, and a planner knows their bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import tensorflow as tf
+
+from remat.core.errors import UnsupportedStep
+from remat.tensorflow import _private
+
+Size: TypeAlias = Any  # An int where the trace knows it, else a scalar tensor.
+Carried = list[tf.Tensor]
+# The micro-batch's tensors, how many samples it has, what the loop carries -> what the loop carries on.
+Body = Callable[[list[tf.Tensor], Size, Carried], Sequence[tf.Tensor]]
+
+
+def check_count(micro_batches: object) -> int:
+    """The number of micro-batches, checked.
+
+    Raises:
+        ValueError: unless it is a whole number of at least 1.
+    """
+    if isinstance(micro_batches, bool) or not isinstance(micro_batches, int) or micro_batches < 1:
+        raise ValueError(f"micro_batches must be a whole number of at least 1, not {micro_batches!r}")
+    return micro_batches
+
+
+def largest_size(batch_size: int, count: int) -> int:
+    """Samples of the largest micro-batch."""
+    return -(-batch_size // min(count, batch_size))
+
+
+def batch_size_of(leaves: Sequence[tf.Tensor], names: Sequence[str]) -> Size:
+    """How many samples a batch has: an int where the trace knows it.
+
+    Args:
+        leaves: the tensors of the batch.
+        names: what each is called in an error.
+
+    Raises:
+        UnsupportedStep: for a tensor with no first dimension, and where the first dimensions differ.
+    """
+    if not leaves:
+        raise UnsupportedStep("there is no tensor to split into micro-batches; say which arguments are batched")
+    for leaf, name in zip(leaves, names, strict=True):
+        if not isinstance(leaf, tf.Tensor):
+            raise UnsupportedStep(
+                f"{name} is a {type(leaf).__name__}, which cannot be split into micro-batches; give a dense tensor"
+            )
+        if leaf.shape.rank is None or leaf.shape.rank == 0:
+            raise UnsupportedStep(
+                f"{name} has the shape {leaf.shape}, so it cannot be split into micro-batches; give it a first "
+                "dimension of the batch's size, or leave it out of what is batched"
+            )
+    known = [(leaf.shape[0], name) for leaf, name in zip(leaves, names, strict=True) if leaf.shape[0] is not None]
+    for size, name in known[1:]:
+        if size != known[0][0]:
+            raise UnsupportedStep(
+                f"{known[0][1]} has {known[0][0]} samples and {name} has {size}; everything that is split into "
+                "micro-batches must have the same number"
+            )
+    if len(known) == len(leaves):
+        return int(known[0][0])
+    size = tf.shape(leaves[0])[0]
+    if _private.in_xla_context(tf.compat.v1.get_default_graph()):
+        return size  # Known, but only to the compiler; assertions do not exist there.
+    checks = [
+        tf.debugging.assert_equal(
+            tf.shape(leaf)[0], size, message=f"{name} has another number of samples than {names[0]}"
+        )
+        for leaf, name in zip(leaves[1:], names[1:], strict=True)
+    ]
+    with tf.control_dependencies([check for check in checks if check is not None]):
+        return tf.identity(size)
+
+
+def for_each_micro_batch(
+    leaves: Sequence[tf.Tensor], batch_size: Size, count: int, body: Body, initial: Sequence[tf.Tensor]
+) -> Carried:
+    """Run ``body`` once per micro-batch, one after the other, and return what it carried at the end.
+
+    A batch of fewer samples than ``count`` is cut into single samples.
+
+    Args:
+        leaves: tensors of the shape (batch_size, ...).
+        batch_size: as ``batch_size_of`` gives it.
+        count: the number of micro-batches.
+        body: traced once, or twice where the pieces have two sizes.
+        initial: what the first call of ``body`` gets; shapes and types must stay the same.
+    """
+    carried = list(initial)
+    if isinstance(batch_size, int):
+        small, larger = divmod(batch_size, min(count, batch_size))
+        if larger:
+            carried = _loop(leaves, body, carried, larger, lambda n: (n * (small + 1), small + 1))
+        rest = min(count, batch_size) - larger
+        return _loop(leaves, body, carried, rest, lambda n: (larger * (small + 1) + n * small, small))
+    pieces = tf.maximum(1, tf.minimum(count, batch_size))
+    if not _private.in_xla_context(tf.compat.v1.get_default_graph()):
+        small, larger = batch_size // pieces, batch_size % pieces
+        return _loop(
+            leaves,
+            body,
+            carried,
+            pieces,
+            lambda n: (n * small + tf.minimum(n, larger), small + tf.cast(n < larger, tf.int32)),
+        )
+
+    def sizes() -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        # XLA knows a size at compile time only if it is computed from a shape in the loop's own body.
+        size = tf.shape(leaves[0])[0]
+        parts = tf.maximum(1, tf.minimum(count, size))
+        return size // parts, size % parts, tf.minimum(size // parts + 1, size)
+
+    def of_larger(number: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        _, _, more = sizes()
+        return number * more, more
+
+    def of_small(number: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        size, some, _ = sizes()
+        return some * (size + 1) + number * size, size
+
+    carried = _loop(leaves, body, carried, batch_size % pieces, of_larger)
+    return _loop(leaves, body, carried, pieces - batch_size % pieces, of_small)
+
+
+def _loop(
+    leaves: Sequence[tf.Tensor],
+    body: Body,
+    carried: Carried,
+    times: Size,
+    piece: Callable[[tf.Tensor], tuple[Size, Size]],
+) -> Carried:
+    def one(number: tf.Tensor, *values: tf.Tensor) -> tuple[tf.Tensor, ...]:
+        start, size = piece(number)
+        return (number + 1, *body([_slice(leaf, start, size) for leaf in leaves], size, list(values)))
+
+    # Only one micro-batch's activations may live at a time: no iteration beside another, no loop beside the one before.
+    with tf.control_dependencies(carried):
+        first = tf.identity(tf.constant(0))
+    _, *last = tf.while_loop(
+        lambda number, *_: number < times, one, [first, *carried], parallel_iterations=1, name="micro_batches"
+    )
+    return list(last)
+
+
+def _slice(leaf: tf.Tensor, start: Size, size: Size) -> tf.Tensor:
+    rank = leaf.shape.rank
+    shape = tf.shape(leaf)
+    rest = [shape[n] if leaf.shape[n] is None else leaf.shape[n] for n in range(1, rank)]
+    piece = tf.slice(leaf, tf.stack([start] + [0] * (rank - 1)), tf.stack([size, *rest]), name="micro_batch")
+    return tf.ensure_shape(piece, [size if isinstance(size, int) else None, *leaf.shape[1:]])
+
+
+def accumulator_dtype(dtype: Any) -> tf.DType:
+    """The type that gradients of ``dtype`` are summed in: float32, or wider where they are."""
+    dtype = tf.as_dtype(dtype)
+    return dtype if dtype in (tf.float64, tf.complex64, tf.complex128) else tf.float32
+
+
+def empty_accumulators(variables: Sequence[Any]) -> Carried:
+    """One zero per variable, of its shape.
+
+    Raises:
+        UnsupportedStep: for a variable of an unknown shape.
+    """
+    for variable in variables:
+        if not tf.TensorShape(variable.shape).is_fully_defined():
+            raise UnsupportedStep(
+                f"the variable {variable.name!r} has the shape {variable.shape}; a gradient can only be "
+                "accumulated for a known one"
+            )
+    return [tf.zeros(tuple(v.shape), accumulator_dtype(v.dtype)) for v in variables]
+
+
+def added(total: tf.Tensor, gradient: Any) -> tf.Tensor:
+    """``total + gradient``; nothing where there is no gradient, at its rows only where it is sparse."""
+    if gradient is None:
+        return total
+    if isinstance(gradient, tf.IndexedSlices):
+        values = tf.cast(gradient.values, total.dtype)
+        return tf.tensor_scatter_nd_add(total, gradient.indices[:, tf.newaxis], values)
+    return total + tf.cast(gradient, total.dtype)

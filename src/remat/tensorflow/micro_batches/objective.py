@@ -1,0 +1,204 @@
+"""A loss over a batch, and its gradients in one piece or summed over micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from remat.core.errors import UnsupportedStep
+from remat.tensorflow import _private
+from remat.tensorflow.api.tape import GradientTape
+from remat.tensorflow.micro_batches.choose import OnBody
+from remat.tensorflow.micro_batches.loop import (
+    Carried,
+    Size,
+    accumulator_dtype,
+    added,
+    batch_size_of,
+    empty_accumulators,
+    for_each_micro_batch,
+)
+from remat.tensorflow.peak.resident import carried_inputs
+
+Gradients = list[Any]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The arguments of one call: the tensors to split, and how to put them back into their places."""
+
+    args: tuple[Any, ...]
+    positions: tuple[int, ...]
+    leaves: list[tf.Tensor]
+    names: list[str]
+
+    @staticmethod
+    def of(args: tuple[Any, ...], batch_argnums: int | Sequence[int] | None) -> Batch:
+        """The batch in the arguments at some positions; None means in all.
+
+        Raises:
+            UnsupportedStep: for a position that no argument has.
+        """
+        if batch_argnums is None:
+            positions = tuple(range(len(args)))
+        else:
+            positions = (batch_argnums,) if isinstance(batch_argnums, int) else tuple(batch_argnums)
+        for position in positions:
+            if not -len(args) <= position < len(args):
+                raise UnsupportedStep(
+                    f"batch_argnums={batch_argnums!r} names argument {position}, and the function got {len(args)} "
+                    "positional arguments; what is batched must be passed by position"
+                )
+        positions = tuple(sorted({position % len(args) for position in positions}))
+        args = tuple(_as_tensors(arg) if n in positions else arg for n, arg in enumerate(args))
+        leaves, names = [], []
+        for position in positions:
+            flat = tf.nest.flatten(args[position])
+            leaves += flat
+            names += [
+                f"argument {position}" if len(flat) == 1 else f"argument {position} (its tensor {number})"
+                for number in range(len(flat))
+            ]
+        return Batch(args, positions, leaves, names)
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """Shapes and types of what is split."""
+        return tuple((tuple(leaf.shape), leaf.dtype) for leaf in self.leaves)
+
+    def with_leaves(self, leaves: Sequence[tf.Tensor]) -> tuple[Any, ...]:
+        """The arguments with other tensors in the places of those that are split."""
+        rest = list(leaves)
+        args = list(self.args)
+        for position in self.positions:
+            length = len(tf.nest.flatten(args[position]))
+            args[position] = tf.nest.pack_sequence_as(args[position], rest[:length])
+            rest = rest[length:]
+        return tuple(args)
+
+
+def _as_tensors(structure: Any) -> Any:
+    composite = (tf.RaggedTensor, tf.SparseTensor, tf.IndexedSlices)  # Refused later, by name.
+    return tf.nest.map_structure(
+        lambda leaf: leaf if isinstance(leaf, composite) else tf.convert_to_tensor(leaf), structure
+    )
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A loss function and what to make of what it returns."""
+
+    fn: Callable[..., Any]
+    reduction: str
+    variables: list[Any]
+    planning: dict[str, Any] | None
+
+    @property
+    def dtype(self) -> tf.DType:
+        """The type that values are summed in."""
+        wide = any(accumulator_dtype(v.dtype) in (tf.float64, tf.complex128) for v in self.variables)
+        return tf.float64 if wide else tf.float32
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tf.Tensor, tf.Tensor | None]:
+        """The value of ``fn``, and its denominator where it returns one."""
+        result = self.fn(*args, **kwargs)
+        pair = isinstance(result, tuple | list)
+        if pair != (self.reduction == "ratio") or (pair and len(result) != 2):
+            got = f"{len(result)} values" if pair else "one value"
+            raise UnsupportedStep(
+                f"with reduction={self.reduction!r} the function must return "
+                f"{'a pair (sum, denominator)' if self.reduction == 'ratio' else 'one scalar'}, and it returned {got}"
+            )
+        value, denominator = (result[0], result[1]) if pair else (result, None)
+        value = tf.convert_to_tensor(value)
+        denominator = None if denominator is None else tf.stop_gradient(tf.cast(denominator, self.dtype))
+        for part in (value, denominator):
+            if part is not None and part.shape.rank != 0:
+                raise UnsupportedStep(
+                    f"the function returned a tensor of the shape {part.shape} where "
+                    f"reduction={self.reduction!r} needs a scalar; reduce it inside the function"
+                )
+        return value, denominator
+
+    def tape(self, kind: type[GradientTape] = GradientTape) -> Any:
+        """A tape that plans, where there is a budget."""
+        return tf.GradientTape() if self.planning is None else kind(**self.planning)
+
+    def whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tf.Tensor, Gradients]:
+        """Value and gradients of the batch in one piece."""
+        with self.tape() as tape:
+            value, denominator = self.call(args, kwargs)
+            if denominator is not None:
+                value = tf.math.divide_no_nan(value, tf.cast(denominator, value.dtype))
+        return value, tape.gradient(value, self.variables)
+
+
+class _LoopTape(GradientTape):
+    """A tape in the body of a loop, whose accumulators are handed from one iteration to the next."""
+
+    def _carried(self, graph: _private.FuncGraph) -> frozenset[str]:
+        return carried_inputs(graph)
+
+
+def accumulated(
+    objective: Objective, batch: Batch, count: int, kwargs: dict[str, Any], on_body: OnBody | None = None
+) -> tuple[tf.Tensor, Gradients]:
+    """The objective's value and gradients over a batch, as one loop over ``count`` micro-batches.
+
+    Args:
+        objective: what is differentiated.
+        batch: what is split.
+        count: of micro-batches, 1 or more.
+        kwargs: keyword arguments, the same for every micro-batch.
+        on_body: is handed the batch's tensors and a micro-batch's while the loop's body is being traced.
+
+    Raises:
+        UnsupportedStep: for a batch of fewer samples than micro-batches.
+    """
+    batch_size = batch_size_of(batch.leaves, batch.names)
+    if isinstance(batch_size, int):
+        if batch_size < count:
+            raise UnsupportedStep(
+                f"a batch of {batch_size} samples cannot be split into {count} micro-batches; give a larger batch, or "
+                f"at most micro_batches={batch_size}"
+            )
+    elif not _private.in_xla_context(tf.compat.v1.get_default_graph()):
+        message = f"a batch of fewer samples cannot be split into {count} micro-batches"
+        check = tf.debugging.assert_greater_equal(batch_size, count, message=message)
+        with tf.control_dependencies([] if check is None else [check]):
+            batch_size = tf.identity(batch_size)
+    has_gradient = [False] * len(objective.variables)
+    value_dtypes = []
+
+    def body(leaves: list[tf.Tensor], size: Size, carried: Carried) -> Carried:
+        if on_body is not None:
+            on_body(batch.leaves, leaves)
+        value_total, denominator_total, *totals = carried
+        with objective.tape(_LoopTape) as tape:
+            value, denominator = objective.call(batch.with_leaves(leaves), kwargs)
+            value_dtypes.append(value.dtype)
+            value = tf.cast(value, objective.dtype)
+            if objective.reduction == "mean":
+                value *= tf.cast(size, value.dtype) / tf.cast(batch_size, value.dtype)
+        gradients = tape.gradient(value, objective.variables)
+        for number, gradient in enumerate(gradients):
+            has_gradient[number] |= gradient is not None
+        if denominator is not None:
+            denominator_total += denominator
+        totals = [added(total, gradient) for total, gradient in zip(totals, gradients, strict=True)]
+        return [value_total + value, denominator_total, *totals]
+
+    zero = tf.zeros((), objective.dtype)
+    initial = [zero, zero, *empty_accumulators(objective.variables)]
+    value, denominator, *totals = for_each_micro_batch(batch.leaves, batch_size, count, body, initial)
+    if objective.reduction == "ratio":
+        value = tf.math.divide_no_nan(value, denominator)
+        totals = [tf.math.divide_no_nan(total, tf.cast(denominator, total.dtype)) for total in totals]
+    gradients = [
+        tf.cast(total, variable.dtype) if has else None
+        for total, variable, has in zip(totals, objective.variables, has_gradient, strict=True)
+    ]
+    return tf.cast(value, value_dtypes[0]), gradients

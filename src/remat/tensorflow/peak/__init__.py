@@ -1,0 +1,1 @@
+"""The real peak of a schedule: what TensorFlow's allocator or XLA makes of it."""

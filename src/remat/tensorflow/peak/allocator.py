@@ -1,0 +1,182 @@
+"""Predicts what the device's own memory counter will show for a schedule.
+
+TensorFlow's best-fit-with-coalescing (BFC) allocator hands out a whole free chunk unless the request is less than
+half of it, so a step holds several per cent more than the sum of its tensors. How much more depends on the holes that
+the heap has when the step begins, and changes from step to step. So a schedule is replayed on several heaps, each with
+a random history of its own. And on a CPU with oneDNN the allocator's statistics leave out blocks under 256 KiB.
+docs/tensorflow.md has the measurements.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from remat.core.graph import Graph, Tensor
+from remat.core.simulator import storage_lifetimes
+from remat.tensorflow.peak.heap import Heap
+from remat.tensorflow.peak.xla_memory import CompiledMemory
+
+_HEAPS_TO_EXPECT = 8
+_HEAPS_TO_HOLD = 16
+_ALLOCATE_SHARE = 0.6
+_MOST_OTHERS = 8
+
+
+@dataclass(frozen=True)
+class PeakRange:
+    """What a device's counter will show as the peak of a step.
+
+    Attributes:
+        expected_bytes: what a run of a few steps is expected to show: the middle of what heaps show whose pinned inputs
+            lie side by side, as those of a program that makes its variables first do.
+        highest_bytes: the most on these and on heaps whose pinned inputs lie anywhere; what a budget should hold.
+    """
+
+    expected_bytes: int
+    highest_bytes: int
+
+
+@dataclass(frozen=True)
+class AllocatorModel:
+    """How a device uses and counts memory.
+
+    Attributes:
+        min_counted_bytes: smaller blocks are missing from the device's statistics.
+        converts_half: do matrix products of half precision make float32 copies of their operands and results?
+        first_region_bytes: what the allocator takes from the device at first; a GPU's takes all that there is.
+    """
+
+    min_counted_bytes: int
+    converts_half: bool = False
+    first_region_bytes: int = 1 << 20
+
+    def counted(self, size_bytes: int) -> int:
+        """Bytes that the statistics will show for a tensor of this size."""
+        return size_bytes if size_bytes >= self.min_counted_bytes else 0
+
+    def peak_range(self, graph: Graph, schedule: Sequence[int]) -> PeakRange:
+        """The largest sum of chunks in use while the step runs, over heaps with different histories.
+
+        Args:
+            graph: the step; its pinned inputs are allocated before it and stay.
+            schedule: op indices.
+
+        Returns:
+            Pinned inputs at their own sizes, the rest as chunks.
+        """
+        events = list(self._events(graph, schedule))
+        pinned = self._pinned_bytes(graph)
+        sizes = [event.size_bytes for event in events if event.size_bytes]
+
+        def added(heaps: int, pinned_first: bool) -> list[int]:
+            return sorted(
+                _added_by_a_step(self._heap_with_a_past(pinned, sizes, pinned_first, seed), events)
+                for seed in range(heaps)
+            )
+
+        to_expect = added(_HEAPS_TO_EXPECT, pinned_first=True)
+        highest = max(to_expect[-1], added(_HEAPS_TO_HOLD, pinned_first=False)[-1])
+        return PeakRange(sum(pinned) + to_expect[_HEAPS_TO_EXPECT // 2], sum(pinned) + highest)
+
+    def peak_on_a_new_heap(self, graph: Graph, schedule: Sequence[int]) -> int:
+        """As ``peak_range`` for a step that is the first thing on the device."""
+        pinned = self._pinned_bytes(graph)
+        return sum(pinned) + _added_by_a_step(self._new_heap(pinned), list(self._events(graph, schedule)))
+
+    def program_peak_range(self, graph: Graph, memory: CompiledMemory) -> PeakRange:
+        """The sum of chunks in use while a compiled program runs: inputs, outputs, temporary blocks."""
+        pinned = self._pinned_bytes(graph)
+        heap = self._new_heap(pinned)
+        before = heap.in_use_bytes
+        for size in (*memory.output_bytes, *memory.temporary_bytes):
+            if counted := self.counted(size):
+                heap.allocate(counted)
+        peak = sum(pinned) + heap.in_use_bytes - before
+        return PeakRange(peak, peak)
+
+    def _new_heap(self, pinned: Sequence[int]) -> Heap:
+        heap = Heap(self.first_region_bytes)
+        for size in pinned:
+            heap.allocate(size)
+        return heap
+
+    def _heap_with_a_past(self, pinned: Sequence[int], sizes: Sequence[int], pinned_first: bool, seed: int) -> Heap:
+        """A heap after blocks of ``sizes`` have come and gone between ``pinned`` and a few other blocks, which stay."""
+        heap = self._new_heap(pinned if pinned_first else ())
+        draw = random.Random(seed)
+        events = [*(() if pinned_first else pinned), *[0] * draw.randrange(len(sizes) + 1)]
+        events += draw.choices(sizes, k=draw.randrange(_MOST_OTHERS + 1)) if sizes else []
+        draw.shuffle(events)
+        gone: list[int] = []
+        for size in events:
+            if size:
+                heap.allocate(size)
+            elif not gone or draw.random() < _ALLOCATE_SHARE:
+                gone.append(heap.allocate(draw.choice(sizes)))
+            else:
+                heap.free(gone.pop(draw.randrange(len(gone))))
+        for address in gone:
+            heap.free(address)
+        return heap
+
+    def _pinned_bytes(self, graph: Graph) -> list[int]:
+        sizes = [self.counted(graph.tensors[root].size_bytes) for root in {graph.roots[t] for t in graph.inputs}]
+        return [size for size in sizes if size]
+
+    def _events(self, graph: Graph, schedule: Sequence[int]) -> Iterator[_Event]:
+        """Counted blocks coming and going, in the order of the schedule."""
+        lives = storage_lifetimes(graph, schedule)
+        sizes = [self.counted(size) for size in lives.size_bytes.tolist()]
+        taken_over = lives.taken_over.tolist()
+        births: defaultdict[int, list[int]] = defaultdict(list)
+        deaths: defaultdict[int, list[int]] = defaultdict(list)
+        for number, (birth, last, kept) in enumerate(
+            zip(lives.birth.tolist(), lives.last.tolist(), lives.kept.tolist(), strict=True)
+        ):
+            if sizes[number]:
+                births[birth].append(number)
+                deaths[len(schedule) if kept else last].append(number)
+        pieces = [_blocks(graph.tensors[tensor]) for tensor in lives.tensor.tolist()]
+        owner: dict[int, int] = {}  # storage -> the storage whose block it has taken over
+        for step in range(len(schedule) + 1):
+            for number in births.get(step, ()):
+                source = taken_over[number]
+                owner[number] = owner.pop(source) if source in owner else number
+                if owner[number] == number:
+                    yield _Event(number, sizes[number] // pieces[number], pieces[number])
+            if step < len(schedule) and (workspace := self.counted(graph.ops[schedule[step]].workspace_bytes)):
+                yield _Event(-1 - step, workspace, 1)
+                yield _Event(-1 - step)
+            for number in deaths.get(step, ()):
+                if number in owner:
+                    yield _Event(owner.pop(number))
+
+
+@dataclass(frozen=True)
+class _Event:
+    """``count`` blocks of ``size_bytes`` each are allocated, or, where that is 0, those of ``block`` are freed."""
+
+    block: int
+    size_bytes: int = 0
+    count: int = 0
+
+
+def _added_by_a_step(heap: Heap, events: Sequence[_Event]) -> int:
+    """The most that a step has in use beyond what was in use before."""
+    before = heap.peak_bytes = heap.in_use_bytes
+    held: dict[int, list[int]] = {}
+    for event in events:
+        if event.size_bytes:
+            held[event.block] = [heap.allocate(event.size_bytes) for _ in range(event.count)]
+        else:
+            for address in held.pop(event.block):
+                heap.free(address)
+    return heap.peak_bytes - before
+
+
+def _blocks(tensor: Tensor) -> int:
+    """A list of tensors is as many blocks as it has items; everything else is one."""
+    return max(1, tensor.shape[0]) if tensor.dtype == "variant" and tensor.shape else 1

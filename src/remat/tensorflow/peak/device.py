@@ -1,0 +1,130 @@
+"""The device that a step runs on: its counter of memory, its size, what is resident there already."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import logging
+from dataclasses import dataclass
+
+import tensorflow as tf
+
+from remat.core.errors import InvalidBudget, UnsupportedStep
+from remat.tensorflow import _private
+from remat.tensorflow.peak.allocator import AllocatorModel
+
+_log = logging.getLogger("remat")
+
+_CPU_STATISTICS_FROM_BYTES = 256 << 10
+_ALL_OF_A_GPU_BYTES = 1 << 40
+_GPU_MARGIN = 0.08
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device of this process.
+
+    Attributes:
+        name: as in ``tf.config.experimental.get_memory_info``: "CPU:0", "GPU:0".
+    """
+
+    name: str
+
+    @property
+    def is_gpu(self) -> bool:
+        """Is it a GPU?"""
+        return self.name.startswith("GPU")
+
+    @property
+    def allocator(self) -> AllocatorModel:
+        """How this device uses and counts memory."""
+        if self.is_gpu:
+            return AllocatorModel(min_counted_bytes=0, first_region_bytes=_ALL_OF_A_GPU_BYTES)
+        return AllocatorModel(_CPU_STATISTICS_FROM_BYTES, converts_half=True)
+
+    @property
+    def has_counter(self) -> bool:
+        """Does TensorFlow count this device's memory?"""
+        return _has_counter(self.name)
+
+    @property
+    def in_use_bytes(self) -> int:
+        """Bytes in use now by this device's own counter, after garbage is gone; 0 where there is no counter."""
+        gc.collect()
+        if not self.has_counter:
+            _say_once_that_nothing_is_counted(self.name)
+            return 0
+        return self._statistics("current")
+
+    @property
+    def peak_bytes(self) -> int:
+        """The largest number of bytes in use since the last reset.
+
+        Raises:
+            UnsupportedStep: where there is no counter.
+        """
+        self._check_counter()
+        return self._statistics("peak")
+
+    def reset_peak(self) -> None:
+        """Start a new peak.
+
+        Raises:
+            UnsupportedStep: where there is no counter.
+        """
+        self._check_counter()
+        tf.config.experimental.reset_memory_stats(self.name)
+
+    def auto_budget_bytes(self) -> int:
+        """The device's memory less a margin for the context, libraries' workspaces and fragmentation.
+
+        Raises:
+            InvalidBudget: on a CPU, whose memory is shared with everything else.
+        """
+        if not self.is_gpu:
+            raise InvalidBudget(
+                f"budget 'auto' means a GPU's memory less a margin, but the step runs on {self.name}; "
+                'give a number of bytes such as "4GiB", or a share of the plain step such as "60%"'
+            )
+        return int(_private.memory_limit_bytes(self.name) * (1 - _GPU_MARGIN))
+
+    def _check_counter(self) -> None:
+        if not self.has_counter:
+            raise UnsupportedStep(
+                f"no peak can be measured on {self.name}: {_NO_COUNTER}. Set TF_ENABLE_ONEDNN_OPTS=1 in the "
+                "environment before TensorFlow is imported"
+            )
+
+    def _statistics(self, key: str) -> int:
+        return int(tf.config.experimental.get_memory_info(self.name)[key])
+
+
+_NO_COUNTER = (
+    "TensorFlow counts the memory of a CPU only while oneDNN is on, which it turns on by itself only on CPUs with "
+    "certain instructions (AVX-512 VNNI and later ones)"
+)
+
+
+@functools.cache
+def _has_counter(name: str) -> bool:
+    """Asked of the counter itself: which CPUs have one by default differs between versions of TensorFlow."""
+    try:
+        tf.config.experimental.get_memory_info(name)
+    except ValueError:
+        return False
+    return True
+
+
+@functools.cache
+def _say_once_that_nothing_is_counted(name: str) -> None:
+    _log.warning(
+        "What lies on %s beside a step is not counted against its budget: %s. The step's own bytes are counted from "
+        "its trace. TF_ENABLE_ONEDNN_OPTS=1 turns the counter on.",
+        name,
+        _NO_COUNTER,
+    )
+
+
+def current_device() -> Device:
+    """The device that TensorFlow puts operations on: the first GPU, else the CPU."""
+    return Device("GPU:0" if tf.config.list_logical_devices("GPU") else "CPU:0")

@@ -1,0 +1,290 @@
+"""A traced TensorFlow function -> Graph."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from remat.core.graph import Graph, Op, Tensor
+from remat.core.simulator import simulate
+from remat.running.cost_model import DeviceProfile, get_profile, op_time_s
+from remat.tensorflow import _private
+from remat.tensorflow.peak.allocator import AllocatorModel
+from remat.tensorflow.trace import costs, op_facts
+from remat.tensorflow.trace.loops import LOOPS, Loop, sizes_with_loops
+from remat.tensorflow.trace.run_order import in_topological_order, operations_that_run
+from remat.tensorflow.trace.shapes import Sizes, handle_bytes, shape_bytes
+
+_EVERYTHING_COUNTS = AllocatorModel(min_counted_bytes=0)
+
+
+@dataclass(frozen=True)
+class TracedStep:
+    """A function's graph in remat's terms, and the way back to TensorFlow's.
+
+    Attributes:
+        graph: what planners see.
+        operations: for each op of ``graph``, TensorFlow's operation.
+        tensors: for each tensor of ``graph``, TensorFlow's tensor.
+    """
+
+    graph: Graph
+    operations: tuple[tf.Operation, ...]
+    tensors: tuple[tf.Tensor, ...]
+
+    def moved(self, tensor_named: Callable[[str], tf.Tensor]) -> TracedStep:
+        """The same step in a copy of its function, whose tensors are found by name."""
+        tensors = tuple(tensor_named(t.name) for t in self.tensors)
+        graph = tensors[0].graph
+        operations = tuple(
+            tensor_named(op.outputs[0].name).op if op.outputs else graph.get_operation_by_name(op.name)
+            for op in self.operations
+        )
+        return TracedStep(self.graph, operations, tensors)
+
+
+def trace(fn: Callable[..., Any], *args: Any, device: str = "cpu", **kwargs: Any) -> Graph:
+    """The joint graph of a training step, without running it.
+
+    Args:
+        fn: a function or ``tf.function`` that computes a whole step, its gradients included.
+        *args: tensors, arrays or ``tf.TensorSpec`` with fixed shapes.
+        device: profile for the predicted times: "cpu", "a100", "h100", "h200" or "measured".
+        **kwargs: further arguments of ``fn``.
+
+    Returns:
+        The graph, its order fixed; sizes in bytes, times in seconds.
+
+    Raises:
+        UnsupportedStep: where a shape is unknown.
+    """
+    function = fn if hasattr(fn, "get_concrete_function") else tf.function(fn)
+    concrete = function.get_concrete_function(*args, **kwargs)
+    # It needs this module's classes.
+    from remat.tensorflow.trace.labels import label_step
+
+    return label_step(trace_func_graph(concrete.graph, profile=get_profile(device)))
+
+
+def trace_func_graph(
+    func_graph: _private.FuncGraph,
+    *,
+    profile: DeviceProfile,
+    input_shapes: Mapping[str, Sequence[int]] | None = None,
+    allocator: AllocatorModel = _EVERYTHING_COUNTS,
+    outputs: Sequence[tf.Tensor] | None = None,
+    carried: Collection[str] = (),
+) -> TracedStep:
+    """The joint graph of a function that has been traced, or whose trace is about to end.
+
+    Args:
+        func_graph: the function; its outputs and stateful operations say what will run.
+        profile: device figures for the predicted times.
+        input_shapes: real shapes of inputs traced with unknown dimensions, by tensor name.
+        allocator: how the device counts; blocks missing from its statistics get size 0.
+        outputs: what the function returns, where its trace has not ended yet; every operation then counts as needed.
+        carried: names of inputs of a loop's body that no caller keeps: their blocks may be freed, or written into.
+
+    Raises:
+        UnsupportedStep: where an input's shape is unknown.
+    """
+    sizes = sizes_with_loops(func_graph, input_shapes or {})
+    return _Tracer(func_graph, sizes, profile, allocator, outputs, carried).run()
+
+
+class _Tracer:
+    def __init__(
+        self,
+        func_graph: _private.FuncGraph,
+        sizes: Sizes,
+        profile: DeviceProfile,
+        allocator: AllocatorModel,
+        outputs: Sequence[tf.Tensor] | None,
+        carried: Collection[str] = (),
+    ) -> None:
+        self.func_graph = func_graph
+        self.carried = carried
+        self.sizes = sizes
+        self.profile = profile
+        self.allocator = allocator
+        # A function's output must stay the tensor that the caller was handed.
+        self.outputs = list(func_graph.outputs if outputs is None else outputs)
+        self.output_names = frozenset(t.name for t in self.outputs)
+        self.trace_has_ended = outputs is None
+        self.ids: dict[str, int] = {}
+        self.tensors: list[Tensor] = []
+        self.handles: list[tf.Tensor] = []
+        self.pinned: list[int] = []
+        self.ops: list[Op] = []
+        self.operations: list[tf.Operation] = []
+        self.numbers: dict[tf.Operation, int] = {}
+        self.loops: dict[tf.Operation, Loop] = {}
+        self.most_elements: dict[str, int] = {}  # of tensors whose shape depends on values
+        self.unsized: dict[str, tf.Tensor] = {}
+
+    def run(self) -> TracedStep:
+        all_operations = self.func_graph.get_operations()
+        needed = operations_that_run(self.func_graph) if self.trace_has_ended else in_topological_order(all_operations)
+        for op in needed:
+            if op.type in op_facts.RESIDENT and not any(t.name in self.carried for t in op.outputs):
+                self._add_resident(op)
+            elif self._is_bypassed(op):
+                for source, output in zip(op.inputs, op.outputs, strict=True):
+                    self.ids[output.name] = self.ids[source.name]
+            else:
+                self._add_op(op)
+        self._warn_of_unsized()
+        outputs = tuple(dict.fromkeys(self.ids[t.name] for t in self.outputs if t.name in self.ids))
+        graph = Graph(tuple(self.ops), tuple(self.tensors), tuple(self.pinned), outputs, free_order=False)
+        return TracedStep(graph, tuple(self.operations), tuple(self.handles))
+
+    def _is_bypassed(self, op: tf.Operation) -> bool:
+        # The graph optimizer takes an IdentityN over all gradients apart and forgets the order that went through it,
+        # so its readers are made to read its inputs.
+        if op.type not in op_facts.VIEW_LISTS or op.control_inputs or _private.is_custom_gradient(op):
+            return False
+        return not any(t.name in self.output_names for t in op.outputs)
+
+    def _add(self, handle: tf.Tensor, tensor: Tensor) -> int:
+        self.tensors.append(tensor)
+        self.handles.append(handle)
+        self.ids[handle.name] = len(self.tensors) - 1
+        return len(self.tensors) - 1
+
+    def _add_resident(self, op: tf.Operation) -> None:
+        for output in op.outputs:
+            size = handle_bytes(output) if output.dtype == tf.resource else self.sizes.bytes(output) or 0
+            size = self.allocator.counted(size)
+            self.pinned.append(
+                self._add(output, Tensor(size, output.name, self.sizes.shape(output), output.dtype.name))
+            )
+
+    def _add_op(self, op: tf.Operation) -> None:
+        index = len(self.ops)
+        reads = () if op.type in op_facts.METADATA else tuple(self.ids[t.name] for t in op.inputs)
+        outputs = tuple(self._add(t, self._describe(op, number, t)) for number, t in enumerate(op.outputs))
+        after = {self.numbers[c] for c in op.control_inputs if c in self.numbers}
+        if op.type in op_facts.METADATA:
+            after |= {self.numbers[t.op] for t in op.inputs if t.op in self.numbers}
+        makes_output = any(t.name in self.output_names for t in op.outputs)
+        self.ops.append(
+            Op(
+                name=op.name,
+                kind=op.type,
+                inputs=reads,
+                outputs=outputs,
+                time_s=self._time_s(op, outputs),
+                recomputable=not makes_output and op.type not in op_facts.RESIDENT and op_facts.may_repeat(op),
+                workspace_bytes=self._workspace_bytes(op),
+                after=tuple(sorted(after)),
+                in_place=self._in_place(op, outputs),
+            )
+        )
+        self.operations.append(op)
+        self.numbers[op] = index
+
+    def _loop(self, op: tf.Operation) -> Loop:
+        if op not in self.loops:
+            self.loops[op] = Loop(op, self.sizes, self.allocator.counted)
+        return self.loops[op]
+
+    def _workspace_bytes(self, op: tf.Operation) -> int:
+        """What a kernel needs besides its inputs and outputs; for a loop what the kernels of its body do."""
+        if op.type in LOOPS:
+            loop = self._loop(op)
+            body = _Tracer(loop.body, loop.sizes, self.profile, self.allocator, None).run().graph
+            return simulate(body, body.plain_schedule).peak_bytes - body.pinned_bytes
+        if not self.allocator.converts_half:
+            return 0
+        converted = costs.converted_from_half(op, [self.sizes.shape(t) for t in (*op.inputs, *op.outputs)])
+        return sum(self.allocator.counted(shape_bytes(shape, tf.float32)) for shape in converted)
+
+    def _list(self, op: tf.Operation, number: int, output: tf.Tensor) -> Tensor:
+        """A list of tensors behind a handle: the loop that fills it says how large it gets."""
+        if op.type == "TensorListFromTensor":
+            shape = self.sizes.shape(op.inputs[0]) or (0,)
+            items = shape[0] * self.allocator.counted(shape_bytes(shape[1:], op.inputs[0].dtype))
+            return Tensor(items, output.name, shape[:1], "variant")
+        if op.type == "ZerosLike":
+            copied = self.tensors[self.ids[op.inputs[0].name]]
+            while copied.alias_of is not None:
+                copied = self.tensors[copied.alias_of]
+            return Tensor(copied.size_bytes, output.name, copied.shape, "variant")
+        if op.type in op_facts.VIEWS:
+            return Tensor(0, output.name, dtype="variant", alias_of=self.ids[op.inputs[0].name])
+        if op.type in LOOPS:
+            loop = self._loop(op)
+            source = loop.list_source(number)
+            grown = loop.grown_bytes(number)
+            if source is not None and not grown:
+                return Tensor(0, output.name, dtype="variant", alias_of=self.ids[op.inputs[source].name])
+            return Tensor(grown, output.name, (loop.iterations(),) if grown else None, "variant")
+        return Tensor(0, output.name, dtype=output.dtype.name)
+
+    def _describe(self, op: tf.Operation, number: int, output: tf.Tensor) -> Tensor:
+        if output.dtype == tf.variant:
+            return self._list(op, number, output)
+        alias_of = None
+        if op.type in op_facts.VIEWS and number == 0:
+            alias_of = self.ids[op.inputs[0].name]
+        elif op.type in op_facts.VIEW_LISTS:
+            alias_of = self.ids[op.inputs[number].name]
+        size = self.sizes.bytes(output)
+        if size is None:
+            size = self._bytes_at_most(op, output)
+        size = self.allocator.counted(size)
+        return Tensor(size, output.name, self.sizes.shape(output), output.dtype.name, alias_of)
+
+    def _bytes_at_most(self, op: tf.Operation, output: tf.Tensor) -> int:
+        """For a shape that depends on values: ops that make one (Where, Unique, a mask) pick from what they read."""
+        counts = [self._elements_at_most(t) for t in op.inputs if t.dtype != tf.resource]
+        self.most_elements[output.name] = max((n for n in counts if n is not None), default=0)
+        if not counts or None in counts:
+            self.unsized[output.name] = output
+        return shape_bytes((self.most_elements[output.name],), output.dtype)
+
+    def _elements_at_most(self, tensor: tf.Tensor) -> int | None:
+        shape = self.sizes.shape(tensor)
+        if shape is not None and tensor.dtype != tf.variant:
+            return math.prod(shape)
+        return None if tensor.name in self.unsized else self.most_elements.get(tensor.name)
+
+    def _warn_of_unsized(self) -> None:
+        if self.unsized:
+            first = next(iter(self.unsized.values()))
+            warnings.warn(
+                f"the sizes of {len(self.unsized)} tensors are not known while the function is traced, the first "
+                f"{first.name!r} of a {first.op.type}; they are counted too small, so the budget may be exceeded. Give "
+                "the tensors that they are made from a fixed shape (tf.ensure_shape)",
+                stacklevel=2,
+            )
+
+    def _in_place(self, op: tf.Operation, outputs: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+        if not outputs:
+            return ()
+        target = self.tensors[outputs[0]]
+        pairs = []
+        for number in op_facts.in_place_inputs(op):
+            source = self.ids[op.inputs[number].name]
+            if self.tensors[source].size_bytes == target.size_bytes > 0:
+                pairs.append((source, outputs[0]))
+        return tuple(dict.fromkeys(pairs))
+
+    def _time_s(self, op: tf.Operation, outputs: tuple[int, ...]) -> float:
+        if (
+            op.type in op_facts.VIEWS
+            or op.type in op_facts.VIEW_LISTS
+            or op.type in op_facts.METADATA
+            or op.type in op_facts.RESIDENT
+            or not op.outputs
+        ):
+            return 0.0
+        work = costs.flops(op, [self.sizes.shape(t) for t in op.inputs], [self.sizes.shape(t) for t in op.outputs])
+        moved = sum(self.tensors[self.ids[t.name]].size_bytes for t in op.inputs)
+        moved += sum(self.tensors[number].size_bytes for number in outputs)
+        return op_time_s(self.profile, work, moved, op.outputs[0].dtype.name)

@@ -1,0 +1,117 @@
+"""``limit_memory``: a function that returns a loss, within a budget, in whatever loop or trainer calls it."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final, Literal
+
+import torch
+
+from remat.core.budget import parse_budget
+from remat.torch.api.apply import Applied, apply
+from remat.torch.api.plan import StepPlan, plan
+
+_log = logging.getLogger("remat")
+
+_MOST_PLANS: Final = 3
+"""For one combination of shapes: a step that departs from all of them branches too often to be planned."""
+
+
+def limit_memory(
+    loss_fn: Callable[..., Any] | None = None,
+    budget: int | str = "60%",
+    *,
+    on_change: Literal["replan", "keep"] = "replan",
+    **options: Any,
+) -> Any:
+    """Run a function that returns a loss within a byte budget, with the same numbers.
+
+    One line for trainers that call such a function themselves::
+
+        trainer.compute_loss = remat.torch.limit_memory(trainer.compute_loss, "4GiB")   # Hugging Face
+
+        @remat.torch.limit_memory(budget="4GiB")                                        # a method of a module
+        def loss(self, x, y): ...
+
+    The first call plans, which runs the function once on tensors without values: what it does beside computing (a log,
+    a counter) happens then as well. Calls without gradients (evaluation) are left alone.
+
+    Args:
+        loss_fn: returns the loss, a mapping with "loss", or a tuple that begins with it. None gives a decorator.
+        budget: as ``plan`` takes it. A share means one of the first plan's plain step.
+        on_change: what happens to a step that departs from its plan, with tensors of other shapes or through another
+            branch: "replan" plans such steps too, up to three plans for the same shapes; "keep" runs them under the
+            first plan, from which on they keep what plain PyTorch keeps.
+        **options: passed on to ``plan``.
+
+    Returns:
+        A function like ``loss_fn``, with the plans made so far in ``plans``.
+
+    Raises:
+        InvalidBudget: if the budget cannot be read.
+        ValueError: for another ``on_change``.
+    """
+    if on_change not in ("replan", "keep"):
+        raise ValueError(f'on_change={on_change!r} is unknown; it is "replan" or "keep"')
+    parse_budget(budget, baseline_peak_bytes=1 << 60)
+    if loss_fn is None:
+        return functools.partial(limit_memory, budget=budget, on_change=on_change, **options)
+    function = loss_fn
+    limit = _Limit(function, budget, on_change == "replan", options)
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        with limit.applied_for(args, kwargs):
+            return function(*args, **kwargs)
+
+    run.plans = limit.plans  # type: ignore[attr-defined]
+    return run
+
+
+class _Limit:
+    def __init__(self, loss_fn: Callable[..., Any], budget: int | str, replans: bool, options: dict[str, Any]) -> None:
+        self._loss_fn = loss_fn
+        self._budget = budget
+        self._replans = replans
+        self._options = options
+        self._applied: dict[Any, list[Applied]] = {}
+        self.plans: list[StepPlan] = []
+
+    def applied_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Applied:
+        """The plan for a call with these arguments."""
+        key = tuple((tuple(t.shape), t.dtype) for t in _tensors((args, kwargs))) if self._replans else None
+        known = self._applied.setdefault(key, [])
+        followed = [applied for applied in known if not applied.departures]
+        if not known or (self._replans and not followed and len(known) < _MOST_PLANS):
+            known.append(apply(self._plan(args, kwargs)))
+        return known[-1]
+
+    def _plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepPlan:
+        def loss_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            result = self._loss_fn(*args, **kwargs)
+            if isinstance(result, Mapping):
+                return result["loss"]
+            return result[0] if isinstance(result, tuple) else result
+
+        budget = self.plans[0].budget_bytes if self.plans else self._budget
+        found = plan(loss_of, args, kwargs, budget=budget, **self._options)
+        self.plans.append(found)
+        if len(self.plans) > 1:
+            _log.info("Planned again for a step that departs from the earlier plans:\n%s", found)
+        return found
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors among arguments, in mappings of any kind too."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for one in value.values():
+            yield from _tensors(one)
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _tensors(one)

@@ -1,0 +1,1 @@
+"""How an eager plan is carried out: its order, its recipes, and when they run."""
