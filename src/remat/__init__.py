@@ -22,11 +22,12 @@ from remat.core.errors import (
     UnsupportedStep,
 )
 from remat.core.graph import Graph, Op, Tensor
-from remat.core.plan import Plan, plan
+from remat.core.plan import Plan
 from remat.core.serialization import load_graph, load_plan
 from remat.core.simulator import Timeline, simulate
 from remat.core.validator import validate
 from remat.planning.frontier import frontier
+from remat.planning.plan import plan
 
 __version__ = "0.1.0"
 

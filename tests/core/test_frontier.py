@@ -69,7 +69,7 @@ def test_a_bound_that_was_not_proved_in_time_is_that_of_the_next_larger_budget(m
         return proved(graph, budget_bytes, *rest, **more)
 
     proved = lower_bound.overhead_lower_bound
-    monkeypatch.setattr(lower_bound, "overhead_lower_bound", late)
+    monkeypatch.setattr("remat.planning.prove.overhead_lower_bound", late)
     graph = chain(31)
     plans = remat.frontier(graph, points=4, planner="sqrt_n")
     check(graph, plans)

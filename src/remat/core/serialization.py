@@ -168,6 +168,7 @@ def _plan_from(reader: JsonReader) -> Plan:
         budget_bytes=reader.integer("budget_bytes"),
         plan_seconds=reader.number("plan_seconds"),
         traced_peak_bytes=reader.integer("traced_peak_bytes") if reader.has("traced_peak_bytes") else None,
+        traced_budget_bytes=reader.integer("traced_budget_bytes") if reader.has("traced_budget_bytes") else None,
     )
 
 

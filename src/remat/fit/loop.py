@@ -1,7 +1,7 @@
-"""Finds the budget to plan with, so that what the device really shows stays within the budget that was asked for.
+"""Corrects the planner's budget until the real peak is within the target and close to it.
 
-Planners count tensors. An allocator rounds them up, a compiler fuses them. Both are known only for a given
-schedule, so the planner's budget is corrected until the real figure is within the target and close to it.
+Planners count tensors. An allocator rounds them up, and a compiler fuses them. What they do is known only for a given
+schedule, so each round plans with a budget, asks for the real peak of that plan, and corrects the budget.
 """
 
 from __future__ import annotations
@@ -11,61 +11,47 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final
 
 from remat.core.budget import format_bytes
 from remat.core.errors import InfeasibleBudget
 from remat.core.plan import Plan
+from remat.fit.peaks import PeakRange
 
 _log = logging.getLogger("remat")
 
-_CLOSE_ENOUGH = 0.05
-_SMALLEST_STEP = 0.02
-# Between two guesses the real peak may fall by less than the guesses do; more than this is not believed.
-_SMALLEST_RATE = 0.4
-_MOST_OF_THE_WAY = 0.8
-# The schedule of least tensors is not always the one of least chunks. Later ones cost less time.
-_NEAR_THE_SMALLEST = (1.0, 1.02, 1.05, 1.1)
-
-
-class PeakRange(Protocol):
-    """What a device or a compiler says of one plan.
-
-    Attributes:
-        expected_bytes: the peak that is expected.
-        highest_bytes: what a budget should hold; the same where the figure is exact.
-    """
-
-    @property
-    def expected_bytes(self) -> int:  # noqa: D102
-        ...
-
-    @property
-    def highest_bytes(self) -> int:  # noqa: D102
-        ...
+# The figures below steer the search. They are judgements, without a measurement of their own. Other values cost a round
+# more or leave a little of the budget unused; no plan breaks a budget because of them.
+_CLOSE_ENOUGH: Final = 0.05  # A plan that leaves less than this share of the budget unused ends the search.
+_SMALLEST_STEP: Final = 0.02  # The next guess is lower by at least this share of the target.
+# When the planner's budget falls by one byte, the real peak falls by this much at least. Where two guesses say less,
+# they are taken for an accident: the next guess would be far too low.
+_SMALLEST_RATE: Final = 0.4
+_MOST_OF_THE_WAY: Final = 0.8  # Between a guess that fits and one that does not, the next is never closer to either.
+# The schedule with the fewest bytes of tensors is not always the one with the smallest real peak. Schedules with a
+# little more take less time, so they are tried in this order.
+_NEAR_THE_SMALLEST: Final = (1.0, 1.02, 1.05, 1.1)
 
 
 @dataclass(frozen=True)
-class PeakWithReserve:
-    """A ``PeakRange`` that a budget holds with a fixed share in reserve, for scratch memory that nothing tells."""
+class Rounds:
+    """How often a step is planned for one budget.
 
-    expected_bytes: int
-    reserve: float
+    Attributes:
+        first: budgets of the planner that are tried at first.
+        last: how many more where none of the first fits: the smallest plans, and cheaper ones once one fits.
+    """
 
-    @property
-    def highest_bytes(self) -> int:
-        """The expected peak and its reserve."""
-        return int(self.expected_bytes * (1 + self.reserve))
+    first: int
+    last: int
 
 
 def plan_within(
     target_bytes: int,
     first_guess_bytes: int,
-    make_plan: Callable[[int], Plan],
+    find: Callable[[int], Plan],
     real_peak: Callable[[Plan], PeakRange],
-    *,
-    rounds: int,
-    last_rounds: int,
+    rounds: Rounds,
 ) -> Plan:
     """The cheapest plan found whose highest real peak is at most ``target_bytes``.
 
@@ -74,10 +60,9 @@ def plan_within(
     Args:
         target_bytes: what the real peak may be.
         first_guess_bytes: the planner's budget to begin with.
-        make_plan: planner's budget -> plan; raises InfeasibleBudget.
+        find: planner's budget -> plan; raises InfeasibleBudget.
         real_peak: plan -> what the device will show.
-        rounds: how many budgets to try at first.
-        last_rounds: how many more where none of the first fits: the smallest plans, and cheaper ones once one fits.
+        rounds: how many plans may be tried.
 
     Returns:
         The plan, its ``peak_bytes`` being the real one that is expected.
@@ -87,8 +72,8 @@ def plan_within(
     """
     tried: list[_Found] = []
     guess = max(1, first_guess_bytes)
-    for _ in range(rounds):
-        one = _try(guess, make_plan, real_peak, tried)
+    for _ in range(rounds.first):
+        one = _try(guess, find, real_peak, tried)
         if one is None:
             break
         tried.append(one)
@@ -101,13 +86,13 @@ def plan_within(
     binding_op = ""
     if not any(one.peak.highest_bytes <= target_bytes for one in tried):
         try:
-            make_plan(1)  # No planner keeps one byte: the error says what the planner can reach.
+            find(1)  # No planner keeps one byte: the error says what the planner can reach.
         except InfeasibleBudget as error:
             binding_op = error.binding_op
-            _try_the_smallest(error.minimum_bytes, target_bytes, make_plan, real_peak, tried, last_rounds)
+            _try_the_smallest(error.minimum_bytes, target_bytes, find, real_peak, tried, rounds.last)
     if fits := [one for one in tried if one.peak.highest_bytes <= target_bytes]:
         return min(fits, key=lambda one: one.plan.time_s).with_real_peak()
-    if likely_to_fit := [one for one in tried if one.likely_bytes <= target_bytes]:
+    if likely_to_fit := [one for one in tried if one.peak.likely_bytes <= target_bytes]:
         best = min(likely_to_fit, key=lambda one: one.peak.highest_bytes)
         _log.warning(
             "The step is likely to stay within the budget, but the allocator's rounding may take it to %s where %s "
@@ -126,10 +111,10 @@ def plan_within(
     )
 
 
-# The plans of which errors gave the peak as the smallest possible budget. Whoever then asks for it gets that plan: an
-# anytime planner may find another, which a compiler or an allocator makes larger.
+# An error names the smallest budget that can be kept, and a user then asks for it. The plan behind that figure is
+# remembered here, because an anytime planner may find another one, whose real peak is larger.
 _behind_minima: OrderedDict[str, Plan] = OrderedDict()
-_MOST_REMEMBERED = 16
+_MOST_REMEMBERED: Final = 16  # Steps of one process; beyond it the oldest is planned anew.
 
 
 def _remember(plan: Plan, fingerprints: Iterable[str]) -> None:
@@ -142,14 +127,14 @@ def _remember(plan: Plan, fingerprints: Iterable[str]) -> None:
 
 
 def _try(
-    guess_bytes: int, make_plan: Callable[[int], Plan], real_peak: Callable[[Plan], PeakRange], tried: Sequence[_Found]
+    guess_bytes: int, find: Callable[[int], Plan], real_peak: Callable[[Plan], PeakRange], tried: Sequence[_Found]
 ) -> _Found | None:
     """What a planner's budget comes to; None where it leads to a schedule that has been tried."""
     try:
-        plan = make_plan(guess_bytes)
+        plan = find(guess_bytes)
     except InfeasibleBudget as error:
         guess_bytes = error.minimum_bytes
-        plan = make_plan(guess_bytes)
+        plan = find(guess_bytes)
     if any(one.is_of(plan) for one in tried):
         return None
     return _Found(guess_bytes, plan, real_peak(plan))
@@ -158,7 +143,7 @@ def _try(
 def _try_the_smallest(
     minimum_bytes: int,
     target_bytes: int,
-    make_plan: Callable[[int], Plan],
+    find: Callable[[int], Plan],
     real_peak: Callable[[Plan], PeakRange],
     tried: list[_Found],
     rounds: int,
@@ -176,7 +161,7 @@ def _try_the_smallest(
             guess = int(minimum_bytes * factor)
         else:
             return
-        one = _try(guess, make_plan, real_peak, tried)
+        one = _try(guess, find, real_peak, tried)
         if one is not None:
             tried.append(one)
 
@@ -214,22 +199,5 @@ class _Found:
         """Is it what ``plan`` comes to? Variants of a step may share a schedule."""
         return (self.plan.fingerprint, self.plan.schedule) == (plan.fingerprint, plan.schedule)
 
-    @property
-    def likely_bytes(self) -> int:
-        """What most runs stay below."""
-        return (self.peak.expected_bytes + self.peak.highest_bytes) // 2
-
     def with_real_peak(self) -> Plan:
         return dataclasses.replace(self.plan, peak_bytes=self.peak.expected_bytes)
-
-
-def infeasible(budget_bytes: int, minimum_bytes: int, binding_op: str) -> InfeasibleBudget:
-    """The error for a budget that cannot be kept, restating both figures."""
-    return InfeasibleBudget(
-        f"no schedule within {budget_bytes} bytes ({format_bytes(budget_bytes)}) was found: the smallest budget that "
-        f"can be kept is {minimum_bytes} bytes ({format_bytes(minimum_bytes)}). What binds there is {binding_op}. Ask "
-        "for at least that, make the batch smaller, or try another planner",
-        minimum_bytes=minimum_bytes,
-        budget_bytes=budget_bytes,
-        binding_op=binding_op,
-    )

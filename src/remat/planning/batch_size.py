@@ -9,9 +9,9 @@ import numpy as np
 
 from remat.core.errors import InfeasibleBudget, UnsupportedStep
 from remat.core.graph import Graph
-from remat.core.plan import plan
 from remat.core.schedule import Schedule
 from remat.core.simulator import simulate
+from remat.planning.find import find
 
 _MOST_CORRECTIONS = 8
 # By how much the next batch that is tried exceeds the last that worked: far first, since each try traces and plans.
@@ -90,7 +90,7 @@ def largest_batches(
 
 def _within(graph: Graph, budget_bytes: int, planner: str, time_limit_s: float | None) -> Schedule | None:
     try:
-        return plan(graph, budget_bytes, planner, time_limit_s).schedule
+        return find(graph, budget_bytes, planner, time_limit_s).schedule
     except InfeasibleBudget:
         return None
 

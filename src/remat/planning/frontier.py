@@ -7,8 +7,10 @@ from collections.abc import Callable
 
 from remat.core.errors import InfeasibleBudget
 from remat.core.graph import Graph
-from remat.core.plan import Plan, plan
+from remat.core.plan import Plan
 from remat.core.simulator import simulate
+from remat.planning.find import find
+from remat.planning.plan import plan
 
 
 def frontier(
@@ -57,7 +59,7 @@ def _budgets(graph: Graph, points: int, planner: str, time_limit_s: float | None
     smallest_bytes = plain_bytes
     if plain_bytes > 1:
         try:
-            smallest_bytes = plan(graph, 1, planner, time_limit_s).peak_bytes
+            smallest_bytes = find(graph, 1, planner, time_limit_s).peak_bytes
         except InfeasibleBudget as error:
             smallest_bytes = error.minimum_bytes
     steps = points - 1

@@ -6,7 +6,9 @@ from typing import Any
 
 from remat.core.errors import InfeasibleBudget
 from remat.core.graph import Graph
-from remat.core.plan import Plan, plan
+from remat.core.plan import Plan
+from remat.planning.find import find
+from remat.planning.prove import prove
 
 _SHARES = (0.85, 0.7, 0.55, 0.4, 0.3, 0.2, 0.12)
 
@@ -27,7 +29,7 @@ def knee_plan(graph: Graph, planner: str = "auto", time_limit_s: float | None = 
     """
 
     def at(budget: int) -> Plan:
-        return plan(graph, budget, planner=planner, time_limit_s=time_limit_s, **options)
+        return find(graph, budget, planner=planner, time_limit_s=time_limit_s, **options)
 
     plain = at(max(1, graph_peak_bytes(graph)))
     points = [plain]
@@ -45,7 +47,7 @@ def knee_plan(graph: Graph, planner: str = "auto", time_limit_s: float | None = 
     def below_the_line(point: Plan) -> float:
         return (plain.peak_bytes - point.peak_bytes) / saved - point.overhead / most
 
-    return max(points, key=below_the_line)
+    return prove(max(points, key=below_the_line), graph, time_limit_s)
 
 
 def graph_peak_bytes(graph: Graph) -> int:

@@ -15,7 +15,6 @@ from typing import Any, TypeAlias
 import jax
 
 from remat.core.errors import InfeasibleBudget
-from remat.core.plan import plan as make_plan
 from remat.core.simulator import simulate
 from remat.jax import _private
 from remat.jax._private import ClosedJaxpr
@@ -28,6 +27,7 @@ from remat.jax.trace import op_facts
 from remat.jax.trace.function import graph_of_program
 from remat.jax.trace.program import Atom, Flattener, Program, Step, alive, program_of, program_of_steps
 from remat.planners.view.problem import Problem
+from remat.planning.find import find
 from remat.running.cost_model import DeviceProfile
 
 Talking: TypeAlias = Callable[[Any], Mapping[int, frozenset[int]]]
@@ -122,9 +122,9 @@ class _PlannedBodies:
         needed = simulate(graph, graph.plain_schedule).peak_bytes - graph.pinned_bytes
         budget_bytes = max(1, graph.pinned_bytes + int(self._share * needed))
         try:
-            plan = make_plan(graph, budget_bytes, planner=_BODY_PLANNER)
+            plan = find(graph, budget_bytes, planner=_BODY_PLANNER)
         except InfeasibleBudget as error:
-            plan = make_plan(graph, error.minimum_bytes, planner=_BODY_PLANNER)
+            plan = find(graph, error.minimum_bytes, planner=_BODY_PLANNER)
         self.peak_bytes += plan.peak_bytes
         # Loops are compiled alike by every jit, so the ties are those that all of them keep.
         run = emit(program, plan.schedule, Problem.of(graph).turning_point, native_tie())

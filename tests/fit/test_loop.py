@@ -11,15 +11,9 @@ import pytest
 
 from remat import Graph, InfeasibleBudget, Op, Tensor
 from remat.core.plan import Plan, plan_for_schedule
-from remat.fit import loop as closed_loop
-from remat.fit.loop import plan_within
-
-
-@dataclass(frozen=True)
-class PeakRange:
-    expected_bytes: int
-    highest_bytes: int
-
+from remat.fit import loop
+from remat.fit.loop import Rounds, plan_within
+from remat.fit.peaks import PeakRange
 
 # A chain whose last op reads what the first one made: it can be kept, or made again at 10 bytes less.
 GRAPH = Graph(
@@ -39,7 +33,7 @@ KEPT_BYTES, REMADE_BYTES = 90, 80
 
 @pytest.fixture(autouse=True)
 def nothing_remembered(monkeypatch):
-    monkeypatch.setattr(closed_loop, "_behind_minima", OrderedDict())
+    monkeypatch.setattr(loop, "_behind_minima", OrderedDict())
 
 
 def planned(budget_bytes: int) -> Plan:
@@ -54,7 +48,7 @@ def search(target_bytes: int, **peaks: PeakRange) -> Plan:
     def real_peak(plan: Plan) -> PeakRange:
         return peaks["keep" if plan.schedule == KEEP else "remake"]
 
-    return plan_within(target_bytes, target_bytes, planned, real_peak, rounds=6, last_rounds=4)
+    return plan_within(target_bytes, target_bytes, planned, real_peak, rounds=Rounds(6, 4))
 
 
 def test_the_cheapest_plan_that_holds_is_taken():
@@ -124,7 +118,7 @@ def test_a_real_peak_that_falls_more_slowly_than_the_budget_is_met_closely(rate:
     def real_peak(plan: Plan) -> PeakRange:
         return PeakRange(*[int(150 + rate * (plan.peak_bytes - 200))] * 2)
 
-    found = plan_within(110, 140, planner.plan, real_peak, rounds=4, last_rounds=0)
+    found = plan_within(110, 140, planner.plan, real_peak, rounds=Rounds(4, 0))
 
     assert 100 <= found.peak_bytes <= 110
     assert planner.asked <= 4
@@ -134,7 +128,7 @@ def test_between_the_smallest_plan_and_one_that_failed_a_cheaper_one_is_looked_f
     def real_peak(plan: Plan) -> PeakRange:
         return PeakRange(*[plan.peak_bytes if plan.peak_bytes < 90 else 300] * 2)
 
-    found = plan_within(120, 180, SmoothPlanner().plan, real_peak, rounds=1, last_rounds=4)
+    found = plan_within(120, 180, SmoothPlanner().plan, real_peak, rounds=Rounds(1, 4))
 
     assert 70 <= found.peak_bytes < 90
 
@@ -156,8 +150,8 @@ def test_the_minimum_that_an_error_names_can_be_asked_for_though_the_planner_fin
         return PeakRange(*[real[plan.schedule]] * 2)
 
     with pytest.raises(InfeasibleBudget) as caught:
-        plan_within(100, 100, never_the_same, real_peak, rounds=1, last_rounds=1)
+        plan_within(100, 100, never_the_same, real_peak, rounds=Rounds(1, 1))
 
     assert caught.value.minimum_bytes == 115
-    found = plan_within(115, 115, never_the_same, real_peak, rounds=1, last_rounds=1)
+    found = plan_within(115, 115, never_the_same, real_peak, rounds=Rounds(1, 1))
     assert found.peak_bytes == 115

@@ -1,0 +1,81 @@
+"""What a front end supplies: a step as it would run, with the peak that a schedule of it really has."""
+
+from __future__ import annotations
+
+import abc
+from typing import ClassVar
+
+from remat.core.graph import Graph
+from remat.core.plan import Plan
+from remat.core.simulator import simulate
+from remat.fit.loop import Rounds
+from remat.fit.peaks import PeakRange
+from remat.fit.request import Request
+from remat.planning.find import find
+from remat.planning.prove import prove
+
+
+class Candidate(abc.ABC):
+    """A step as it would run, before anything of it is rewritten.
+
+    A front end subclasses this once for each way in which it carries out a plan (an allocator, a compiler, an eager
+    order). ``remat.fit.fit.fit`` does the rest.
+
+    Attributes:
+        rounds: how often it may be planned. Each round asks for one real peak, so that a compiler has fewer.
+        is_compiled: is the real peak that of a compiled program? The plan then shows the peak of the trace beside it.
+        reserve: share of a budget that is left for what ``real_peak`` cannot see.
+        resident_bytes: what lies on the device beside the step and counts against the budget.
+    """
+
+    rounds: ClassVar[Rounds] = Rounds(6, 4)
+    is_compiled: ClassVar[bool] = False
+    reserve: float = 0.0
+    resident_bytes: int = 0
+
+    @property
+    @abc.abstractmethod
+    def graph(self) -> Graph:
+        """The step as it is traced."""
+
+    @property
+    @abc.abstractmethod
+    def plain_peak(self) -> PeakRange:
+        """The real peak of the step with nothing recomputed, without what is resident beside it."""
+
+    @abc.abstractmethod
+    def real_peak(self, plan: Plan) -> PeakRange:
+        """The real peak under a plan, without what is resident beside it."""
+
+    def find(self, budget_bytes: int, request: Request) -> Plan:
+        """The planner's plan within a budget of the trace; nothing is proved about it.
+
+        Raises:
+            InfeasibleBudget: if it finds none; ``minimum_bytes`` is a budget for which it does.
+        """
+        return find(self.graph, budget_bytes, request.planner, self.time_limit_of_a_round_s(request), **request.options)
+
+    def prove(self, plan: Plan, request: Request) -> Plan:
+        """The plan with its proven bound."""
+        return prove(plan, self.graph_of(plan), self.time_limit_of_a_round_s(request))
+
+    def graph_of(self, plan: Plan) -> Graph:
+        """The graph that a plan of ``find`` is for, where there is more than one way to write the step."""
+        return self.graph
+
+    def time_limit_of_a_round_s(self, request: Request) -> float | None:
+        """Wall seconds of one round of planning."""
+        return request.time_limit_s
+
+    def first_guess(self, target_bytes: int) -> int:
+        """The planner's budget to begin with: what a device adds to the plain step is a good guess of what it adds."""
+        traced_bytes = simulate(self.graph, self.graph.plain_schedule).peak_bytes
+        return int(target_bytes * min(1.0, traced_bytes / max(1, self.plain_peak.highest_bytes)))
+
+    def target_bytes(self, budget_bytes: int) -> int:
+        """What the real peak may be under a budget."""
+        return int(budget_bytes / (1 + self.reserve)) - self.resident_bytes
+
+    def smallest_budget(self, peak_bytes: int) -> int:
+        """The budget that has to be asked for so that a real peak fits."""
+        return -int(-(peak_bytes + self.resident_bytes) * (1 + self.reserve) // 1)

@@ -1,0 +1,87 @@
+"""A budget -> a plan that fits what really runs: baseline, search, figures, and the error where nothing fits."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from remat.core.budget import format_bytes, parse_budget
+from remat.core.errors import InfeasibleBudget
+from remat.core.plan import Plan
+from remat.core.simulator import simulate
+from remat.fit.candidate import Candidate
+from remat.fit.loop import plan_within
+from remat.fit.request import Request
+
+
+def fit(candidate: Candidate, request: Request, *, share_of_bytes: int | None = None, proves: bool = True) -> Plan:
+    """The cheapest plan found whose real peak stays within the budget of a request.
+
+    Args:
+        candidate: the step as it would run.
+        request: with a budget in bytes or as a share; "auto" has been turned into bytes before.
+        share_of_bytes: what "60%" is a share of; None for the plain peak of the candidate, what is resident counted.
+            A micro-batch passes the plain peak of the whole batch.
+        proves: is the plan's bound wanted? A choice between several steps leaves it out, and proves the chosen one.
+
+    Returns:
+        The plan. Its ``peak_bytes`` and ``baseline_peak_bytes`` are what the device is expected to show, resident bytes
+        counted; ``traced_budget_bytes`` is what the planner was given.
+
+    Raises:
+        InvalidBudget: if the budget cannot be read.
+        InfeasibleBudget: if nothing fits; ``minimum_bytes`` is the smallest budget for which this succeeds.
+    """
+    assert request.budget is not None, "a request without a budget is not fitted"
+    plain = candidate.plain_peak
+    resident_bytes = candidate.resident_bytes
+    if share_of_bytes is None:
+        share_of_bytes = plain.expected_bytes + resident_bytes
+    # The plain peak of a step whose every tensor is too small to be counted is 0, and it keeps any budget.
+    budget_bytes = parse_budget(request.budget, max(1, share_of_bytes))
+    target_bytes = candidate.target_bytes(budget_bytes)
+    if fits_plainly(candidate, budget_bytes):
+        graph = candidate.graph
+        found = candidate.find(max(1, simulate(graph, graph.plain_schedule).peak_bytes), request)
+        found = dataclasses.replace(found, peak_bytes=plain.expected_bytes)
+    else:
+        try:
+            found = plan_within(
+                target_bytes,
+                candidate.first_guess(target_bytes),
+                lambda planner_budget: candidate.find(planner_budget, request),
+                candidate.real_peak,
+                candidate.rounds,
+            )
+        except InfeasibleBudget as error:
+            minimum_bytes = candidate.smallest_budget(min(error.minimum_bytes, plain.highest_bytes))
+            raise infeasible(budget_bytes, minimum_bytes, error.binding_op) from None
+    found = dataclasses.replace(found, traced_budget_bytes=found.budget_bytes)
+    if candidate.is_compiled:
+        traced = simulate(candidate.graph_of(found), found.schedule)
+        found = dataclasses.replace(found, traced_peak_bytes=traced.peak_bytes)
+    if proves:
+        found = candidate.prove(found, request)
+    return dataclasses.replace(
+        found,
+        peak_bytes=found.peak_bytes + resident_bytes,
+        baseline_peak_bytes=share_of_bytes,
+        budget_bytes=budget_bytes,
+    )
+
+
+def fits_plainly(candidate: Candidate, budget_bytes: int) -> bool:
+    """Does the step keep a budget with nothing recomputed, as a plan would have to?"""
+    highest_bytes = candidate.plain_peak.highest_bytes
+    return highest_bytes <= candidate.target_bytes(budget_bytes) or not highest_bytes
+
+
+def infeasible(budget_bytes: int, minimum_bytes: int, binding_op: str) -> InfeasibleBudget:
+    """The error for a budget that cannot be kept, restating both figures."""
+    return InfeasibleBudget(
+        f"no schedule within {budget_bytes} bytes ({format_bytes(budget_bytes)}) was found: the smallest budget that "
+        f"can be kept is {minimum_bytes} bytes ({format_bytes(minimum_bytes)}). What binds there is {binding_op}. Ask "
+        "for at least that, make the batch smaller, or try another planner",
+        minimum_bytes=minimum_bytes,
+        budget_bytes=budget_bytes,
+        binding_op=binding_op,
+    )

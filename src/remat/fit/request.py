@@ -1,0 +1,66 @@
+"""What a user asks of a planned step; the same in every front end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from remat.core.budget import parse_budget
+from remat.core.plan import Plan
+from remat.planners.registry import get_planner
+
+AUTO: Final = "auto"
+"""As a budget: a GPU's memory less a margin. See ``remat.fit.auto_budget``."""
+
+_ANY_PEAK_BYTES: Final = 1 << 60  # Stands for a plain peak that is not known yet, so that a percentage can be read.
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a user asked for: a budget, a plan to follow, or checkpoints to keep; nothing at all plans nothing.
+
+    Attributes:
+        budget: peak device bytes, as ``remat.plan`` takes it, or "auto" where a front end can tell a GPU's memory.
+        plan: a plan to follow.
+        checkpoints: what to keep, in the front end's own words (tensors, names, layers); all else is recomputed.
+        planner: a planner's name.
+        time_limit_s: wall seconds for each round of planning; None leaves it to the front end.
+        options: passed on to the planner.
+        known: a plan that was made for the same request before, followed where the step turns out to be the one that
+            it is for.
+    """
+
+    budget: int | str | None = None
+    plan: Plan | None = None
+    checkpoints: Any = None
+    planner: str = "auto"
+    time_limit_s: float | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    known: Plan | None = None
+
+    @property
+    def plans(self) -> bool:
+        """Is anything to be planned?"""
+        return self.budget is not None or self.plan is not None or self.checkpoints is not None
+
+    def check(self, caller: str) -> Request:
+        """Refuse at once what can only fail later; returns the request.
+
+        Args:
+            caller: the function that the user called, for the error.
+
+        Raises:
+            ValueError: for more than one of budget, plan and checkpoints, or for an unknown planner.
+            TypeError: for a plan that is none.
+            InvalidBudget: for a budget that cannot be read.
+        """
+        given = [name for name in ("budget", "plan", "checkpoints") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"{caller} takes {given[0]}= or {given[1]}=, not both; leave one out")
+        if self.budget not in (None, AUTO):
+            parse_budget(self.budget, baseline_peak_bytes=_ANY_PEAK_BYTES)
+        if self.plan is not None and not isinstance(self.plan, Plan):
+            raise TypeError(f"plan= of {caller} is a remat.Plan, not {type(self.plan).__name__}")
+        get_planner(self.planner)
+        return self
