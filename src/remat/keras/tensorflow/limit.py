@@ -24,10 +24,10 @@ from remat.keras.tensorflow.model_trace import label_model
 from remat.keras.tensorflow.step import MicroBatchedStep
 from remat.micro_batches.options import JointPlan
 from remat.tensorflow import _private
+from remat.tensorflow.emit.emit import Rewritten
 from remat.tensorflow.micro_batches.loop import largest_size
-from remat.tensorflow.peak.resident import carried_inputs
-from remat.tensorflow.planned import Rewritten, rewrite
-from remat.tensorflow.trace.func_graph import FunctionToPlan
+from remat.tensorflow.planned import rewrite
+from remat.tensorflow.trace.func_graph import FunctionToPlan, carried_inputs
 
 _Shapes = list[tuple[int, ...]]
 
