@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
+import small_steps
 import tensorflow as tf
-from small_steps import BATCH, PLANNING, WIDTH, Chain, assert_equal_gradients, inputs, run
+from small_steps import BATCH, PLANNING, WIDTH, Chain, assert_equal_gradients, inputs
 
 import remat
 from remat.tensorflow import GradientTape
+
+# AutoGraph replaces exceptions that do not ask to be left alone.
+run = functools.partial(small_steps.run, autograph=True)
 
 
 @pytest.fixture
