@@ -15,7 +15,7 @@ import numpy as np
 from remat.cli.console import describe_error
 from remat.cli.options import Source
 from remat.cli.source import workload_from_source
-from remat.core.json_files import write_json
+from remat.core.files import write_json
 from remat.running.calibration import op_samples
 from remat.running.check import check_workload
 from remat.running.cost_model import DEVICE_VARIABLE, MEASURED, calibrate, save_measured

@@ -16,9 +16,8 @@ from remat.cli.options import Source
 from remat.cli.plan_command import AsJson
 from remat.cli.source import is_file
 from remat.core.budget import format_bytes, parse_budget
-from remat.core.json_files import read_json
-from remat.core.plan import Plan
-from remat.core.serialization import load_plan
+from remat.core.files import read_json
+from remat.core.plan import Plan, load_plan
 from remat.report.text import format_time
 from remat.running import machine
 from remat.running.cost_model import MEASURED, device_here

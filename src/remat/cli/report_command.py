@@ -22,8 +22,7 @@ from remat.cli.console import (
 from remat.cli.plan_command import AsJson
 from remat.core.errors import InvalidSchedule
 from remat.core.graph import Graph
-from remat.core.plan import Plan
-from remat.core.serialization import load_plan_and_graph
+from remat.core.plan import Plan, load_plan_and_graph
 
 
 def report_command(

@@ -18,8 +18,7 @@ from remat.cli.console import CommandError, describe_error, progress, traceback_
 from remat.cli.native_log import native_log_held_back
 from remat.cli.options import Source
 from remat.core.errors import RematError
-from remat.core.graph import Graph
-from remat.core.serialization import load_graph
+from remat.core.graph import Graph, load_graph
 from remat.running.cost_model import device_here
 from remat.running.workload import StepOptions, Workload
 

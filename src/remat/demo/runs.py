@@ -12,8 +12,9 @@ from typing import Any, Final
 import numpy as np
 
 from remat.core.errors import RematError
-from remat.core.json_files import read_json, write_json
-from remat.core.serialization import load_graph, load_plan
+from remat.core.files import read_json, write_json
+from remat.core.graph import load_graph
+from remat.core.plan import load_plan
 from remat.demo.results import FAILURE_FILE, GRAPH_FILE, PLAN_FILE, RESULT_FILE, WEIGHTS_FILE, Run, RunResult
 
 _TIME_LIMIT_S: Final = 900

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from remat.core.errors import RematError
-from remat.core.json_files import write_json
+from remat.core.files import write_json
 from remat.demo.results import FAILURE_FILE, GRAPH_FILE, PLAN_FILE, RESULT_FILE, WEIGHTS_FILE, RunResult
 
 
