@@ -10,9 +10,7 @@ import tensorflow as tf
 
 from remat.core.errors import UnsupportedStep
 from remat.core.plan import Plan
-from remat.planning.checkpoints import plan_with_checkpoints
-from remat.planning.cuts import plan_with_cuts
-from remat.planning.knee import knee_plan
+from remat.planning.checkpoints import knee_plan, plan_with_checkpoints, plan_with_cuts
 from remat.tensorflow.peak.allocator import AllocatorModel
 from remat.tensorflow.trace.func_graph import TracedStep
 
