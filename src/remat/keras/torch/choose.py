@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
@@ -12,6 +13,8 @@ import keras
 import torch
 
 from remat.core.budget import parse_budget
+from remat.fit.fit import fits_plainly
+from remat.fit.request import Request
 from remat.keras.shared.batch_statistics import coupling_layers
 from remat.keras.torch.step import CutBatch, Sums, TorchMicroBatchedStep
 from remat.keras.torch.training_step import loss_of, traced_step
@@ -19,21 +22,20 @@ from remat.micro_batches.choose import PieceTimes, choose_for_batch, size_of_lar
 from remat.micro_batches.options import JointPlan, Option
 from remat.micro_batches.timing import least_times_s
 from remat.torch.api.apply import apply
-from remat.torch.api.plan import Candidate
+from remat.torch.api.plan import EagerCandidate
 from remat.torch.trace.record import undisturbed
 
 _TIMED_PIECES = 2
 """Of one size, one after the other: the second adds its gradients to those of the first."""
 
 
-def choose_micro_batches(model: keras.Model, data: Any, budget: int | str, options: Mapping[str, Any]) -> JointPlan:
+def choose_micro_batches(model: keras.Model, data: Any, request: Request) -> JointPlan:
     """The joint plan of a model's training step. Nothing of it trains.
 
     Args:
         model: compiled and built.
         data: the batch.
-        budget: a percentage is one of the plain peak of the whole step.
-        options: of planning.
+        request: with a budget, of which a percentage is one of the plain peak of the whole step.
 
     Raises:
         InfeasibleBudget: where no number of micro-batches fits.
@@ -47,10 +49,12 @@ def choose_micro_batches(model: keras.Model, data: Any, budget: int | str, optio
         return TorchMicroBatchedStep(model, _TIMED_PIECES).cut(model, data)
 
     whole = traced_step(model, loss_fn, batch)
-    budget_bytes = parse_budget(budget, whole.plain_peak_bytes)
+    assert request.budget is not None
+    budget_bytes = parse_budget(request.budget, whole.plain_peak.expected_bytes)
+    request = dataclasses.replace(request, budget=budget_bytes)
     candidates = {batch_size: whole}
 
-    def candidate(count: int) -> Candidate:
+    def candidate(count: int) -> EagerCandidate:
         size = size_of_largest(batch_size, count)
         if size not in candidates:
             candidates[size] = traced_step(model, cut().loss_of_piece, cut().piece(size), accumulates=True)
@@ -94,8 +98,8 @@ def choose_micro_batches(model: keras.Model, data: Any, budget: int | str, optio
     return choose_for_batch(
         batch_size,
         budget_bytes,
-        lambda count: candidate(count).plan(budget_bytes, **options),
-        fits_plainly=lambda count: candidate(count).plain_peak_bytes <= budget_bytes,
+        lambda count: candidate(count).fitted(request),
+        fits_plainly=lambda count: fits_plainly(candidate(count), budget_bytes),
         predicted_s=predicted_s,
         times_s=times_s,
         measure=measure,

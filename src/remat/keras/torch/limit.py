@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -9,9 +10,11 @@ from typing import Any
 import keras
 import torch
 
-from remat.core.errors import InvalidBudget, UnsupportedStep
+from remat.core.errors import UnsupportedStep
 from remat.core.graph import Graph
 from remat.core.plan import Plan
+from remat.fit.auto_budget import auto_budget_bytes
+from remat.fit.request import AUTO, Request
 from remat.keras.shared.attachment import Attachment
 from remat.keras.torch.choose import choose_micro_batches
 from remat.keras.torch.kept_layers import KeptLayers
@@ -20,8 +23,6 @@ from remat.keras.torch.training_step import loss_of, traced_step
 from remat.micro_batches.options import JointPlan
 from remat.torch.api.apply import Applied, apply
 from remat.torch.api.plan import StepPlan
-
-_GPU_MARGIN = 0.08
 
 
 class TorchLimit(Attachment):
@@ -58,7 +59,7 @@ class TorchLimit(Attachment):
         self._checkpoints = None if checkpoints is None else KeptLayers(model, checkpoints)
         super().__init__(model)
         self._budget = budget
-        self._options = {"planner": planner, "time_limit_s": time_limit_s, **options}
+        self._request = Request(planner=planner, time_limit_s=time_limit_s, options=options)
         self._applied: dict[Any, Applied] = {}
         self._main: StepPlan | None = None
         self._largest_bytes = -1
@@ -111,7 +112,7 @@ class TorchLimit(Attachment):
         if data_bytes <= self._largest_bytes:
             return
         assert self._budget is not None
-        joint = choose_micro_batches(model, data, _in_bytes(self._budget), self._options)
+        joint = choose_micro_batches(model, data, self._request_for(_in_bytes(self._budget)))
         print(joint, flush=True)
         self._joint, self._largest_bytes = joint, data_bytes
         self._set_count(model, joint.micro_batches)
@@ -139,10 +140,13 @@ class TorchLimit(Attachment):
             assert self._budget is not None
             # A share means one of the largest batch seen: the first, as a rule.
             budget = _in_bytes(self._budget) if self._main is None else self._main.budget_bytes
-            found = traced_step(model, loss_fn, args, accumulates=accumulates).plan(budget, **self._options)
+            found = traced_step(model, loss_fn, args, accumulates=accumulates).fitted(self._request_for(budget))
         if self._main is None or found.baseline_peak_bytes > self._main.baseline_peak_bytes:
             self._main = found
         return found
+
+    def _request_for(self, budget: int | str) -> Request:
+        return dataclasses.replace(self._request, budget=budget)
 
 
 def _check_train_step(model: keras.Model) -> None:
@@ -154,12 +158,9 @@ def _check_train_step(model: keras.Model) -> None:
 
 
 def _in_bytes(budget: int | str) -> int | str:
-    """The budget, "auto" being the memory of the GPU less a margin for libraries' workspaces and fragmentation."""
-    if budget != "auto":
+    """The budget, "auto" being the memory of the GPU less a margin."""
+    if budget != AUTO:
         return budget
     if not torch.cuda.is_available():
-        raise InvalidBudget(
-            "budget 'auto' means a GPU's memory less a margin, but the step runs on a CPU; give a number of bytes such "
-            'as "4GiB", or a share of the plain step such as "60%"'
-        )
-    return int(torch.cuda.get_device_properties(0).total_memory * (1 - _GPU_MARGIN))
+        return auto_budget_bytes("CPU", None)
+    return auto_budget_bytes("cuda:0", torch.cuda.get_device_properties(0).total_memory)

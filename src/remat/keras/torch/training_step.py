@@ -9,7 +9,8 @@ import keras
 import torch
 
 from remat.keras import _private
-from remat.torch.api.plan import Candidate
+from remat.torch.api.plan import EagerCandidate
+from remat.torch.trace.record import record_step
 
 
 def traced_step(
@@ -19,7 +20,7 @@ def traced_step(
     *,
     accumulates: bool = False,
     device: str | None = None,
-) -> Candidate:
+) -> EagerCandidate:
     """A training step of the model: a loss and its gradients, the optimizer's state and its update.
 
     Args:
@@ -30,11 +31,12 @@ def traced_step(
         device: profile for the predicted times; None means that of the tensors' device.
     """
     if model.optimizer is None:
-        return Candidate(loss_fn, args, accumulates=accumulates, device=device)
+        return EagerCandidate(record_step(loss_fn, args, accumulates=accumulates), device)
     if not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
     state = [variable.value for variable in model.optimizer.variables]
-    return Candidate(loss_fn, args, update=update_of(model), accumulates=accumulates, resident=state, device=device)
+    recording = record_step(loss_fn, args, update=update_of(model), accumulates=accumulates, resident=state)
+    return EagerCandidate(recording, device)
 
 
 def loss_of(model: keras.Model) -> Callable[[Any, Any, Any], Any]:
