@@ -95,6 +95,8 @@ def solve(
     model: LinearModel, *, time_limit_s: float, gap: float = 0.0, most_nodes: int | None = None
 ) -> Solution | None:
     """The solution that HiGHS finds within the limits, or None if it finds none. One thread, fixed seed."""
+    if time_limit_s <= 0:
+        return None
     solver = _solver(model, time_limit_s)
     solver.setOptionValue("mip_rel_gap", gap)
     if most_nodes is not None:
@@ -110,6 +112,8 @@ def solve(
 
 def row_multipliers(model: LinearModel, *, time_limit_s: float) -> FloatArray | None:
     """What an LP's rows are worth, by interior point and therefore not exactly; None where the time ends first."""
+    if time_limit_s <= 0:
+        return None
     solver = _solver(model, time_limit_s)
     solver.setOptionValue("solver", "ipm")
     solver.setOptionValue("run_crossover", "off")
@@ -141,7 +145,7 @@ def _solver(model: LinearModel, time_limit_s: float) -> highspy.Highs:
     solver.setOptionValue("output_flag", False)
     solver.setOptionValue("threads", 1)
     solver.setOptionValue("random_seed", 0)
-    solver.setOptionValue("time_limit", max(time_limit_s, 0.01))
+    solver.setOptionValue("time_limit", time_limit_s)
     solver.passModel(lp)
     return solver
 
