@@ -38,9 +38,10 @@ class LinearModel:
 
 @dataclass(eq=False)
 class ModelBuilder:
-    """A linear model as it grows, column by column and row by row. Every column lies between 0 and 1."""
+    """A linear model as it grows, column by column and row by row. Columns begin at 0."""
 
     cost: list[float] = field(default_factory=list)
+    high: list[float] = field(default_factory=list)
     is_integer: list[int] = field(default_factory=list)
     row_low: list[float] = field(default_factory=list)
     row_high: list[float] = field(default_factory=list)
@@ -48,9 +49,10 @@ class ModelBuilder:
     columns: list[int] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
 
-    def add_column(self, cost: float = 0.0, *, is_integer: bool = False) -> int:
-        """A new column; its number."""
+    def add_column(self, cost: float = 0.0, *, high: float = 1.0, is_integer: bool = False) -> int:
+        """A new column from 0 to ``high``; its number."""
         self.cost.append(cost)
+        self.high.append(high)
         self.is_integer.append(int(is_integer))
         return len(self.cost) - 1
 
@@ -72,7 +74,7 @@ class ModelBuilder:
         return LinearModel(
             cost=np.array(self.cost),
             low=np.zeros(len(self.cost)),
-            high=np.ones(len(self.cost)),
+            high=np.array(self.high),
             row_low=np.array(self.row_low),
             row_high=np.array(self.row_high),
             rows=np.array(self.rows, dtype=np.int64),
