@@ -107,21 +107,21 @@ def limit_memory(
     if model in _limits:
         _limits.pop(model).detach()
     if backend == "tensorflow":
+        from remat.fit.request import Request
         from remat.keras.tensorflow.limit import TensorFlowLimit
-        from remat.tensorflow.planned import Request
 
         plans = budget is not None or checkpoints is not None
-        request = Request(budget, None, planner, time_limit_s, options) if plans else None
+        request = Request(budget, planner=planner, time_limit_s=time_limit_s, options=options) if plans else None
         _limits[model] = TensorFlowLimit(model, request, checkpoints, count)
     elif backend == "torch":
         from remat.keras.torch.limit import TorchLimit
 
         _limits[model] = TorchLimit(model, budget, checkpoints, count, planner, time_limit_s, options)
     else:
-        from remat.jax.request import Request as JaxRequest
+        from remat.fit.request import Request as JaxRequest
         from remat.keras.jax.limit import JaxLimit
 
-        jax_request = JaxRequest(budget, None, planner, time_limit_s, options) if budget is not None else None
+        jax_request = JaxRequest(budget, None, None, planner, time_limit_s, options) if budget is not None else None
         _limits[model] = JaxLimit(model, jax_request, checkpoints, count)
     return model
 
