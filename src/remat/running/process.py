@@ -32,6 +32,7 @@ def run_job(
     doing: str,
     time_limit_s: float,
     show_log: bool = False,
+    environment: Mapping[str, str] | None = None,
 ) -> T:
     """Run ``python -m module FOLDER`` in a fresh process and collect what it leaves in the folder.
 
@@ -42,6 +43,7 @@ def run_job(
         doing: the job in words, for messages: "training the plain step".
         time_limit_s: wall seconds until it is stopped.
         show_log: let it write to stderr.
+        environment: variables that it needs whatever the user's own say.
 
     Raises:
         JobFailed: if it fails, is killed or takes too long.
@@ -52,7 +54,7 @@ def run_job(
         try:
             done = subprocess.run(
                 [sys.executable, "-m", module, str(folder)],
-                env=_environment(),
+                env={**_environment(), **(environment or {})},
                 stdout=subprocess.DEVNULL,
                 stderr=None if show_log else subprocess.PIPE,
                 text=True,
