@@ -21,9 +21,8 @@ from remat.core.errors import (
     RematError,
     UnsupportedStep,
 )
-from remat.core.graph import Graph, Op, Tensor
-from remat.core.plan import Plan
-from remat.core.serialization import load_graph, load_plan
+from remat.core.graph import Graph, Op, Tensor, load_graph
+from remat.core.plan import Plan, load_plan
 from remat.core.simulator import Timeline, simulate
 from remat.core.validator import validate
 from remat.planning.frontier import frontier

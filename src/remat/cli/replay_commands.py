@@ -20,8 +20,7 @@ from remat.cli.options import (
 )
 from remat.core.errors import InvalidSchedule
 from remat.core.graph import Graph
-from remat.core.plan import Plan
-from remat.core.serialization import load_plan_and_graph
+from remat.core.plan import Plan, load_plan_and_graph
 from remat.core.simulator import Timeline
 from remat.report import text
 

@@ -20,8 +20,7 @@ from typing import Any, Final
 from remat.cli.console import CommandError, describe_error, native_log_held_back, progress, traceback_wanted
 from remat.cli.options import Source
 from remat.core.errors import RematError
-from remat.core.graph import Graph
-from remat.core.serialization import load_graph
+from remat.core.graph import Graph, load_graph
 from remat.running.cost_model import device_here
 from remat.running.workload import NotAStep, StepOptions, Workload
 

@@ -18,9 +18,8 @@ import numpy as np
 from remat.cli.console import describe_error, traceback_wanted
 from remat.cli.options import Source
 from remat.cli.source import workload_from_source
-from remat.core.json_files import read_json, write_json
-from remat.core.plan import Plan
-from remat.core.serialization import load_plan
+from remat.core.files import read_json, write_json
+from remat.core.plan import Plan, load_plan
 from remat.running.calibration import op_samples
 from remat.running.check import check_workload
 from remat.running.cost_model import DEVICE_VARIABLE, MEASURED, calibrate, save_measured

@@ -1,6 +1,7 @@
 """The joint graph of a training step: tensors with sizes, operations with times.
 
-The graph holds numbers only, never an array, so that one planner serves every framework.
+The graph holds numbers only, never an array, so that one planner serves every framework. Its file format is
+``remat.graph`` version 1: JSON, plain or gzipped. Keys that hold their default are left out; unknown keys are ignored.
 """
 
 from __future__ import annotations
@@ -9,15 +10,20 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
 from remat.core.errors import InvalidGraph
+from remat.core.files import JsonReader, read_json, write_json
+
+GRAPH_FORMAT: Final = "remat.graph"
+GRAPH_VERSION: Final = 1
+"""The newest version of the format, which is also the only one so far."""
 
 # 8 PiB in all: far above any device, and low enough that sums stay exact in 64 bits however often ops run.
-_MOST_BYTES = 2**53
+_MOST_BYTES: Final = 2**53
 
 ROLES: Final = ("parameter", "optimizer_state", "batch", "state")
 """What an input of a step is: a weight, a slot of the optimizer, data, or whatever else is kept (seeds, metrics)."""
@@ -172,15 +178,91 @@ class Graph:
 
     def save(self, path: str | Path) -> None:
         """Write the graph as ``remat.graph`` JSON; a path ending in ``.gz`` is compressed."""
-        from remat.core.serialization import save_graph
+        write_json(path, self.to_json())
 
-        save_graph(self, path)
+    def to_json(self) -> dict[str, Any]:
+        """The graph as a JSON-ready dictionary in the ``remat.graph`` format."""
+        return {
+            "format": GRAPH_FORMAT,
+            "version": GRAPH_VERSION,
+            "tensors": [_without_defaults(tensor, required=("size_bytes",)) for tensor in self.tensors],
+            "ops": [_without_defaults(op, required=("name", "kind", "inputs", "outputs", "time_s")) for op in self.ops],
+            "inputs": list(self.inputs),
+            "outputs": list(self.outputs),
+            "free_order": self.free_order,
+        }
 
-    def to_json(self) -> Mapping[str, Any]:
-        """The graph as a JSON-ready mapping in the ``remat.graph`` format."""
-        from remat.core.serialization import graph_to_json
 
-        return graph_to_json(self)
+def load_graph(path: str | Path) -> Graph:
+    """Read a graph from ``.json`` or ``.json.gz``.
+
+    Raises:
+        InvalidFile: if the file is no ``remat.graph``, is truncated, or was written by a newer version.
+        InvalidGraph: if the graph in it breaks a structural rule.
+        FileNotFoundError: if there is no such file.
+    """
+    return graph_from(JsonReader(str(path), read_json(path)))
+
+
+def graph_from_json(data: object) -> Graph:
+    """The graph in a decoded JSON value of the ``remat.graph`` format.
+
+    Raises:
+        InvalidFile: if the value is something else.
+        InvalidGraph: if the graph breaks a structural rule.
+    """
+    return graph_from(JsonReader("graph JSON", data))
+
+
+def graph_from(reader: JsonReader) -> Graph:
+    """The graph in a JSON object of the ``remat.graph`` format; errors as :func:`graph_from_json`."""
+    reader.check_format(GRAPH_FORMAT, GRAPH_VERSION)
+    tensors = tuple(_tensor_from(item) for item in reader.objects("tensors", "tensor"))
+    ops = tuple(_op_from(item) for item in reader.objects("ops", "op"))
+    inputs, outputs = reader.integers("inputs"), reader.integers("outputs")
+    free_order = reader.flag("free_order", True)
+    try:
+        return Graph(ops, tensors, inputs, outputs, free_order)
+    except InvalidGraph as error:
+        raise InvalidGraph(f"{reader.source}: {error}") from None
+
+
+def _tensor_from(reader: JsonReader) -> Tensor:
+    return Tensor(
+        size_bytes=reader.integer("size_bytes"),
+        name=reader.text("name", ""),
+        shape=reader.integers("shape") if reader.has("shape") else None,
+        dtype=reader.text("dtype") if reader.has("dtype") else None,
+        alias_of=reader.integer("alias_of") if reader.has("alias_of") else None,
+        role=reader.text("role", ""),
+    )
+
+
+def _op_from(reader: JsonReader) -> Op:
+    return Op(
+        name=reader.text("name", ""),
+        kind=reader.text("kind", ""),
+        inputs=reader.integers("inputs"),
+        outputs=reader.integers("outputs"),
+        time_s=reader.number("time_s"),
+        recomputable=reader.flag("recomputable", True),
+        workspace_bytes=reader.integer("workspace_bytes", 0),
+        after=reader.integers("after", []),
+        in_place=reader.pairs("in_place"),
+        phase=reader.text("phase", ""),
+        layer=reader.text("layer", ""),
+        source=reader.text("source", ""),
+    )
+
+
+def _without_defaults(item: Tensor | Op, required: tuple[str, ...]) -> dict[str, Any]:
+    values = ((field.name, getattr(item, field.name), field.default) for field in fields(item))
+    return {name: _as_lists(value) for name, value, default in values if name in required or value != default}
+
+
+def _as_lists(value: Any) -> Any:
+    """Tuples become lists, which is all that JSON has, so that what is written equals what is read back."""
+    return [_as_lists(item) for item in value] if isinstance(value, tuple) else value
 
 
 def _check(graph: Graph) -> None:

@@ -1,22 +1,27 @@
 """A plan: a schedule with everything that was predicted and proved about it.
 
-How a plan is found stands in ``remat.planning.find``, how good it is proved to be in ``remat.planning.prove``.
+How a plan is found stands in ``remat.planning.find``, how good it is proved to be in ``remat.planning.prove``. Its file
+format is ``remat.plan`` version 1: JSON, plain or gzipped, with the graph beside the plan if the writer wishes.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final
 
 from remat.core.budget import format_bytes
 from remat.core.errors import PlanMismatch
-from remat.core.graph import Graph
+from remat.core.files import JsonReader, read_json, write_json
+from remat.core.graph import Graph, graph_from
 from remat.core.schedule import Schedule, recomputed_ops
 from remat.core.simulator import Timeline, simulate
 from remat.core.validator import validate
+
+PLAN_FORMAT: Final = "remat.plan"
+PLAN_VERSION: Final = 1
+"""The newest version of the format, which is also the only one so far."""
 
 NOT_PROVED: Final = "not proved"
 """What a plan's bound means before ``remat.planning.prove`` has looked for one."""
@@ -88,15 +93,17 @@ class Plan:
         Raises:
             PlanMismatch: if it was made for another graph.
         """
-        from remat.core.serialization import save_plan
+        values = self.to_json()
+        if graph is not None:
+            self.check_graph(graph)
+            values["graph"] = graph.to_json()
+        write_json(path, values)
 
-        save_plan(self, path, graph)
-
-    def to_json(self) -> Mapping[str, Any]:
-        """The plan as a JSON-ready mapping in the ``remat.plan`` format."""
-        from remat.core.serialization import plan_to_json
-
-        return plan_to_json(self)
+    def to_json(self) -> dict[str, Any]:
+        """The plan as a JSON-ready dictionary in the ``remat.plan`` format; fields that are None are left out."""
+        # Only the fields of Plan: a front end's plan carries more than the format has.
+        values = {field.name: value for field in fields(Plan) if (value := getattr(self, field.name)) is not None}
+        return {"format": PLAN_FORMAT, "version": PLAN_VERSION, **values, "schedule": list(self.schedule)}
 
     def __str__(self) -> str:
         ops = len(set(self.schedule))
@@ -115,6 +122,63 @@ class Plan:
                 f"  recomputed     {len(recomputed_ops(self.schedule))} of {ops} ops, in {self.recomputed} extra runs",
             )
         )
+
+
+def load_plan(path: str | Path) -> Plan:
+    """Read a plan from ``.json`` or ``.json.gz``; ``plan.check_graph`` tells whether it fits a graph.
+
+    Raises:
+        InvalidFile: if the file is no ``remat.plan``, is truncated, or was written by a newer version.
+        FileNotFoundError: if there is no such file.
+    """
+    return _plan_from(JsonReader(str(path), read_json(path)))
+
+
+def load_plan_and_graph(path: str | Path) -> tuple[Plan, Graph | None]:
+    """Read a plan and the graph that it was saved with, None where it was saved alone.
+
+    Raises:
+        InvalidFile: as ``load_plan``.
+        InvalidGraph: if the graph in it breaks a structural rule.
+        PlanMismatch: if the graph in it is another than the plan's.
+        FileNotFoundError: if there is no such file.
+    """
+    reader = JsonReader(str(path), read_json(path))
+    plan = _plan_from(reader)
+    if not reader.has("graph"):
+        return plan, None
+    graph = graph_from(reader.nested("graph"))
+    plan.check_graph(graph)
+    return plan, graph
+
+
+def plan_from_json(data: object) -> Plan:
+    """The plan in a decoded JSON value of the ``remat.plan`` format.
+
+    Raises:
+        InvalidFile: if the value is something else.
+    """
+    return _plan_from(JsonReader("plan JSON", data))
+
+
+def _plan_from(reader: JsonReader) -> Plan:
+    reader.check_format(PLAN_FORMAT, PLAN_VERSION)
+    return Plan(
+        schedule=reader.integers("schedule"),
+        fingerprint=reader.text("fingerprint"),
+        peak_bytes=reader.integer("peak_bytes"),
+        baseline_peak_bytes=reader.integer("baseline_peak_bytes"),
+        time_s=reader.number("time_s"),
+        baseline_time_s=reader.number("baseline_time_s"),
+        overhead=reader.number("overhead"),
+        overhead_lower_bound=reader.number("overhead_lower_bound"),
+        lower_bound_meaning=reader.text("lower_bound_meaning"),
+        planner=reader.text("planner"),
+        budget_bytes=reader.integer("budget_bytes"),
+        plan_seconds=reader.number("plan_seconds"),
+        traced_peak_bytes=reader.integer("traced_peak_bytes") if reader.has("traced_peak_bytes") else None,
+        traced_budget_bytes=reader.integer("traced_budget_bytes") if reader.has("traced_budget_bytes") else None,
+    )
 
 
 def plan_for_schedule(

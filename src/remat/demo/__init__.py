@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from remat.core.budget import check_budget
-from remat.core.json_files import write_json
+from remat.core.files import write_json
 from remat.demo import show
 from remat.demo.results import TOLERANCE, Line, compare
 from remat.demo.training import train

@@ -15,8 +15,9 @@ from typing import Any, Final
 import numpy as np
 
 from remat.core.errors import RematError
-from remat.core.json_files import read_json, write_json
-from remat.core.serialization import load_graph, load_plan
+from remat.core.files import read_json, write_json
+from remat.core.graph import load_graph
+from remat.core.plan import load_plan
 from remat.demo.results import Run, RunResult
 from remat.running.process import JobFailed, answer_job, run_job
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from remat.core.breakdown import CATEGORIES, breakdown
 from remat.core.budget import format_bytes
+from remat.core.files import write_atomically
 from remat.core.graph import Graph
-from remat.core.json_files import write_atomically
 from remat.core.plan import Plan
 from remat.core.schedule import Schedule
 from remat.core.simulator import simulate

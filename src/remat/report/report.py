@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from remat.core.files import write_atomically
 from remat.core.graph import Graph
-from remat.core.json_files import write_atomically
 from remat.core.plan import Plan
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Final
 
 from remat.core.errors import InvalidFile
-from remat.core.json_files import JsonReader, read_json, write_json
+from remat.core.files import JsonReader, read_json, write_json
 
 MEASURED: Final = "measured"
 DEVICE_VARIABLE: Final = "REMAT_DEVICE"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from remat.core.errors import RematError
-from remat.core.json_files import read_json, write_json
+from remat.core.files import read_json, write_json
 
 _REQUEST: Final = "request.json"
 _FAILURE: Final = "failure.json"
