@@ -33,6 +33,7 @@ def run_job(
     doing: str,
     time_limit_s: float,
     show_log: bool = False,
+    environment: Mapping[str, str] | None = None,
 ) -> T:
     """Run ``python -m module FOLDER`` in a fresh process and collect what it leaves in the folder.
 
@@ -43,6 +44,7 @@ def run_job(
         doing: the job in words, for messages: "training the plain step".
         time_limit_s: wall seconds after which the job is stopped.
         show_log: does what the job writes to stderr appear? Otherwise only a failure's last line does.
+        environment: variables that the job needs, whatever the user's own say.
 
     Raises:
         JobFailed: if the job fails, is killed or takes too long.
@@ -53,7 +55,7 @@ def run_job(
         try:
             done = subprocess.run(
                 [sys.executable, "-m", module, str(folder)],
-                env=_environment(),
+                env={**_environment(), **(environment or {})},
                 stdout=subprocess.DEVNULL,
                 stderr=None if show_log else subprocess.PIPE,
                 text=True,
