@@ -18,7 +18,7 @@ from remat.jax.context import current_tie
 from remat.jax.micro_batches import Split, loss_in_parts, summed_value_and_grad
 from remat.jax.peak import shape_of
 from remat.jax.planned import Follower, plan_function
-from remat.jax.planned_part import Transform, plan_inner
+from remat.jax.planned_part import Transform, plan_part
 
 
 def value_and_grad(
@@ -163,14 +163,14 @@ class Gradient(Follower):
         key = (structure, tuple(map(str, shapes)), tuple(map(repr, constant)), current_tie())
         if self._split.count > 1:
             args, kwargs = jax.tree.unflatten(structure, _merged(constant, numeric))
-            return self._in_parts(args, kwargs, constant, shapes, key, is_planned)
+            return self._in_pieces(args, kwargs, constant, shapes, key, is_planned)
         planned = self._followed(
             key,
             lambda request: plan_function(function, numeric, request, current_tie(), shapes=shapes),
         )
         return planned(numeric)
 
-    def _in_parts(
+    def _in_pieces(
         self,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
@@ -197,7 +197,7 @@ class Gradient(Follower):
             tie = current_tie()
             planned = self._followed(
                 key,
-                lambda request: plan_inner(whole, args, kwargs, request, tie, shapes=shapes, plain=self._gradient),
+                lambda request: plan_part(whole, args, kwargs, request, tie, shapes=shapes, plain=self._gradient),
             )
             value, gradients = planned(*args, **kwargs)
         return value, gradients[0] if self._one_gradient else gradients

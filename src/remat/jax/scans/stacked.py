@@ -71,7 +71,10 @@ def cheapest_choice(
     memory += [(count + n, float(again[n]) / scale) for n in range(runs)]
     allowed = np.array(
         [
-            all(op_facts.may_repeat(step.eqn) and once.isdisjoint(step.outputs) for step in instruction.steps)
+            all(
+                op_facts.may_repeat(equation.eqn) and once.isdisjoint(equation.outputs)
+                for equation in instruction.equations
+            )
             for instruction in body.instructions
         ],
         dtype=np.float64,
