@@ -12,9 +12,9 @@ import keras
 from remat.core.errors import InvalidBudget, UnsupportedStep
 from remat.core.graph import Graph
 from remat.core.plan import Plan
+from remat.fit.request import Request
 from remat.jax.api.jit import Jitted
 from remat.jax.planned_part import PartlyPlanned, Transform
-from remat.fit.request import Request
 from remat.keras import _private
 from remat.keras.jax.choose import choose_micro_batches
 from remat.keras.jax.kept_layers import NamedLayers
