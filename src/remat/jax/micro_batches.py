@@ -170,8 +170,10 @@ def _check_denominator(loss: Any, args: Sequence[Any], kwargs: Any, argnums: Seq
     flat = {place: len(jax.tree.leaves(args[place])) for place in range(len(args))}
     closed = jax.make_jaxpr(lambda *a: loss(*a, **kwargs)[1][0])(*args)
     program = program_of(closed)
-    steps = alive([step for i in program.instructions for step in i.steps], program.outputs)
-    read = {value for step in steps for value in step.reads} | {o for o in program.outputs if isinstance(o, int)}
+    equations = alive([one for i in program.instructions for one in i.equations], program.outputs)
+    read = {value for equation in equations for value in equation.reads} | {
+        o for o in program.outputs if isinstance(o, int)
+    }
     first = 0
     for place in range(len(args)):
         own = program.inputs[first : first + flat[place]]

@@ -18,7 +18,7 @@ from remat.jax.context import current_tie
 from remat.jax.micro_batches import Split, loss_of_piece, quotient, summed_value_and_grad
 from remat.jax.peak import shape_of
 from remat.jax.planned import Follower, plan_function
-from remat.jax.planned_part import Transform, plan_inner
+from remat.jax.planned_part import Transform, plan_part
 from remat.micro_batches.reduce import RATIO, sum_and_denominator
 
 
@@ -195,7 +195,7 @@ class Gradient(Follower):
             tie = current_tie()
             planned = self._followed(
                 key,
-                lambda request: plan_inner(whole, args, kwargs, request, tie, shapes=shapes, plain=self._gradient),
+                lambda request: plan_part(whole, args, kwargs, request, tie, shapes=shapes, plain=self._gradient),
             )
             value, gradients = planned(*args, **kwargs)
         return value, gradients[0] if self._one_gradient else gradients

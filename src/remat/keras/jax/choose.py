@@ -12,20 +12,20 @@ import keras
 from remat.core.budget import parse_budget
 from remat.core.plan import Plan
 from remat.jax.api.jit import Jitted
-from remat.jax.planned_part import InnerJitted
+from remat.jax.planned_part import PartlyPlanned
 from remat.keras.jax.step import JaxMicroBatchedStep
 from remat.keras.shared.batch_statistics import coupling_layers
 from remat.micro_batches.choose import choose_for_batch
 from remat.micro_batches.options import JointPlan
 from remat.micro_batches.timing import least_times_s
 
-Compiled = Callable[[int, int | str], Jitted | InnerJitted]
+Compiled = Callable[[int, int | str], Jitted | PartlyPlanned]
 """A training step that cuts a batch into so many pieces, within a budget."""
 
 
 def choose_micro_batches(
     model: keras.Model, state: Any, data: Any, budget: int | str, compiled: Compiled
-) -> tuple[JointPlan, Jitted | InnerJitted]:
+) -> tuple[JointPlan, Jitted | PartlyPlanned]:
     """The joint plan of a model's training step, and the step that follows it. Nothing of it trains.
 
     Args:
@@ -45,7 +45,7 @@ def choose_micro_batches(
         return compiled(count, "100%").plan_for(state, data)
 
     budget_bytes = parse_budget(budget, max(1, plain(1).baseline_peak_bytes))
-    steps: dict[int, Jitted | InnerJitted] = {}
+    steps: dict[int, Jitted | PartlyPlanned] = {}
 
     def plan_for(count: int) -> Plan:
         steps[count] = compiled(count, budget_bytes)

@@ -14,7 +14,7 @@ from remat.core.graph import Graph
 from remat.core.plan import Plan
 from remat.fit.request import Request
 from remat.jax.api.jit import Jitted
-from remat.jax.planned_part import InnerJitted, Transform
+from remat.jax.planned_part import PartlyPlanned, Transform
 from remat.keras import _private
 from remat.keras.jax.choose import choose_micro_batches
 from remat.keras.jax.kept_layers import NamedLayers
@@ -73,8 +73,8 @@ class JaxLimit(Attachment):
         return self._main.graph if self._main is not None else None
 
     def _forget(self) -> None:
-        self._main: Jitted | InnerJitted | None = None
-        self._smaller: Jitted | InnerJitted | None = None
+        self._main: Jitted | PartlyPlanned | None = None
+        self._smaller: Jitted | PartlyPlanned | None = None
         self._largest_bytes = -1
 
     def _make_train_function(self, force: bool = False) -> None:
@@ -127,7 +127,7 @@ class JaxLimit(Attachment):
         assert self._main is not None
         return self._main(state, data)
 
-    def _chosen(self, state: Any, data: Any) -> Jitted | InnerJitted:
+    def _chosen(self, state: Any, data: Any) -> Jitted | PartlyPlanned:
         """The step with the number of micro-batches that costs least for batches of this size, which is said why."""
         budget = self._budget()
         assert budget is not None
@@ -137,7 +137,7 @@ class JaxLimit(Attachment):
             self._micro_steps[self._joint.micro_batches].warn(self._required_model())
         return step
 
-    def _compiled(self, count: int, budget: int | str | None) -> Jitted | InnerJitted:
+    def _compiled(self, count: int, budget: int | str | None) -> Jitted | PartlyPlanned:
         model = self._required_model()
         request = dataclasses.replace(self._request or Request(), budget=budget)
         naming: Transform = lambda function: function  # noqa: E731
@@ -152,7 +152,7 @@ class JaxLimit(Attachment):
                 # The part is traced by itself, later than the whole.
                 return lambda state, data: micro_step(model, state, data, lambda part: transform(naming(part)))
 
-            return InnerJitted(whole, request, donate_argnums=(0,))
+            return PartlyPlanned(whole, request, donate_argnums=(0,))
         return Jitted(naming(model.train_step), request, {"donate_argnums": 0, **self._jit_options})
 
     def _budget(self) -> int | str | None:

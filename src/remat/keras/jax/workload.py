@@ -13,8 +13,7 @@ import numpy as np
 from remat.core.graph import Graph
 from remat.jax.api.jit import jit as planned_jit
 from remat.jax.peak import peak_of, shape_of
-from remat.jax.trace.function import graph_of_program
-from remat.jax.trace.labels import label_graph
+from remat.jax.trace.graph import graph_of_program, label_graph
 from remat.jax.trace.program import program_of, trace_jaxpr
 from remat.keras.shared.example_batch import batch_spec
 from remat.keras.shared.training_data import Variables, batches
