@@ -12,11 +12,13 @@ from remat.core.errors import InfeasibleBudget
 from remat.core.graph import Graph
 from remat.core.plan import Plan
 from remat.core.simulator import simulate
+from remat.fit.peaks import PeakRange
+from remat.fit.request import Request
+from remat.jax.candidate import FunctionCandidate, Variant, cheapest_plan, variants_of
 from remat.jax.context import Tie, barriers_stay, for_a_plan
 from remat.jax.emit.evaluate import emit
-from remat.jax.peak import CompiledPeak, compile_quickly, compiler_options, peak_of, shape_of
-from remat.jax.planned import Follower, Variant, cheapest_plan, plan_for_variants, variants_of
-from remat.jax.request import Request
+from remat.jax.peak import compile_quickly, compiler_options, peak_of, shape_of
+from remat.jax.planned import Follower
 from remat.jax.trace.named import plan_with_names
 
 Function: TypeAlias = Callable[..., Any]
@@ -69,7 +71,6 @@ def plan_inner(
     *,
     shapes: Sequence[jax.ShapeDtypeStruct],
     donated: Sequence[int] = (),
-    known_plan: Plan | None = None,
     plain: Function | None = None,
 ) -> InnerPlan:
     """Plan the part for the shapes of its first call, so that the whole computation keeps the budget.
@@ -84,7 +85,6 @@ def plan_inner(
         tie: how recomputations are held back.
         shapes: of the flat arguments, with shardings where known.
         donated: numbers of the flat arguments whose buffers the results may take over.
-        known_plan: found earlier for the same request.
         plain: the function of which a share of the budget is a share; None for the whole one, its part unplanned.
 
     Raises:
@@ -114,7 +114,7 @@ def plan_inner(
     def captured(plans: Mapping[Any, Plan]) -> dict[Any, tuple[Any, ...]]:
         return {key: tuple(part.variant(plans[key]).program.constants.values()) for key, part in parts.items()}
 
-    def real_peak(plan: Plan) -> CompiledPeak:
+    def compiled_peak(plan: Plan) -> PeakRange:
         plans = plans_for(plan)
         keys, arrays = zip(*captured(plans).items(), strict=True)
 
@@ -126,17 +126,10 @@ def plan_inner(
             return emitted(plans, own)(*some, **named)
 
         everything = (*shapes, *(array for group in arrays for array in group))
-        return CompiledPeak(peak_of(compile_quickly(flat, everything, tie, donated).memory_analysis()))
+        return PeakRange.exactly(peak_of(compile_quickly(flat, everything, tie, donated).memory_analysis()))
 
-    given = request.plan or known_plan
-    if given is not None and any(one.graph.fingerprint == given.fingerprint for one in main.variants):
-        plan = given
-    elif request.plan is not None:
-        request.plan.check_graph(main.variants[0].graph)
-        raise AssertionError("unreachable: a plan for none of the variants is refused above")
-    else:
-        plain_bytes = None if plain is None else _plain_peak(plain, structure, shapes, tie)
-        plan = plan_for_variants(main.variants, request, real_peak, plain_bytes)
+    plain_bytes = None if plain is None else _plain_peak(plain, structure, shapes, tie)
+    plan = FunctionCandidate(main.variants, compiled_peak).planned(request, plain_bytes)
     plans = plans_for(plan)
     return InnerPlan(main.variant(plan).graph, plan, emitted(plans, captured(plans)))
 
@@ -209,9 +202,8 @@ class InnerJitted(Follower):
     """
 
     def __init__(self, whole: Whole, request: Request, donate_argnums: Sequence[int] = ()) -> None:
-        super().__init__()
+        super().__init__(request)
         self._whole = whole
-        self._request = request
         self._donated = tuple(donate_argnums)
         self._compiled: dict[Any, Function] = {}
 

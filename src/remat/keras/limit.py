@@ -118,10 +118,10 @@ def limit_memory(
 
         _limits[model] = TorchLimit(model, budget, checkpoints, count, planner, time_limit_s, options)
     else:
-        from remat.jax.request import Request as JaxRequest
+        from remat.fit.request import Request as JaxRequest
         from remat.keras.jax.limit import JaxLimit
 
-        jax_request = JaxRequest(budget, None, planner, time_limit_s, options) if budget is not None else None
+        jax_request = JaxRequest(budget, None, None, planner, time_limit_s, options) if budget is not None else None
         _limits[model] = JaxLimit(model, jax_request, checkpoints, count)
     return model
 

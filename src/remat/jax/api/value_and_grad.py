@@ -11,6 +11,7 @@ import jax
 from remat.core.errors import UnsupportedStep
 from remat.core.graph import Graph
 from remat.core.plan import Plan
+from remat.fit.request import Request
 from remat.jax import _private
 from remat.jax.api.jit import jit
 from remat.jax.context import current_tie
@@ -18,7 +19,6 @@ from remat.jax.micro_batches import Split, loss_in_parts, summed_value_and_grad
 from remat.jax.peak import shape_of
 from remat.jax.planned import Follower, plan_function
 from remat.jax.planned_part import Transform, plan_inner
-from remat.jax.request import Request
 
 
 def value_and_grad(
@@ -72,7 +72,7 @@ def value_and_grad(
     """
     if not callable(fun):
         raise TypeError(f"remat.jax.value_and_grad takes a function, not {type(fun).__name__}")
-    request = Request(budget, plan, planner, time_limit_s, options)
+    request = Request(budget, plan, None, planner, time_limit_s, options)
     request.check("remat.jax.value_and_grad")
     split = Split(
         micro_batches,
@@ -124,11 +124,10 @@ class Gradient(Follower):
         split: Split,
         argnums: int | Sequence[int],
     ) -> None:
-        super().__init__()
+        super().__init__(request)
         functools.update_wrapper(self, fun)
         self._gradient = gradient
         self._fun = fun
-        self._request = request
         self._split = split
         self._one_gradient = isinstance(argnums, int)
         self._compiled: dict[Any, Any] = {}
@@ -167,9 +166,7 @@ class Gradient(Follower):
             return self._in_parts(args, kwargs, constant, shapes, key, is_planned)
         planned = self._followed(
             key,
-            lambda known: plan_function(
-                function, numeric, self._request, current_tie(), shapes=shapes, known_plan=known
-            ),
+            lambda request: plan_function(function, numeric, request, current_tie(), shapes=shapes),
         )
         return planned(numeric)
 
@@ -200,9 +197,7 @@ class Gradient(Follower):
             tie = current_tie()
             planned = self._followed(
                 key,
-                lambda known: plan_inner(
-                    whole, args, kwargs, self._request, tie, shapes=shapes, known_plan=known, plain=self._gradient
-                ),
+                lambda request: plan_inner(whole, args, kwargs, request, tie, shapes=shapes, plain=self._gradient),
             )
             value, gradients = planned(*args, **kwargs)
         return value, gradients[0] if self._one_gradient else gradients

@@ -14,11 +14,11 @@ from remat.jax.emit import ties
 from remat.jax.emit.holds import Hold, find_holds
 from remat.jax.trace.program import Program
 
-Emitted: TypeAlias = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
+FlatFunction: TypeAlias = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
 """A function of the flat arguments and of the captured arrays that returns the flat results; meant for tracing."""
 
 
-def emit(program: Program, schedule: Schedule, turning_point: int, tie: Tie) -> Emitted:
+def emit(program: Program, schedule: Schedule, turning_point: int, tie: Tie) -> FlatFunction:
     """The function that evaluates the program by the schedule.
 
     A second run of an instruction computes its values again, and what the schedule runs afterwards reads the new ones.
@@ -78,7 +78,7 @@ def emit(program: Program, schedule: Schedule, turning_point: int, tie: Tie) -> 
     return run
 
 
-def named_run(program: Program, prefix: str) -> Emitted:
+def named_run(program: Program, prefix: str) -> FlatFunction:
     """The plain function with the number of each instruction, behind a prefix, in the names that the compiler keeps."""
 
     def run(arguments: Sequence[Any], captured: Sequence[Any]) -> list[Any]:

@@ -14,7 +14,7 @@ from remat.core.graph import Graph
 from remat.core.plan import Plan
 from remat.jax.api.jit import Jitted
 from remat.jax.planned_part import InnerJitted, Transform
-from remat.jax.request import Request
+from remat.fit.request import Request
 from remat.keras import _private
 from remat.keras.jax.choose import choose_micro_batches
 from remat.keras.jax.kept_layers import NamedLayers
