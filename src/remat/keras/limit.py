@@ -107,11 +107,11 @@ def limit_memory(
     if model in _limits:
         _limits.pop(model).detach()
     if backend == "tensorflow":
+        from remat.fit.request import Request
         from remat.keras.tensorflow.limit import TensorFlowLimit
-        from remat.tensorflow.planned import Request
 
         plans = budget is not None or checkpoints is not None
-        request = Request(budget, None, planner, time_limit_s, options) if plans else None
+        request = Request(budget, planner=planner, time_limit_s=time_limit_s, options=options) if plans else None
         _limits[model] = TensorFlowLimit(model, request, checkpoints, count)
     elif backend == "torch":
         from remat.keras.torch.limit import TorchLimit

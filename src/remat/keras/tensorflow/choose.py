@@ -9,11 +9,14 @@ import keras
 import tensorflow as tf
 
 from remat.core.errors import UnsupportedStep
+from remat.fit.request import Request
 from remat.keras.shared.batch_statistics import coupling_layers
 from remat.keras.tensorflow.step import MicroBatchedStep
 from remat.micro_batches.options import JointPlan
 from remat.tensorflow.micro_batches.choose import OnBody, Pieces, joint_plan
-from remat.tensorflow.planned import Candidate, Request
+from remat.tensorflow.peak.candidates import FunctionCandidate
+from remat.tensorflow.planned import candidate_of
+from remat.tensorflow.trace.func_graph import FunctionToPlan
 
 _PROBED = 2
 
@@ -58,7 +61,7 @@ def choose_micro_batches(
 
 def _whole(
     train_step: Callable[[Any], Any], data: Any, leaves: Sequence[Any], shapes: Sequence[tuple[int, ...]], in_xla: bool
-) -> Candidate:
+) -> FunctionCandidate:
     """The step that takes the batch in one piece, the update included."""
     specs = [_with_any_size(tf.type_spec_from_value(leaf)) for leaf in leaves]
     function = tf.function(
@@ -66,7 +69,7 @@ def _whole(
     ).get_concrete_function(*specs)
     given = [t for t in function.graph.inputs if t.name not in {inner.name for _, inner in function.graph.captures}]
     known = {t.name: shape for t, shape in zip(given, shapes, strict=True)}
-    return Candidate.of(function.graph, known, in_xla)
+    return candidate_of(FunctionToPlan(function.graph, known, in_xla))
 
 
 def _with_any_size(spec: tf.TypeSpec) -> tf.TypeSpec:

@@ -15,6 +15,7 @@ import tensorflow as tf
 from remat.core.errors import UnsupportedStep
 from remat.core.graph import Graph
 from remat.core.plan import Plan
+from remat.fit.request import Request
 from remat.keras._private import unbuilt_parts
 from remat.keras.shared.attachment import Attachment
 from remat.keras.tensorflow.choose import choose_micro_batches
@@ -24,8 +25,9 @@ from remat.keras.tensorflow.step import MicroBatchedStep
 from remat.micro_batches.options import JointPlan
 from remat.tensorflow import _private
 from remat.tensorflow.micro_batches.loop import largest_size
-from remat.tensorflow.peak.resident import carried_inputs, resident_elsewhere_bytes
-from remat.tensorflow.planned import Request, Rewritten, rewrite
+from remat.tensorflow.peak.resident import carried_inputs
+from remat.tensorflow.planned import Rewritten, rewrite
+from remat.tensorflow.trace.func_graph import FunctionToPlan
 
 _Shapes = list[tuple[int, ...]]
 
@@ -192,21 +194,17 @@ class TensorFlowLimit(Attachment):
 
         def finish(succeeded: bool) -> None:
             if succeeded:
-                input_shapes = real_shapes(graph)
-                carried = carried_inputs(graph) if self._micro_step is not None else frozenset()
-                resident_bytes = resident_elsewhere_bytes(graph, input_shapes, carried)
                 asked = request
                 if self._checkpoints is not None:
                     asked = dataclasses.replace(request, checkpoints=self._checkpoints.tensors_in(graph))
-                rewritten = rewrite(
+                function = FunctionToPlan(
                     graph,
-                    asked,
+                    real_shapes(graph),
+                    in_xla,
                     forward_ends=_forward_ends(graph),
-                    input_shapes=input_shapes,
-                    resident_bytes=resident_bytes,
-                    in_xla=in_xla,
-                    carried=carried,
+                    carried=carried_inputs(graph) if self._micro_step is not None else frozenset(),
                 )
+                rewritten = rewrite(function, asked)
                 if self._rewritten is None or rewritten.plan.peak_bytes > self._rewritten.plan.peak_bytes:
                     self._rewritten = rewritten  # Pieces of two sizes have a plan each.
 

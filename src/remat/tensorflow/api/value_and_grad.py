@@ -9,12 +9,14 @@ from typing import Any
 import tensorflow as tf
 
 from remat.core.errors import UnsupportedStep
+from remat.fit.request import Request
 from remat.micro_batches.options import JointPlan
 from remat.tensorflow import _private
 from remat.tensorflow.micro_batches.choose import TIMED_PIECES, OnBody, Pieces, joint_plan, outside
 from remat.tensorflow.micro_batches.loop import batch_size_of, check_count
 from remat.tensorflow.micro_batches.objective import Batch, Gradients, Objective, accumulated
-from remat.tensorflow.planned import Candidate, Request
+from remat.tensorflow.planned import candidate_of
+from remat.tensorflow.trace.func_graph import FunctionToPlan
 
 _BATCH_NORMALIZATIONS = ("FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3", "_FusedBatchNormEx")
 REDUCTIONS = ("mean", "sum", "ratio")
@@ -161,7 +163,9 @@ def _choose(objective: Objective, batch: Batch, kwargs: dict[str, Any]) -> Joint
             for op in function.graph.get_operations()
             if op.type in _BATCH_NORMALIZATIONS and op.get_attr("is_training")
         ]
-        return joint_plan(Candidate.of(function.graph, {}, in_xla), pieces, batch_size, request, coupled)
+        return joint_plan(
+            candidate_of(FunctionToPlan(function.graph, in_xla=in_xla)), pieces, batch_size, request, coupled
+        )
 
     joint = outside(chosen)
     print(joint, flush=True)

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from remat.tensorflow import _private
 from remat.tensorflow.peak.device import current_device
-from remat.tensorflow.trace.shapes import handle_bytes, shape_bytes
+from remat.tensorflow.trace.sizes import handle_bytes, shape_bytes
 
 _HANDLES = (tf.resource, tf.variant, tf.string)
 

@@ -92,3 +92,14 @@ def _with_known_shapes(graph: _private.FuncGraph, known_shapes: Mapping[str, Seq
             replaced[name] = placeholder
         tf.graph_util.import_graph_def(definition, input_map=replaced, name="")
     return resolved
+
+
+def batch_sizes(graph: _private.FuncGraph, batch_size: int | None) -> dict[str, tuple[int, ...]]:
+    """``known_shapes`` for inputs whose unknown dimensions are all the batch's; empty without a batch size."""
+    if batch_size is None:
+        return {}
+    return {
+        t.name: tuple(batch_size if dimension is None else dimension for dimension in t.shape)
+        for t in graph.inputs
+        if t.shape.rank is not None and not t.shape.is_fully_defined()
+    }
