@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 import remat
-from remat.cli import plan_command
-from remat.cli.options import Source
+from remat.cli import plan_commands
 from remat.running.cost_model import DeviceProfile
 
 KEYS = {
@@ -154,11 +153,11 @@ def test_this_machine_was_not_measured(fails, monkeypatch, tmp_path):
 
 def test_the_measured_device_is_this_machine(monkeypatch, graph):
     profile = DeviceProfile("measured by jax", {"float32": 1e12}, 1e11, memory_bytes=2**30)
-    monkeypatch.setattr(plan_command, "get_profile", lambda name: profile)
+    monkeypatch.setattr(plan_commands, "get_profile", lambda name: profile)
 
-    fit = plan_command._fit(Source("some:model", device="measured"), remat.plan(graph, "100%"))
+    fits = plan_commands.fits_device("measured", remat.plan(graph, "100%"))
 
-    assert fit["sentence"].startswith("Memory of this machine: 1 GiB, less 8% in reserve: the plain step fits")
+    assert fits["sentence"].startswith("Memory of this machine: 1 GiB, less 8% in reserve: the plain step fits")
 
 
 def test_model_options_are_refused_for_a_graph_file(fails, graph_file):

@@ -6,7 +6,8 @@ import pytest
 
 import remat
 from remat.core.plan import Plan
-from remat.micro_batches.choose import PieceTimes, choose, choose_for_batch, counts_to_try, size_of_largest
+from remat.micro_batches.choose import PieceTimes, choose, choose_for_batch, counts_to_try
+from remat.micro_batches.cut import largest_size
 
 BATCH, BUDGET = 64, 1000
 
@@ -29,7 +30,7 @@ def plans(by_count, asked):
 
 
 def chosen(by_count, seconds=lambda size: size + 2.0, **options):
-    """The joint plan, and for which numbers a plan was made."""
+    """The choice, and for which numbers a plan was made."""
     asked = []
     return choose(BATCH, BUDGET, plans(by_count, asked), seconds, counts=[1, 2, 3, 4, 6, 8], **options), asked
 
@@ -55,7 +56,7 @@ def test_brute_force_agrees():
     overheads = {1: 0.9, 2: 0.35, 3: 0.17, 4: 0.08, 6: 0.01, 8: 0.0}
     for fixed in (0.0, 0.5, 1.0, 2.0, 4.0, 8.0):
         found, asked = chosen(overheads, lambda size, fixed=fixed: size + fixed)
-        times = {n: n * (size_of_largest(BATCH, n) + fixed) * (1 + extra) for n, extra in overheads.items()}
+        times = {n: n * (largest_size(BATCH, n) + fixed) * (1 + extra) for n, extra in overheads.items()}
         assert times[found.micro_batches] <= min(times.values()) * 1.02
         assert len(asked) == len(set(asked))
 
@@ -63,7 +64,7 @@ def test_brute_force_agrees():
 def test_no_plan_is_made_for_what_is_slower_anyway():
     found, asked = chosen({1: 0.05, 2: 0.0}, lambda size: size + 10.0)
     assert asked == [1]
-    assert "not planned: 84 s an update with nothing recomputed" in str(found)
+    assert "not planned: 84 s per update with nothing recomputed" in str(found)
 
 
 def test_equal_times_mean_fewer_micro_batches():
@@ -103,10 +104,10 @@ def test_why_micro_batches_are_out_of_the_question():
 def test_one_line_per_option():
     found, _ = chosen({1: 0.30, 2: 0.04, 3: 0.0, 4: 0.0, 6: 0.0, 8: 0.0})
     lines = str(found).splitlines()
-    assert lines[0] == "remat joint plan: batches of 64 samples within 1000 B"
+    assert lines[0] == "remat micro-batches: batches of 64 samples within 1000 B"
     assert len(lines) == 1 + 6 + 1
     assert [line for line in lines if line.startswith("*")] == [lines[2]]
-    assert lines[2] == ("*    2 x 32    70.7 s an update, peak 900 B: recomputation +4.0%, size of the pieces +3.0%")
+    assert lines[2] == ("*    2 x 32    70.7 s per update, peak 900 B: recomputation +4.0%, small micro-batches +3.0%")
 
 
 def test_the_long_tail_of_slower_options_is_one_line():
@@ -115,7 +116,7 @@ def test_the_long_tail_of_slower_options_is_one_line():
     assert found.micro_batches == 2
     assert [option.micro_batches for option in found.options] == counts
     assert str(found).splitlines()[-3:-1] == [
-        "     6 x 11    not planned: 186 s an update with nothing recomputed",
+        "     6 x 11    not planned: 186 s per update with nothing recomputed",
         "  8 to 64 micro-batches: not planned, slower still",
     ]
 
@@ -154,7 +155,7 @@ def test_seconds_of_the_cost_model_are_not_held_against_the_clocks():
 def test_numbers_to_try():
     assert list(counts_to_try(1)) == [1]
     assert list(counts_to_try(20)) == [1, 2, 3, 4, 6, 8, 12, 16]
-    assert [size_of_largest(10, count) for count in (1, 3, 4, 10)] == [10, 4, 3, 1]
+    assert [largest_size(10, count) for count in (1, 3, 4, 10)] == [10, 4, 3, 1]
 
 
 def test_times_in_between_and_beyond():
@@ -187,7 +188,7 @@ def for_batch(fits_plainly, overheads, timed=None):
 def test_a_batch_that_fits_is_neither_cut_nor_timed():
     found = for_batch(lambda count: True, {1: 0.0})
     assert [option.micro_batches for option in found.options] == [1]
-    assert "there is no choice, so none was measured" in str(found)
+    assert "there is no choice, so none was timed" in str(found)
 
 
 def test_the_largest_pieces_that_fit_are_timed_and_smaller_ones():
@@ -202,7 +203,7 @@ def test_where_no_piece_fits_as_it_is_times_are_the_cost_models():
     overheads = {count: 0.5 for count in counts_to_try(BATCH)}
     found = for_batch(lambda count: False, overheads)
     assert not found.times_are_measured
-    assert "no micro-batch without recomputation fits" in str(found)
+    assert "no micro-batch fits with nothing recomputed" in str(found)
 
 
 def test_a_batch_that_cannot_be_cut():

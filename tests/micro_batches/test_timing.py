@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from remat.micro_batches import timing as piece_timing
+from remat.micro_batches.timing import least_times_s
 
 
 @pytest.mark.parametrize(
@@ -32,6 +32,6 @@ def test_a_wait_for_a_core_is_no_cost(monkeypatch, wall_s, on_processor, expecte
     monkeypatch.setattr(time, "process_time", lambda: now["processor"])
     runs = {key: lambda key=key: run(key) for key in (2, 4)}
 
-    found = piece_timing.least_times_s(runs, repeats=2, on_processor=on_processor)
+    found = least_times_s(runs, repeats=2, on_processor=on_processor)
     assert found == pytest.approx(expected)
     assert order == [2, 4] * 3

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from conformance import check_planner
 from remat import Graph, InvalidSchedule, Op, Tensor, simulate
 from remat.planners import get_planner, planner_names, register
-from remat.planners.methods.store_all import store_all
 from remat.testing import chain, graphs
 
 SOME = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -97,4 +96,4 @@ def test_unknown_name_lists_the_known_ones() -> None:
 
 def test_a_name_is_registered_once() -> None:
     with pytest.raises(ValueError, match="registered already"):
-        register("store_all")(store_all)
+        register("store_all")(get_planner("store_all"))

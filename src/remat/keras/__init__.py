@@ -9,8 +9,17 @@ print(remat.keras.plan_of(model))
 from __future__ import annotations
 
 from remat.keras.check import check
-from remat.keras.limit import graph_of, joint_plan_of, limit_memory, plan_of
+from remat.keras.limit import graph_of, joint_plan_of, limit_memory, micro_batch_choice_of, plan_of
 from remat.keras.recompute import recompute
 from remat.keras.workload import trace_model
 
-__all__ = ["check", "graph_of", "joint_plan_of", "limit_memory", "plan_of", "recompute", "trace_model"]
+__all__ = [
+    "check",
+    "graph_of",
+    "joint_plan_of",
+    "limit_memory",
+    "micro_batch_choice_of",
+    "plan_of",
+    "recompute",
+    "trace_model",
+]

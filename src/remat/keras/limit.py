@@ -13,7 +13,8 @@ from remat.core.graph import Graph
 from remat.core.plan import Plan
 from remat.fit.request import Request
 from remat.keras.shared.backend import of_backend
-from remat.micro_batches.options import JointPlan
+from remat.micro_batches.cut import AUTO, check_count_or_auto
+from remat.micro_batches.options import MicroBatchChoice
 
 if TYPE_CHECKING:
     from remat.keras.shared.limit import ModelLimit
@@ -73,13 +74,11 @@ def limit_memory(
     """
     if not isinstance(model, keras.Model):
         raise _no_model(model)
-    count = None if micro_batches == "auto" else _count(micro_batches)
     if checkpoints is not None:
         _check_checkpoints(checkpoints, budget)
     if budget == _NOT_GIVEN:
-        budget = "60%" if count in (1, None) and checkpoints is None else None
-    if count is None and (budget is None or checkpoints is not None):
-        raise ValueError("micro_batches='auto' chooses what a budget costs least with; give one, for example \"4GiB\"")
+        budget = "60%" if micro_batches in (1, AUTO) and checkpoints is None else None
+    count = check_count_or_auto(micro_batches, budget)
     request = Request(
         budget, checkpoints=checkpoints, planner=planner, time_limit_s=time_limit_s, options=options
     ).check("limit_memory")
@@ -112,13 +111,17 @@ def graph_of(model: keras.Model) -> Graph | None:
     return _limit_of(model).graph
 
 
-def joint_plan_of(model: keras.Model) -> JointPlan | None:
+def micro_batch_choice_of(model: keras.Model) -> MicroBatchChoice | None:
     """What ``micro_batches="auto"`` has chosen, and from what; None before the first training step, or with a number.
 
     Raises:
         ValueError: if the model has no limit.
     """
-    return _limit_of(model).joint_plan
+    return _limit_of(model).choice
+
+
+joint_plan_of = micro_batch_choice_of
+"""The earlier name of ``micro_batch_choice_of``; it stays for programs that call it."""
 
 
 def is_limited(model: keras.Model) -> bool:
@@ -135,12 +138,6 @@ def _limit_of(model: keras.Model) -> ModelLimit:
 def _take_off(model: keras.Model) -> None:
     if model in _limits:
         _limits.pop(model).detach()
-
-
-def _count(micro_batches: object) -> int:
-    if isinstance(micro_batches, bool) or not isinstance(micro_batches, int) or micro_batches < 1:
-        raise ValueError(f"micro_batches must be a whole number of at least 1, not {micro_batches!r}")
-    return micro_batches
 
 
 def _check_checkpoints(checkpoints: Sequence[Any], budget: int | str | None) -> None:

@@ -9,8 +9,7 @@ import numpy as np
 from remat.core.graph import Graph
 from remat.jax.trace import op_facts
 from remat.jax.trace.program import Program
-from remat.planners.linear.highs import solve
-from remat.planners.linear.model import LinearModel
+from remat.planners.linear.highs import LinearModel, solve
 from remat.planners.view.problem import FloatArray
 
 _TIME_LIMIT_S = 2.0

@@ -16,7 +16,7 @@ from remat.jax.planned_part import InnerJitted
 from remat.keras.jax.step import MicroBatchedStep
 from remat.keras.shared.batch_statistics import coupling_layers
 from remat.micro_batches.choose import choose_for_batch
-from remat.micro_batches.options import JointPlan, Option
+from remat.micro_batches.options import MicroBatchChoice, Option
 from remat.micro_batches.timing import least_times_s
 
 _ANY_STEP_BYTES: Final = 1 << 60
@@ -28,7 +28,7 @@ Compiled = Callable[[int, int | str], Jitted | InnerJitted]
 
 def choose_micro_batches(
     model: keras.Model, state: Any, data: Any, budget: int | str, compiled: Compiled
-) -> tuple[JointPlan, Jitted | InnerJitted]:
+) -> tuple[MicroBatchChoice, Jitted | InnerJitted]:
     """The number of micro-batches for a model's training step, and the step that follows it. Nothing of it trains.
 
     Args:

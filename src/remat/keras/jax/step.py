@@ -23,8 +23,8 @@ from remat.keras.shared.step import (
     loss_terms,
     names_of,
     report_loss,
-    sizes_of_pieces,
 )
+from remat.micro_batches.cut import cut
 
 
 class MicroBatchedStep(CheckedStep):
@@ -73,7 +73,7 @@ class CutBatch:
         unpacked = keras.utils.unpack_x_y_sample_weight(data)
         self.leaves, self._structure = jax.tree.flatten(unpacked)
         self.batch_size = batch_size_of(self.leaves, names_of(unpacked))
-        self._sizes = sizes_of_pieces(self.batch_size, count)
+        self._pieces = cut(self.batch_size, count)
         check_variables(model.trainable_variables)
 
     def run(self, state: Any, transform: Transform) -> tuple[dict[str, Any], Any]:
@@ -84,13 +84,13 @@ class CutBatch:
 
         with self._scope(non_trainable=others):
             before, statistics = self._statistics.values(), self._statistics.empty()
-        shapes = jax.eval_shape(one_piece, *state, self._cut(0, self._sizes[0][0]))
+        shapes = jax.eval_shape(one_piece, *state, self._cut(0, self._pieces[0].size))
         sums = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes[0])
         carried = (sums, statistics, others, of_metrics)
         bounds: Any = ()
-        for size, times, first in self._sizes:
+        for pieces in self._pieces:
 
-            def add(carried: Any, number: Any, size: int = size, first: int = first) -> tuple[Any, Any]:
+            def add(carried: Any, number: Any, size: int = pieces.size, first: int = pieces.first) -> tuple[Any, Any]:
                 sums, seen, others, of_metrics = carried
                 leaves = self._cut(first + number * size, size)
                 added, bounds, others, of_metrics = one_piece(trainable, others, of_optimizer, of_metrics, leaves)
@@ -99,7 +99,7 @@ class CutBatch:
                 sums = jax.tree.map(jnp.add, sums, added)
                 return _typed_as((sums, seen, others, of_metrics), carried), bounds
 
-            carried, every = lax.scan(add, carried, jnp.arange(times))
+            carried, every = lax.scan(add, carried, jnp.arange(pieces.times))
             bounds = jax.tree.map(lambda stack: stack[-1], every)
         (values, denominators, additional, gradients), seen, others, of_metrics = carried
 
@@ -166,7 +166,7 @@ class CutBatch:
             _, _, terms, additional = self._forward(trainable, others, leaves)
             found.extend((terms, LossGroups.of(self._model, terms, additional)))
 
-        jax.eval_shape(look, trainable, others, self._cut(0, self._sizes[0][0]))
+        jax.eval_shape(look, trainable, others, self._cut(0, self._pieces[0].size))
         return found[0], found[1]
 
     def _cut(self, start: Any, size: int) -> list[Any]:

@@ -15,7 +15,7 @@ from remat.core.graph import Graph
 from remat.core.plan import Plan
 from remat.fit.request import AUTO, Request
 from remat.keras.shared.step import CheckedStep
-from remat.micro_batches.options import JointPlan
+from remat.micro_batches.options import MicroBatchChoice
 
 
 class ModelLimit(abc.ABC):
@@ -47,7 +47,7 @@ class ModelLimit(abc.ABC):
         self._model = weakref.ref(model)
         self._request = request
         self._chooses = micro_batches is None
-        self._choice: JointPlan | None = None
+        self._choice: MicroBatchChoice | None = None
         self._set_micro_batches(model, micro_batches or 1)
         self._kept = None if request.checkpoints is None else self.kept_layers(model, request.checkpoints)
         if "make_train_function" in vars(model):
@@ -66,7 +66,7 @@ class ModelLimit(abc.ABC):
         """The step that the plan is for, None before the first training step; with micro-batches, one piece of it."""
 
     @property
-    def joint_plan(self) -> JointPlan | None:
+    def choice(self) -> MicroBatchChoice | None:
         """What was chosen from which numbers of micro-batches; None before the first step, or where it was given."""
         return self._choice
 
@@ -93,7 +93,7 @@ class ModelLimit(abc.ABC):
         self._micro_batches = count
         self._micro_step: Any = self.step_in_micro_batches(model, count) if count > 1 else None
 
-    def _chosen(self, model: keras.Model, choice: JointPlan) -> None:
+    def _chosen(self, model: keras.Model, choice: MicroBatchChoice) -> None:
         """Follow a choice of the number of micro-batches, and say why it was made."""
         print(choice, flush=True)
         self._choice = choice

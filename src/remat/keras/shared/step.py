@@ -17,6 +17,7 @@ from keras import ops
 from remat.core.errors import UnsupportedStep
 from remat.keras import _private
 from remat.keras.shared.batch_statistics import BatchStatistics, coupling_layers
+from remat.micro_batches.cut import count_samples, names_of_tensors
 
 
 class CheckedStep:
@@ -90,8 +91,7 @@ def names_of(data: Any) -> list[str]:
     """What each tensor of a batch (x, y, sample_weight) is called in an error."""
     names = []
     for part, name in zip(data, ("x", "y", "sample_weight"), strict=True):
-        present = [leaf for leaf in keras.tree.flatten(part) if leaf is not None]
-        names += [name if len(present) == 1 else f"{name} (its tensor {n})" for n in range(len(present))]
+        names += names_of_tensors(name, sum(leaf is not None for leaf in keras.tree.flatten(part)))
     return names
 
 
@@ -99,30 +99,11 @@ def batch_size_of(leaves: Sequence[Any], names: Sequence[str]) -> int:
     """Samples of a batch whose shapes are known.
 
     Raises:
-        UnsupportedStep: where its tensors have none, or do not agree.
+        UnsupportedStep: where its tensors have no first axis, or do not agree.
     """
-    if not leaves:
-        raise UnsupportedStep("there is no array to split into micro-batches")
-    for leaf, name in zip(leaves, names, strict=True):
-        if not leaf.shape:
-            raise UnsupportedStep(
-                f"{name} has the shape {tuple(leaf.shape)}, so it cannot be split into micro-batches; give it a first "
-                "dimension of the batch's size, or leave it out of what is batched"
-            )
-        if leaf.shape[0] != leaves[0].shape[0]:
-            raise UnsupportedStep(
-                f"{names[0]} has {leaves[0].shape[0]} samples and {name} has {leaf.shape[0]}; everything that is split "
-                "into micro-batches must have the same number"
-            )
-    return int(leaves[0].shape[0])
-
-
-def sizes_of_pieces(batch_size: int, count: int) -> list[tuple[int, int, int]]:
-    """The pieces of ``numpy.array_split``: size, number and first sample of those of each size, larger ones first."""
-    pieces = min(count, batch_size)
-    small, larger = divmod(batch_size, pieces)
-    sizes = [(small + 1, larger, 0), (small, pieces - larger, larger * (small + 1))]
-    return [entry for entry in sizes if entry[1]]
+    samples = count_samples([leaf.shape for leaf in leaves], names)
+    assert samples is not None, "the shapes are known"
+    return samples
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from remat.fit.request import Request
 from remat.keras.shared.batch_statistics import coupling_layers
 from remat.keras.tensorflow.step import MicroBatchedStep
 from remat.keras.tensorflow.trace import filled, leaves_of, traced_step
-from remat.micro_batches.options import JointPlan
+from remat.micro_batches.options import MicroBatchChoice
 from remat.tensorflow.micro_batches.choose import TIMED_PIECES, OnBody, Pieces, joint_plan
 
 
@@ -23,7 +23,7 @@ def choose_micro_batches(
     batch: tuple[Any, Any, Any],
     shapes: Sequence[tuple[int, ...]],
     request: Request,
-) -> JointPlan:
+) -> MicroBatchChoice:
     """The number of micro-batches for a model's training step. Nothing of it trains.
 
     Args:

@@ -22,8 +22,8 @@ from remat.keras.tensorflow.choose import choose_micro_batches
 from remat.keras.tensorflow.kept_layers import KeptLayers
 from remat.keras.tensorflow.step import MicroBatchedStep
 from remat.keras.tensorflow.trace import label_model, traced_step
+from remat.micro_batches.cut import largest_size
 from remat.tensorflow import _private
-from remat.tensorflow.micro_batches.loop import largest_size
 from remat.tensorflow.peak.device import current_device
 from remat.tensorflow.peak.resident import carried_inputs
 from remat.tensorflow.planned import Rewritten, rewrite

@@ -17,8 +17,9 @@ from remat.keras.shared.batch_statistics import coupling_layers
 from remat.keras.shared.limit import in_bytes
 from remat.keras.torch.step import CutBatch, MicroBatchedStep, Sums
 from remat.keras.torch.trace import loss_of, traced_step
-from remat.micro_batches.choose import PieceTimes, choose_for_batch, size_of_largest
-from remat.micro_batches.options import JointPlan, Option
+from remat.micro_batches.choose import PieceTimes, choose_for_batch
+from remat.micro_batches.cut import largest_size
+from remat.micro_batches.options import MicroBatchChoice, Option
 from remat.micro_batches.timing import least_times_s
 from remat.torch.api.apply import apply
 from remat.torch.api.plan import EagerCandidate
@@ -28,7 +29,7 @@ _TIMED_PIECES = 2
 """Of one size, one after the other: the second adds its gradients to those of the first."""
 
 
-def choose_micro_batches(model: keras.Model, data: Any, request: Request) -> JointPlan:
+def choose_micro_batches(model: keras.Model, data: Any, request: Request) -> MicroBatchChoice:
     """The joint plan of a model's training step. Nothing of it trains.
 
     Args:
@@ -54,7 +55,7 @@ def choose_micro_batches(model: keras.Model, data: Any, request: Request) -> Joi
     candidates = {batch_size: whole}
 
     def candidate(count: int) -> EagerCandidate:
-        size = size_of_largest(batch_size, count)
+        size = largest_size(batch_size, count)
         if size not in candidates:
             candidates[size] = traced_step(model, cut().loss_of_piece, cut().piece(size), accumulates=True)
         return candidates[size]

@@ -23,9 +23,9 @@ from remat.keras.shared.step import (
     loss_terms,
     names_of,
     report_loss,
-    sizes_of_pieces,
 )
 from remat.keras.torch.trace import holding
+from remat.micro_batches.cut import cut
 
 # (loss function, tensors of a micro-batch) -> what its forward pass runs in.
 Planned = Callable[[Callable[..., Any], Sequence[Any]], AbstractContextManager[Any]]
@@ -129,10 +129,10 @@ class CutBatch:
         """Compute, update, and return the logs."""
         before, seen, sums = self.statistics.values(), self.statistics.empty(), Sums()
         self.model.zero_grad()
-        for size, times, first in sizes_of_pieces(self.batch_size, count):
-            for start in range(first, first + times * size, size):
-                self.run_piece(self.piece(size, start), sums, planned)
-                seen = self.statistics.merged(seen, size / self.batch_size)
+        for pieces in cut(self.batch_size, count):
+            for start in pieces.starts:
+                self.run_piece(self.piece(pieces.size, start), sums, planned)
+                seen = self.statistics.merged(seen, pieces.size / self.batch_size)
         self.statistics.move(before, seen)
         assert sums.groups is not None
         with torch.no_grad():

@@ -7,11 +7,9 @@ from typing import Final
 
 import numpy as np
 
-from remat.core.graph import Graph
-from remat.planners.linear.highs import solve
-from remat.planners.linear.model import ModelBuilder
-from remat.planners.registry import register
-from remat.planners.search import Search, smallest_peak_schedules
+from remat.planners.linear.highs import ModelBuilder, solve
+from remat.planners.registry import strategy
+from remat.planners.search import Search
 from remat.planners.view.problem import BoolArray, FloatArray, IntArray, Problem
 
 _DEFLATIONS: Final = (0.99, 0.95, 0.9)
@@ -21,8 +19,8 @@ _MOST_S: Final = 2.5
 _SHARE: Final = 0.4
 
 
-@register("keep_milp")
-def keep_milp(graph: Graph, budget_bytes: int, *, time_limit_s: float | None = None) -> tuple[int, ...]:
+@strategy("keep_milp", default_limit_s=10.0)
+def keep_milp(search: Search) -> None:
     """Solve the keep MILP for several deflated budgets, repair by eviction, then undrop.
 
     For each forward tensor v, y_v keeps it to its last backward demand, r_v recomputes it once and holds it from
@@ -31,22 +29,13 @@ def keep_milp(graph: Graph, budget_bytes: int, *, time_limit_s: float | None = N
     minimise the seconds of what is recomputed. A coarser model than Checkmate's (Jain et al. 2020,
     arXiv:1910.02653), which lets thousands of ops be solved; optimal within it up to 0.5 %.
     """
-    search = Search(Problem.of(graph), budget_bytes, time.monotonic() + (time_limit_s or 10.0))
-    search.offer(graph.plain_schedule)
-    if search.best is None and budget_bytes >= search.problem.largest_step_bytes:
-        round_keep_milp(search)
-    return search.result(smallest_peak_schedules(search.problem) if search.best is None else ())
-
-
-def round_keep_milp(search: Search) -> None:
-    """Offer the solutions of the keep MILP to a search."""
     pinned = search.problem.graph.pinned_bytes
     model = _KeepModel(search.problem)
     for deflation in _DEFLATIONS if model.forward else ():
-        left = _MOST_S if search.deadline_s is None else min(_MOST_S, _SHARE * (search.deadline_s - time.monotonic()))
-        if left <= 0:
+        left_s = _MOST_S if search.deadline_s is None else min(_MOST_S, _SHARE * (search.deadline_s - time.monotonic()))
+        if left_s <= 0:
             return
-        drop = model.drops(pinned + int(deflation * (search.budget_bytes - pinned)), left)
+        drop = model.drops(pinned + int(deflation * (search.budget_bytes - pinned)), left_s)
         if drop is not None:
             search.offer_decision(drop, search.budget_bytes)
 

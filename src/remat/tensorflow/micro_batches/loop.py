@@ -165,7 +165,7 @@ def _loop(
     # Only one micro-batch's activations may live at a time: no iteration beside another, no loop beside the one before.
     with tf.control_dependencies(carried):
         first = tf.identity(tf.constant(0))
-    # XLA compiles a loop that never runs, too, and cannot write into an array of no elements: there it has one too many.
+    # XLA also compiles a loop that never runs, and cannot write into an array of no elements: it gets one too many.
     may_be_none = not isinstance(times, int) and _private.in_xla_context(tf.compat.v1.get_default_graph())
     length = tf.maximum(1, times) if may_be_none else times
     arrays = [

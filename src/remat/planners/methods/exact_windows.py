@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Final
 
+from remat.core.simulator import storage_lifetimes
 from remat.planners.linear.stage import StageModel, Stretch
-from remat.planners.methods.milp import solve_rows
 from remat.planners.search import Search
+from remat.planners.view.board import Board, expand
 from remat.planners.view.problem import Problem
-from remat.planners.walk.board import Board, expand
 
 _MOST_OPS: Final = 1000
 _MOST_COLUMNS: Final = 2000
@@ -25,7 +24,7 @@ _MOST_S_OF_SMALL: Final = 15.0
 _MOST_S: Final = 0.5
 
 
-def plan_windows_again(search: Search) -> None:
+def exact_windows(search: Search) -> None:
     """Offer the best schedule with stretches of it replaced by what is optimal there, the rest staying as it is.
 
     A window is as many stages as make a MILP of some 2,000 columns, so that a graph of some 60 ops is one window. What
@@ -42,27 +41,28 @@ def plan_windows_again(search: Search) -> None:
     order = tuple(dict.fromkeys(known))
     inner = search.reordered(order)
     number = {op: i for i, op in enumerate(order)}
+    board = Board(inner.problem, whole=True)
     runs = _Runs(inner.problem, [number[op] for op in known])
     windows = _windows(runs)
     if search.best is None and len(windows) > 1:
         return
     most_s = _MOST_S_OF_SMALL if problem.count <= _SMALL else _MOST_S
     for first, stop in windows:
-        left_s = most_s if search.deadline_s is None else min(most_s, search.deadline_s - time.monotonic())
+        left_s = search.left_s(most_s)
         if left_s <= 0 or (search.best is not None and not runs.again_s(first, stop)):
             continue
         model = StageModel(inner.problem, search.budget_bytes, runs.stretch(first, stop))
-        found = solve_rows(model, time.monotonic() + left_s, _MOST_NODES)
+        found = model.optimum(time.monotonic() + left_s, _MOST_NODES)
         if found is not None:
             before_s = inner.best_time_s
-            inner.offer(expand(runs.board, runs.with_stretch(first, stop, found)))
+            inner.offer(expand(board, runs.with_stretch(first, stop, found)))
             if inner.best is not None and inner.best_time_s < before_s:
                 runs = _Runs(inner.problem, inner.best)
 
 
 def _windows(runs: _Runs) -> list[tuple[int, int]]:
     """The stretches to try, which overlap by half, those with the most recomputation first."""
-    count = runs.board.problem.count
+    count = runs.problem.count
     length = max(_SHORTEST, _MOST_COLUMNS // max(1, runs.most_live))
     if length > count:
         return [(0, count + 1)]
@@ -75,47 +75,31 @@ class _Runs:
     """A schedule whose first runs stand in program order, cut into stages."""
 
     def __init__(self, problem: Problem, schedule: Sequence[int]) -> None:
-        self.board = Board(problem, whole=True)
+        self.problem = problem
         self.runs = list(schedule)
         first: dict[int, int] = {}
-        self.births: dict[int, list[int]] = {s: [] for s in problem.storages}
-        self.reads: dict[int, list[int]] = {s: [] for s in problem.storages}
         for step, op in enumerate(self.runs):
             first.setdefault(op, step)
-            for s in self.board.reads[op]:
-                self.reads[s].append(step)
-            for s in self.board.makes[op]:
-                self.births[s].append(step)
+        self._lifetimes = storage_lifetimes(problem.graph, self.runs)
         # Where each stage begins; the last one ends the schedule.
         self.begin = [0, *(first[op] + 1 for op in range(problem.count)), len(self.runs)]
-        self.again = [op for step, op in enumerate(self.runs) if first[op] != step]
         self.most_live = max((len(self._live(stage)) for stage in range(0, problem.count, 10)), default=0)
 
     def again_s(self, first: int, stop: int) -> float:
         """Seconds of recomputation in a stretch."""
-        problem = self.board.problem
-        seconds = sum(problem.op_time_s[op] for op in self.runs[self.begin[first] : self.begin[stop]])
-        return seconds - sum(problem.op_time_s[first : min(stop, problem.count)])
+        op_time_s = self.problem.op_time_s
+        seconds = sum(op_time_s[op] for op in self.runs[self.begin[first] : self.begin[stop]])
+        return seconds - sum(op_time_s[first : min(stop, self.problem.count)])
 
     def _live(self, stage: int) -> frozenset[int]:
-        """The storages that are made before a stage and used in it or later, before they are made anew."""
-        step = self.begin[stage]
-        found = []
-        for s, births in self.births.items():
-            following = bisect_left(births, step)
-            if not following:
-                continue
-            renewed = births[following] if following < len(births) else len(self.runs)
-            reads = self.reads[s]
-            at = bisect_left(reads, step)
-            is_read = at < len(reads) and reads[at] <= renewed
-            if is_read or (following == len(births) and self.board.forever[s]):
-                found.append(s)
-        return frozenset(found)
+        """The storages in memory where a stage begins."""
+        step, lives = self.begin[stage], self._lifetimes
+        alive = (lives.birth < step) & ((step <= lives.last) | lives.kept)
+        return frozenset(lives.tensor[alive].tolist())
 
     def stretch(self, first: int, stop: int) -> Stretch:
         """The stretch with what is in memory at its ends."""
-        count = self.board.problem.count
+        count = self.problem.count
         return Stretch(first, stop, self._live(first), self._live(stop) if stop <= count else frozenset())
 
     def with_stretch(self, first: int, stop: int, runs: Sequence[int]) -> list[int]:

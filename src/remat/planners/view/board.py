@@ -13,6 +13,8 @@ from functools import cached_property
 
 import numpy as np
 
+from remat.core.graph import Graph, Op, Tensor
+from remat.core.simulator import bytes_alive
 from remat.planners.view.problem import IntArray, Problem
 
 
@@ -79,28 +81,15 @@ class Board:
         return result
 
     @cached_property
-    def forever(self) -> list[bool]:
-        """For each tensor, whether it is a storage of which the newest instance lives to the end."""
-        roots = self.problem.graph.roots
-        result = [False] * len(roots)
-        for t in self.problem.graph.outputs:
-            result[roots[t]] = True
-        return result
-
-    @cached_property
     def lent(self) -> list[dict[int, int]]:
         """For each op, the storages that an output may take over, with the bytes saved; no output takes two."""
-        problem = self.problem
         result: list[dict[int, int]] = []
-        for op in problem.graph.ops:
+        for pairs in self.problem.takeovers:
             row: dict[int, int] = {}
             filled: set[int] = set()
-            for source, target in op.in_place:
-                s = problem.graph.roots[source]
-                if problem.is_pinned[source] or s in row or target in filled or not self.takes_part[s]:
-                    continue
-                if problem.graph.tensors[target].alias_of is None:
-                    row[s] = min(problem.size[s], problem.size[target])
+            for source, target, saved_bytes in pairs:
+                if self.takes_part[source] and source not in row and target not in filled:
+                    row[source] = saved_bytes
                     filled.add(target)
             result.append(row)
         return result
@@ -131,12 +120,11 @@ class Board:
     def base_bytes(self) -> IntArray:
         """For each op that counts, pinned bytes and those of what is left out, up to the next op that counts."""
         problem = self.problem
-        change = np.zeros(problem.count + 1, dtype=np.int64)
-        for s in problem.storages:
-            if not self.takes_part[s]:
-                change[problem.uses[s][0]] += problem.size[s]
-                change[min(problem.uses[s][-1], problem.count - 1) + 1] -= problem.size[s]
-        small = np.cumsum(change)[: problem.count] + problem.graph.pinned_bytes
+        left_out = [s for s in problem.storages if not self.takes_part[s]]
+        born = np.array([problem.uses[s][0] for s in left_out], dtype=np.int64)
+        gone = np.array([min(problem.uses[s][-1], problem.count - 1) + 1 for s in left_out], dtype=np.int64)
+        size = np.array([problem.size[s] for s in left_out], dtype=np.int64)
+        small = bytes_alive(born, gone, size, problem.count) + problem.graph.pinned_bytes
         for op, counts in enumerate(self.counts):
             if not counts:
                 small[op] += problem.graph.ops[op].workspace_bytes
@@ -189,3 +177,58 @@ def expand(board: Board, order: Sequence[int]) -> tuple[int, ...]:
         if not problem.is_pinned[t] and not available[t] and roots[t] != t:
             run(made_by[t])
     return tuple(result)
+
+
+@dataclass(frozen=True, eq=False)
+class Condensed:
+    """The reduced step.
+
+    Attributes:
+        board: the whole step and what of it takes part.
+        problem: the reduced step.
+        ops: for each op of the reduced step, the op of the whole one.
+    """
+
+    board: Board
+    problem: Problem
+    ops: tuple[int, ...]
+
+    @classmethod
+    def of(cls, problem: Problem) -> Condensed:
+        """The reduced form of a step in program order, kept with it."""
+        known: Condensed | None = vars(problem).get("_condensed")
+        if known is None:
+            known = vars(problem)["_condensed"] = _condense(problem)
+        return known
+
+    def expand(self, schedule: Sequence[int]) -> tuple[int, ...]:
+        """The schedule of the whole step that follows one of the reduced step."""
+        return expand(self.board, [self.ops[op] for op in schedule])
+
+
+def _condense(problem: Problem) -> Condensed:
+    board = Board(problem, whole=False)
+    graph = problem.graph
+    ops = tuple(op for op in range(problem.count) if board.counts[op])
+    # Tensor 0 stands for all that is pinned.
+    number = {s: i for i, s in enumerate((s for s in problem.storages if board.takes_part[s]), start=1)}
+    tensors = [Tensor(graph.pinned_bytes), *(Tensor(problem.size[s], graph.tensors[s].name) for s in number)]
+    reduced = []
+    for op in ops:
+        beside = int(board.base_bytes[op]) - graph.pinned_bytes
+        pairs = [pair for pair in problem.takeovers[op] if pair.source in number and pair.target in number]
+        reduced.append(
+            Op(
+                name=graph.ops[op].name,
+                kind=graph.ops[op].kind,
+                inputs=tuple(number[s] for s in board.reads[op]),
+                outputs=tuple(number[s] for s in board.makes[op]),
+                time_s=board.repeat_time_s[op],
+                recomputable=board.repeatable[op],
+                workspace_bytes=graph.ops[op].workspace_bytes + beside,
+                in_place=tuple((number[pair.source], number[pair.target]) for pair in pairs),
+            )
+        )
+    outputs = tuple(number[s] for s in number if problem.forever[s])
+    condensed = Graph(tuple(reduced), tuple(tensors), (0,), outputs, free_order=False)
+    return Condensed(board, Problem.of(condensed), ops)
