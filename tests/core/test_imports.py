@@ -1,11 +1,13 @@
-"""The core imports no framework, works with none installed, and knows no front end."""
+"""Imports point one way: the core loads no framework, knows no front end, and each layer uses those below it only."""
 
 from __future__ import annotations
 
 import ast
+import graphlib
 import subprocess
 import sys
 import textwrap
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -117,6 +119,111 @@ def test_core_knows_no_front_end(path: Path) -> None:
 def test_the_direction_check_can_fail(source: str, found: set[str]) -> None:
     package = "remat.planners" if ".." in source or "registry" in source else "remat"
     assert wrong_imports(source, package, FORBIDDEN_IN_CORE) == found
+
+
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("core",),
+    ("testing",),
+    ("planners",),
+    ("planning",),
+    ("",),
+    ("fit",),
+    ("running",),
+    ("micro_batches",),
+    ("jax", "tensorflow", "torch"),
+    ("keras",),
+    ("report",),
+    ("demo",),
+    ("cli",),
+)
+"""The folders of ``src/remat``, lowest first; "" is ``remat`` itself. A folder uses itself and those of lower layers.
+
+``planners`` (methods and what they are made of) is below ``planning`` (a budget to a plan), which calls them.
+"""
+
+WITHOUT_CIRCLES = ("core", "testing", "planners", "planning", "", "fit", "running", "micro_batches")
+"""The folders that know no framework: in these no two modules may lead to each other either."""
+
+ALLOWED_UPWARDS = {
+    # A Keras layer that is decorated with remat.tensorflow.recompute is Keras' to handle, when one comes.
+    ("remat.tensorflow.recompute.decorator", "remat.keras.recompute"),
+}
+
+
+def module_name(path: Path) -> str:
+    parts = ("remat", *path.relative_to(PACKAGE).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+@cache
+def import_graph() -> dict[str, set[str]]:
+    """For each module of remat, the modules of remat that it imports, wherever in it the statement stands."""
+    files = {module_name(path): path for path in PACKAGE.rglob("*.py")}
+    found = {}
+    for name, path in files.items():
+        package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+        found[name] = (imported_modules(path.read_text(), package) & files.keys()) - {name}
+    return found
+
+
+def folder(module: str) -> str:
+    """The folder of ``src/remat`` that a module belongs to, "" for ``remat`` itself."""
+    return module.partition(".")[2].partition(".")[0]
+
+
+def upward_imports(graph: dict[str, set[str]]) -> set[tuple[str, str]]:
+    """The imports that lead from a folder to another one of the same layer, or to a higher one."""
+    layer = {name: level for level, names in enumerate(LAYERS) for name in names}
+    return {
+        (module, used)
+        for module, imports in graph.items()
+        for used in imports
+        if folder(module) != folder(used) and layer[folder(module)] <= layer[folder(used)]
+    }
+
+
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    """A circle of imports within ``WITHOUT_CIRCLES``, empty where there is none."""
+    inside = {name: imports for name, imports in graph.items() if folder(name) in WITHOUT_CIRCLES}
+    try:
+        graphlib.TopologicalSorter({name: imports & inside.keys() for name, imports in inside.items()}).prepare()
+    except graphlib.CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_every_folder_has_a_layer() -> None:
+    assert sorted(name for names in LAYERS for name in names) == sorted({folder(name) for name in import_graph()})
+
+
+def test_layers_use_only_lower_layers() -> None:
+    assert upward_imports(import_graph()) <= ALLOWED_UPWARDS
+
+
+def test_no_circle_where_no_framework_is_known() -> None:
+    assert circle(import_graph()) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "used", "makes_a_circle"),
+    [
+        ("remat.core.graph", "remat.core.plan", True),
+        ("remat.core.plan", "remat.planning.find", True),
+        ("remat.planners.search", "remat.planners.methods.dtr", True),
+        ("remat.planners.registry", "remat.planning.plan", True),
+        ("remat.fit.request", "remat.running.machine", False),
+        ("remat.running.machine", "remat.torch.measure", False),
+        ("remat.jax.peak", "remat.torch.measure", False),
+        ("remat.torch.measure", "remat.keras.limit", False),
+        ("remat.report.text", "remat.cli.app", False),
+    ],
+)
+def test_one_wrong_import_is_found(module: str, used: str, makes_a_circle: bool) -> None:
+    graph = import_graph()
+    assert {module, used} <= graph.keys()
+    graph = {**graph, module: graph[module] | {used}}
+    assert bool(circle(graph)) == makes_a_circle
+    assert ((module, used) in upward_imports(graph)) == (folder(module) != folder(used))
 
 
 def test_core_files_are_found() -> None:

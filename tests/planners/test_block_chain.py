@@ -11,11 +11,10 @@ from remat import Graph, Op, Tensor, load_graph, simulate, validate
 from remat.planners import get_planner
 from remat.planners.chain.blocks import find_blocks
 from remat.planners.chain.menus import block_menu, option_of, squeezed
-from remat.planners.methods.block_chain import BlockChain
+from remat.planners.chain.programme import BlockChain
 from remat.planners.replay.rematerialize import rematerialize
-from remat.planners.view.condensed import Condensed
+from remat.planners.view.board import Board, Condensed
 from remat.planners.view.problem import Problem
-from remat.planners.walk.board import Board
 from remat.testing import chain, random_graph, residual_blocks
 
 GRAPHS = Path(__file__).parents[2] / "benchmarks" / "graphs"

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from remat import Graph, Op, Tensor, simulate
 from remat.planners import overhead_lower_bound
-from remat.planners.linear.chain_bound import WindowModel, chain_lower_bound_s
+from remat.planners.linear.bounds import chain_lower_bound_s
 from remat.planners.linear.gap import build_gap_model, solve_gap_model
-from remat.planners.linear.highs import row_multipliers
-from remat.planners.linear.model import LinearModel, proven_minimum
+from remat.planners.linear.highs import LinearModel, proven_minimum, row_multipliers
+from remat.planners.linear.window import WindowModel
 from remat.planners.view.problem import Problem
 from remat.testing import exhaustive, graphs, layered, random_graph
 

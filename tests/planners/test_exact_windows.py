@@ -9,8 +9,7 @@ import pytest
 
 from remat import Graph, simulate, validate
 from remat.core.schedule import keeps_program_order
-from remat.planners.linear import exact_windows
-from remat.planners.linear.exact_windows import plan_windows_again
+from remat.planners.methods.exact_windows import exact_windows
 from remat.planners.methods.milp import solve_stages
 from remat.planners.search import Search
 from remat.planners.view.problem import Problem
@@ -30,7 +29,7 @@ def test_a_small_graph_is_one_window_and_comes_out_optimal(n: int, seed: int, sh
     graph = layered(n, seed, free_order=False)
     problem = Problem.of(graph)
     search = Search(problem, int(share * problem.plain.peak_bytes))
-    plan_windows_again(search)
+    exact_windows(search)
     optimum = solve_stages(problem, search.budget_bytes, time.monotonic() + 60)
     assert optimum is not None
     assert validate(graph, search.best or ()) <= search.budget_bytes
@@ -38,12 +37,12 @@ def test_a_small_graph_is_one_window_and_comes_out_optimal(n: int, seed: int, sh
 
 
 def test_short_windows_join_into_a_legal_schedule_that_costs_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exact_windows, "_MOST_COLUMNS", 150)
+    monkeypatch.setattr("remat.planners.methods.exact_windows._MOST_COLUMNS", 150)
     for seed in range(3):
         graph = layered(50, seed, free_order=False)
         search = wasteful(graph, seed)
         before_s = search.best_time_s
-        plan_windows_again(search)
+        exact_windows(search)
         assert validate(graph, search.best or ()) <= search.budget_bytes
         assert search.best_time_s - graph.time_s < 0.7 * (before_s - graph.time_s)
 
@@ -53,7 +52,7 @@ def test_the_order_of_the_best_schedule_stays() -> None:
         graph = random_graph(random.Random(seed), 10, free_order=False)
         search = wasteful(graph, seed)
         before_s = search.best_time_s
-        plan_windows_again(search)
+        exact_windows(search)
         assert validate(graph, search.best or ()) <= search.budget_bytes
         assert keeps_program_order(search.best or ())
         assert search.best_time_s <= before_s
@@ -61,5 +60,5 @@ def test_the_order_of_the_best_schedule_stays() -> None:
 
 def test_nothing_known_is_nothing_to_improve() -> None:
     search = Search(Problem.of(chain(5)), 1)
-    plan_windows_again(search)
+    exact_windows(search)
     assert search.best is None

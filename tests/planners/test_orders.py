@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from remat import Graph, simulate, validate
 from remat.planners.view.problem import Problem
-from remat.planners.walk.orders import in_order, low_memory_order
+from remat.planners.walk.orders import low_memory_order
 from remat.testing import fan, graphs, layered
 
 
@@ -52,6 +52,6 @@ def test_a_fixed_order_stays() -> None:
 @given(graph=graphs(max_ops=10, free_order=True))
 def test_the_reordered_step_has_the_same_memory(graph: Graph) -> None:
     order = low_memory_order(Problem.of(graph), 0)
-    reordered = in_order(Problem.of(graph), order)
+    reordered = Problem.of(graph).in_order(order)
     assert reordered.plain.bytes == simulate(graph, order).bytes
     assert reordered.graph.time_s == pytest.approx(graph.time_s)

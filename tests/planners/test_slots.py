@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from remat import Graph, Op, Tensor, simulate, validate
+from remat.planners.view.board import Board
 from remat.planners.view.problem import Problem
-from remat.planners.walk.board import Board
 from remat.planners.walk.slots import Slots
 from remat.testing import random_graph
 

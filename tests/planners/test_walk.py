@@ -9,10 +9,10 @@ import pytest
 
 from remat import Graph, simulate, validate
 from remat.core.schedule import keeps_program_order
-from remat.planners.methods.simulated_annealing import simulated_annealing
+from remat.planners import get_planner
+from remat.planners.view.board import Board, expand
 from remat.planners.view.problem import Problem
 from remat.planners.walk.annealing import Walk
-from remat.planners.walk.board import Board, expand
 from remat.testing import chain, layered, random_graph
 
 
@@ -51,8 +51,8 @@ def test_the_best_fits_and_costs_what_it_says(seed: int) -> None:
 def test_a_fixed_order_stays() -> None:
     free, fixed = layered(60, 2), layered(60, 2, free_order=False)
     budget_bytes = int(0.85 * simulate(free, free.plain_schedule).peak_bytes)
-    moved = simulated_annealing(free, budget_bytes)
-    kept = simulated_annealing(fixed, budget_bytes)
+    moved = get_planner("simulated_annealing")(free, budget_bytes)
+    kept = get_planner("simulated_annealing")(fixed, budget_bytes)
     assert keeps_program_order(kept)
     assert not keeps_program_order(moved)
     assert simulate(free, moved).peak_bytes <= budget_bytes
@@ -69,7 +69,7 @@ def test_the_same_seed_walks_the_same_way() -> None:
 def test_a_chain_at_half_its_peak_costs_half_a_forward_pass() -> None:
     """The known optimum: what does not fit is recomputed once, from the last kept activation before it."""
     graph = chain(20)
-    assert simulate(graph, simulated_annealing(graph, 12)).time_s - graph.time_s <= 12
+    assert simulate(graph, get_planner("simulated_annealing")(graph, 12)).time_s - graph.time_s <= 12
 
 
 def test_layered_graphs_are_as_described() -> None:

@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 
 from remat.core.graph import Graph
-from remat.core.simulator import simulate, storage_lifetimes
+from remat.core.simulator import bytes_alive, simulate, storage_lifetimes
 
 CATEGORIES: Final[dict[str, str]] = {
     "parameters": "weights of the model, trained or not",
@@ -92,25 +92,24 @@ def bytes_by_category(graph: Graph, schedule: Sequence[int]) -> dict[str, list[i
     An output that takes over the storage of an input in place counts where the input does for that one step.
     """
     steps = len(schedule)
-    change = {name: np.zeros(steps + 1, dtype=np.int64) for name in CATEGORIES}
-    saved = {name: np.zeros(steps, dtype=np.int64) for name in CATEGORIES}
+    found = {name: np.zeros(steps, dtype=np.int64) for name in CATEGORIES}
     if steps:
         lifetimes = storage_lifetimes(graph, schedule)
-        producer_category = [_category(graph, tensor) for tensor in range(len(graph.tensors))]
-        names = [producer_category[tensor] for tensor in lifetimes.tensor.tolist()]
+        category = [_category(graph, tensor) for tensor in range(len(graph.tensors))]
+        names = [category[tensor] for tensor in lifetimes.tensor.tolist()]
         for name in set(names):
             chosen = np.array([other == name for other in names])
-            np.add.at(change[name], lifetimes.birth[chosen], lifetimes.size_bytes[chosen])
-            np.subtract.at(change[name], lifetimes.last[chosen] + 1, lifetimes.size_bytes[chosen])
+            born, gone = lifetimes.birth[chosen], lifetimes.last[chosen] + 1
+            found[name] += bytes_alive(born, gone, lifetimes.size_bytes[chosen], steps)
         for target in np.flatnonzero(lifetimes.taken_over >= 0).tolist():
             source = int(lifetimes.taken_over[target])
             shared = min(int(lifetimes.size_bytes[source]), int(lifetimes.size_bytes[target]))
-            saved[names[target]][lifetimes.birth[target]] += shared
+            found[names[target]][lifetimes.birth[target]] -= shared
     for live in _pinned(graph):
-        change[live.category][0] += live.size_bytes
-    found = {name: (np.cumsum(values[:steps]) - saved[name]).tolist() for name, values in change.items()}
-    found["workspace"] = [graph.ops[op].workspace_bytes for op in schedule]
-    return found
+        found[live.category] += live.size_bytes
+    by_category = {name: values.tolist() for name, values in found.items()}
+    by_category["workspace"] = [graph.ops[op].workspace_bytes for op in schedule]
+    return by_category
 
 
 def _pinned(graph: Graph) -> list[LiveTensor]:

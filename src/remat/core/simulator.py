@@ -97,6 +97,14 @@ def storage_lifetimes(graph: Graph, schedule: Sequence[int]) -> StorageLifetimes
     return _Replay(graph, _arrays_of(graph), _as_indices(graph, schedule)).lifetimes()
 
 
+def bytes_alive(born: _Ints, gone: _Ints, size_bytes: _Ints, steps: int) -> _Ints:
+    """For each of so many steps, the bytes of what is alive: instance i is from step ``born[i]`` up to ``gone[i]``."""
+    change = np.zeros(steps + 1, dtype=np.int64)
+    np.add.at(change, born, size_bytes)
+    np.subtract.at(change, gone, size_bytes)
+    return np.cumsum(change[:steps])
+
+
 def _as_indices(graph: Graph, schedule: Sequence[int]) -> _Ints:
     given = np.asarray(schedule)
     if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
@@ -206,11 +214,7 @@ class _Replay:
         self._last, self._kept = self._find_last_use()
 
     def bytes_per_step(self) -> _Ints:
-        count = len(self._steps)
-        change = np.zeros(count + 1, dtype=np.int64)
-        np.add.at(change, self._birth, self._size)
-        np.subtract.at(change, self._last + 1, self._size)
-        alive = np.cumsum(change[:count])
+        alive = bytes_alive(self._birth, self._last + 1, self._size, len(self._steps))
         total: _Ints = self._graph.pinned_bytes + alive + self._arrays.workspace_bytes[self._steps]
         return total - self._saved_in_place()
 

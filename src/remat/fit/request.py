@@ -6,14 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from remat.core.budget import parse_budget
+from remat.core.budget import check_budget
 from remat.core.plan import Plan
 from remat.planners.registry import get_planner
 
 AUTO: Final = "auto"
 """As a budget: a GPU's memory less a margin. See ``remat.fit.auto_budget``."""
-
-_ANY_PEAK_BYTES: Final = 1 << 60  # Stands for a plain peak that is not known yet, so that a percentage can be read.
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,7 @@ class Request:
         if len(given) > 1:
             raise ValueError(f"{caller} takes {given[0]}= or {given[1]}=, not both; leave one out")
         if self.budget is not None and not (takes_auto and self.budget == AUTO):
-            parse_budget(self.budget, baseline_peak_bytes=_ANY_PEAK_BYTES)
+            check_budget(self.budget)
         if self.plan is not None and not isinstance(self.plan, Plan):
             raise TypeError(f"plan= of {caller} is a remat.Plan, not {type(self.plan).__name__}")
         get_planner(self.planner)

@@ -3,48 +3,43 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Final
 
-from remat.core.graph import Graph
-from remat.planners.linear.chain_bound import chain_lower_bound_s
-from remat.planners.linear.exact_windows import plan_windows_again
-from remat.planners.methods.block_chain import BlockChain, nest_blocks
-from remat.planners.methods.dtr import evict
-from remat.planners.methods.gap_lp import round_gap_lp
-from remat.planners.methods.peak_greedy import drop_greedily, drop_unhurried
-from remat.planners.methods.simulated_annealing import anneal
-from remat.planners.methods.window_milp import round_window_milp
-from remat.planners.registry import register
-from remat.planners.search import Search, smallest_peak_schedules
-from remat.planners.view.problem import Problem
+from remat.planners.chain.programme import BlockChain
+from remat.planners.linear.bounds import chain_lower_bound_s
+from remat.planners.methods.block_chain import block_chain
+from remat.planners.methods.dtr import dtr
+from remat.planners.methods.exact_windows import exact_windows
+from remat.planners.methods.gap_lp import gap_lp
+from remat.planners.methods.peak_greedy import drop_at_once, peak_greedy
+from remat.planners.methods.simulated_annealing import simulated_annealing
+from remat.planners.methods.window_milp import window_milp
+from remat.planners.registry import Strategy, strategy
+from remat.planners.search import Search
 from remat.planners.walk.orders import low_memory_order
 
-Strategy = Callable[[Search], None]
-"""A method that offers schedules to a search, each after its own improvement pass, until the search has expired."""
-
-CHAIN_STRATEGIES: Final[tuple[Strategy, ...]] = (
-    round_window_milp,
-    nest_blocks,
-    drop_greedily,
-    evict,
-    anneal,
-    plan_windows_again,
+FOR_CHAINS: Final[tuple[Strategy, ...]] = (
+    window_milp,
+    block_chain,
+    peak_greedy,
+    dtr,
+    simulated_annealing,
+    exact_windows,
 )
 """For a training step that falls into blocks, in the order of what they bring per second, since the time may end."""
 
-STRATEGIES: Final[tuple[Strategy, ...]] = (
-    drop_greedily,
-    evict,
-    round_window_milp,
-    round_gap_lp,
-    anneal,
-    plan_windows_again,
+FOR_ANY_GRAPH: Final[tuple[Strategy, ...]] = (
+    peak_greedy,
+    dtr,
+    window_milp,
+    gap_lp,
+    simulated_annealing,
+    exact_windows,
 )
-"""For any other graph."""
+"""For any other graph in a fixed order."""
 
-STRATEGIES_IN_ORDER: Final[tuple[Strategy, ...]] = (round_gap_lp, drop_greedily, evict, round_window_milp)
-"""For an order that annealing changes later."""
+FOR_A_FREE_ORDER: Final[tuple[Strategy, ...]] = (gap_lp, peak_greedy, dtr, window_milp)
+"""For one order of a graph that leaves the order free, before annealing changes that order, too."""
 
 # The rest is for the lower bound and the replays.
 _SHARE_FOR_SEARCH: Final = 0.8
@@ -55,54 +50,51 @@ _SAFETY_S_PER_OP: Final = 2e-3
 _SAFETY_S_PER_FREE_OP: Final = 0.2
 
 
-@register("auto")
-def auto(graph: Graph, budget_bytes: int, *, time_limit_s: float | None = None) -> tuple[int, ...]:
-    """Run every strategy and return the cheapest schedule that fits.
+@strategy("auto")
+def auto(search: Search) -> None:
+    """Run several methods and keep the cheapest schedule that fits.
 
-    Where none fits it returns the smallest peak that eviction reaches, whatever the budget. First runs stay in program
-    order, unless the graph leaves the order free. In a fixed order the strategies end early where what was found costs
-    at most 1 % more than a proven bound.
+    First runs stay in program order, unless the graph leaves the order free. In a fixed order the methods end early
+    where what was found costs at most 1 % more than a proven bound. Where there was no time for any method, the first
+    schedule of the greedy one that fits is the answer.
 
-    Args:
-        graph: the training step.
-        budget_bytes: peak bytes of the step.
-        time_limit_s: wall seconds, after which no strategy is started and those at work return what they have. None:
-            each does a fixed amount of work, so that the result is the same however fast or busy the machine is; only
-            for graphs unlike any training step a clock ends it, after two minutes and 2 ms per op, or 0.2 s per op
-            where the order is free.
+    Without a time limit each method does a fixed amount of work, so that the result is the same however fast or busy
+    the machine is; only for graphs unlike any training step a clock ends it, after two minutes and 2 ms per op, or
+    0.2 s per op where the order is free.
     """
-    if time_limit_s is None:
-        time_limit_s = _SAFETY_S + (_SAFETY_S_PER_FREE_OP if graph.free_order else _SAFETY_S_PER_OP) * len(graph.ops)
-    search = Search(Problem.of(graph), budget_bytes, time.monotonic() + _SHARE_FOR_SEARCH * time_limit_s)
-    search.offer(graph.plain_schedule)
-    if search.best is None and budget_bytes >= search.problem.largest_step_bytes:
+    graph = search.problem.graph
+    now_s = time.monotonic()
+    limit_s = _SAFETY_S + (_SAFETY_S_PER_FREE_OP if graph.free_order else _SAFETY_S_PER_OP) * len(graph.ops)
+    if search.deadline_s is not None:
+        limit_s = search.deadline_s - now_s
+    search.deadline_s = now_s + _SHARE_FOR_SEARCH * limit_s
+    if not search.expired:
         if graph.free_order and not search.problem.order_is_tied:
             _search_any_order(search)
         else:
             _search_fixed_order(search)
-        if search.expired:
-            # On a busy machine no method may have come to an end, and the schedule of least memory is the dearest.
-            drop_unhurried(search.reduced())
-    return search.result(smallest_peak_schedules(search.problem) if search.best is None else ())
+    if search.expired and search.best is None:
+        # No method came to an end, and the schedule of the smallest peak is the dearest of all.
+        drop_at_once(search.reduced())
 
 
 def _search_fixed_order(search: Search) -> None:
     inner = search.reduced()
     enough_s = _NEAR_ENOUGH * chain_lower_bound_s(search.problem, search.budget_bytes, most_samples=1)
-    for strategy in CHAIN_STRATEGIES if BlockChain.of(inner.problem).blocks else STRATEGIES:
+    for method in FOR_CHAINS if BlockChain.of(inner.problem).blocks else FOR_ANY_GRAPH:
         if not search.expired and search.best_time_s - search.problem.graph.time_s > enough_s:
-            strategy(inner)
+            method(inner)
 
 
 def _search_any_order(search: Search) -> None:
-    """The strategies for a fixed order over one that needs less memory than the program's, then annealing."""
+    """The methods for a fixed order over one that needs less memory than the program's, then annealing."""
     order = low_memory_order(search.problem, search.budget_bytes)
     search.offer(order)
     if search.best_time_s <= search.problem.graph.time_s:
         return
     inner = search.reordered(order)
-    for strategy in STRATEGIES_IN_ORDER:
+    for method in FOR_A_FREE_ORDER:
         if not search.expired:
-            strategy(inner)
-    anneal(search)
-    plan_windows_again(search)
+            method(inner)
+    simulated_annealing(search)
+    exact_windows(search)

@@ -1,11 +1,15 @@
-"""The registry of planners: the one place that maps a name to a method."""
+"""The registry of planners: the one place that maps a name to a method, and makes a planner of a strategy."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Final, Protocol
 
 from remat.core.graph import Graph
+from remat.planners.search import Search
+from remat.planners.smallest_peak import smallest_peak_schedules
+from remat.planners.view.problem import Problem
 
 
 class Planner(Protocol):
@@ -17,11 +21,26 @@ class Planner(Protocol):
     """
 
     def __call__(self, graph: Graph, budget_bytes: int, *, time_limit_s: float | None = None) -> tuple[int, ...]:
-        """Return a legal schedule for ``graph``; ``time_limit_s`` is a wish in seconds, None the planner's own."""
+        """Return a legal schedule for ``graph``.
+
+        Args:
+            graph: the training step.
+            budget_bytes: what its peak should stay within.
+            time_limit_s: wall seconds to search in, which the answer may exceed a little; None leaves the time to the
+                planner. With 0 it does not search, and returns the best of what it has: the plain step where that
+                fits, else what its smallest peak comes to.
+        """
         ...
 
 
+Strategy = Callable[[Search], None]
+"""A method: offers schedules to a search, and begins nothing new once the search has expired."""
+
 _PLANNERS: dict[str, Planner] = {}
+_STRATEGIES: dict[str, Strategy] = {}
+
+_FOR_THE_SMALLEST_PEAK: Final = ("peak_greedy", "dtr", "keep_milp", "gap_lp", "simulated_annealing")
+"""The strategies that are asked for the smallest peak of a small graph, the quickest first."""
 
 
 def register(name: str) -> Callable[[Planner], Planner]:
@@ -36,6 +55,47 @@ def register(name: str) -> Callable[[Planner], Planner]:
             raise ValueError(f"a planner named {name!r} is registered already; choose another name")
         _PLANNERS[name] = planner
         return planner
+
+    return add
+
+
+def strategy(
+    name: str, *, default_limit_s: float | None = None, has_fallbacks: bool = False
+) -> Callable[[Strategy], Strategy]:
+    """Make a planner of a strategy and register it under ``name``; used as a decorator.
+
+    The planner offers the plain step first and runs the strategy where that does not fit. Where the strategy finds
+    nothing either, the planner answers with the smallest peak that is known (:mod:`remat.planners.smallest_peak`). Its
+    description is the strategy's docstring.
+
+    Args:
+        name: of the planner.
+        default_limit_s: seconds to search in where the caller names none; None for a strategy whose work is bounded.
+        has_fallbacks: for a strategy that answers with a smallest peak of its own. It adds schedules that do not depend
+            on the budget to ``Search.fallbacks``, and is run even under a budget below the largest op.
+
+    Raises:
+        ValueError: if the name is taken.
+    """
+
+    def add(method: Strategy) -> Strategy:
+        def planner(graph: Graph, budget_bytes: int, *, time_limit_s: float | None = None) -> tuple[int, ...]:
+            limit_s = default_limit_s if time_limit_s is None else time_limit_s
+            problem = Problem.of(graph)
+            search = Search(problem, budget_bytes, None if limit_s is None else time.monotonic() + limit_s)
+            fits = search.offer(graph.plain_schedule) <= budget_bytes
+            if not fits and (has_fallbacks or budget_bytes >= problem.largest_step_bytes):
+                method(search)
+            if search.best is not None or has_fallbacks:
+                return search.result(search.fallbacks)
+            asked = [_STRATEGIES[one] for one in _FOR_THE_SMALLEST_PEAK]
+            return search.result(smallest_peak_schedules(problem, asked))
+
+        planner.__name__ = planner.__qualname__ = name
+        planner.__doc__ = method.__doc__
+        register(name)(planner)
+        _STRATEGIES[name] = method
+        return method
 
     return add
 

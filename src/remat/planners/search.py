@@ -1,34 +1,24 @@
-"""What all planners share: judging schedules, and the smallest peak that can be reached."""
+"""The base of every method: one budget, the schedules that were offered for it, and the cheapest that fits."""
 
 from __future__ import annotations
 
 import math
 import time
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Final
 
 from remat.core.simulator import simulate
 from remat.planners.replay.improve import undrop, without_idle_runs
 from remat.planners.replay.rematerialize import rematerialize
 from remat.planners.replay.residents import TooManyRuns
-from remat.planners.view.condensed import Condensed
+from remat.planners.view.board import Condensed
 from remat.planners.view.problem import BoolArray, Problem
-from remat.planners.walk.orders import in_order
-from remat.planners.walk.squeeze import squeeze
 
 _MOST_RUNS_PER_OP: Final = 4
-_BISECTIONS: Final = 8
-_MARGIN: Final = 1.05
 _MOST_TRIES: Final = 1000
 _LONG: Final = 2
 _OFFERS: Final = 3
-_MOST_OPS_NESTED: Final = 6000
-_MOST_OPS_TWICE: Final = 6000
-_MOST_OPS_ASKED: Final = 200
-_SHARES_ASKED: Final = (0.9, 0.97)
 _MOST_MISSED: Final = 5e-3
 
 
@@ -37,12 +27,16 @@ class Search:
     """Collects schedules for one budget and remembers the cheapest that fits.
 
     Attributes:
-        problem: the graph.
+        problem: the step.
         budget_bytes: what a schedule must fit.
         deadline_s: ``time.monotonic()`` after which nothing new is started; None for none.
-        whole: the search over the whole step, where this one is over another form of it: what is offered here must fit
-            there, and where it does not, this budget sinks by what it missed.
+        whole: the search over the whole step, where this one is over a reduced or reordered form of it. A schedule
+            that is offered here must fit there, too; where it misses, this budget sinks by as many bytes.
         translate: makes a schedule of the whole step from one of this form.
+        thorough: False in one of many short searches, where a method should spend no extra work on a small step.
+        best: the cheapest schedule so far that fits, None for none.
+        best_time_s: its seconds.
+        fallbacks: schedules that a method knows whatever the budget is; see ``result``.
     """
 
     problem: Problem
@@ -50,13 +44,19 @@ class Search:
     deadline_s: float | None = None
     whole: Search | None = None
     translate: Callable[[Sequence[int]], tuple[int, ...]] = tuple
+    thorough: bool = True
     best: tuple[int, ...] | None = None
-    best_time_s: float = field(default=float("inf"))
+    best_time_s: float = math.inf
+    fallbacks: list[tuple[int, ...]] = field(default_factory=list)
 
     @property
     def expired(self) -> bool:
-        """Is the time used up?"""
-        return self.deadline_s is not None and time.monotonic() > self.deadline_s
+        """Whether the time is used up."""
+        return self.deadline_s is not None and time.monotonic() >= self.deadline_s
+
+    def left_s(self, most_s: float) -> float:
+        """The seconds until the deadline, but at most so many; 0 or less where the time is used up."""
+        return most_s if self.deadline_s is None else min(most_s, self.deadline_s - time.monotonic())
 
     def reduced(self) -> Search:
         """A search over the reduced step, which offers what it finds to this one."""
@@ -69,7 +69,7 @@ class Search:
         def translate(schedule: Sequence[int]) -> tuple[int, ...]:
             return tuple(order[op] for op in schedule)
 
-        return Search(in_order(self.problem, order), self.budget_bytes, self.deadline_s, self, translate)
+        return Search(self.problem.in_order(order), self.budget_bytes, self.deadline_s, self, translate)
 
     def offer(self, schedule: Sequence[int]) -> int:
         """Judge a schedule; it becomes the best if it fits and costs less. Returns its peak in bytes."""
@@ -116,7 +116,7 @@ class Search:
                 distance_power=distance_power,
                 forward_share=forward_share,
                 patience=0.05,
-                max_runs=4 * self.problem.count + 100,
+                max_runs=_MOST_RUNS_PER_OP * self.problem.count + 100,
                 deadline_s=self.deadline_s,
             )
         except TooManyRuns:
@@ -124,131 +124,25 @@ class Search:
         self.offer_improved(schedule)
 
     def result(self, fallbacks: Iterable[Sequence[int]]) -> tuple[int, ...]:
-        """The best schedule; else the best of what the budget makes of the fallbacks, or the one of the smallest peak.
+        """The best schedule; where none fits yet, the cheapest fallback that does, else the one of the smallest peak.
 
         Fallbacks must not depend on the budget: the smallest peak that they reach is then reached again when it
         is asked for as a budget.
         """
-        if self.best is not None:
-            return self.best
+        known = self.best
+        if known is not None:
+            return known
         reached = []
         for schedule in (self.problem.graph.plain_schedule, *fallbacks):
             peak_bytes = self.offer(schedule)
             if peak_bytes <= self.budget_bytes:
-                self.offer(_spared(self.problem, tuple(schedule), self.budget_bytes))
+                self.offer(without_spare_runs(self.problem, tuple(schedule), self.budget_bytes))
             reached.append((peak_bytes, simulate(self.problem.graph, schedule).time_s, tuple(schedule)))
-        return self._chosen() or min(reached)[2]
-
-    def _chosen(self) -> tuple[int, ...] | None:
-        return self.best
+        return self.best if self.best is not None else min(reached)[2]
 
 
-def smallest_peak_schedules(problem: Problem) -> list[tuple[int, ...]]:
-    """Schedules that aim at the smallest peak, whatever the budget; deterministic, and not bound by time.
-
-    Eviction, with the budget bisected on a logarithmic scale between the largest op and the plain peak; then
-    once more just under the smallest peak reached; and nested recomputation where the step is a chain of blocks. All
-    in program order on the reduced step. Complexity: some twenty replays, once for a problem.
-    """
-    if problem not in _smallest_known:
-        _smallest_known[problem] = _find_smallest_peak(problem)
-    return _smallest_known[problem]
-
-
-_smallest_known: weakref.WeakKeyDictionary[Problem, list[tuple[int, ...]]] = weakref.WeakKeyDictionary()
-
-
-def _find_smallest_peak(problem: Problem) -> list[tuple[int, ...]]:
-    from remat.planners.methods.block_chain import BlockChain
-
-    condensed = Condensed.of(problem)
-    found: dict[tuple[int, ...], int] = {}
-
-    def note(schedule: tuple[int, ...]) -> int:
-        whole = condensed.expand(without_idle_runs(condensed.problem, schedule))
-        found[whole] = simulate(problem.graph, whole).peak_bytes
-        return found[whole]
-
-    def note_whole(schedule: tuple[int, ...]) -> int:
-        found[schedule] = simulate(problem.graph, schedule).peak_bytes
-        return found[schedule]
-
-    _evict_to_the_smallest(condensed.problem, problem.largest_step_bytes, note)
-    if problem.count <= _MOST_OPS_TWICE:
-        # Neither form is always the better one for a rule of thumb.
-        _evict_to_the_smallest(problem, problem.largest_step_bytes, note_whole)
-    if condensed.problem.count <= _MOST_OPS_NESTED:
-        nested = BlockChain.of(condensed.problem).smallest()
-        if nested is not None:
-            note(nested)
-    smallest = min(found.values(), default=problem.plain.peak_bytes)
-    reached = next((s for s, peak in found.items() if peak == smallest), problem.graph.plain_schedule)
-    squeezed = _ask_for_less(problem, squeeze(problem, reached))
-    smallest = simulate(problem.graph, squeezed).peak_bytes
-    candidates = [squeezed, *(schedule for schedule, peak in found.items() if peak == smallest)]
-    return [_spared(problem, schedule, smallest) for schedule in dict.fromkeys(candidates)]
-
-
-def _ask_for_less(problem: Problem, reached: tuple[int, ...]) -> tuple[int, ...]:
-    """On a small graph, where a rule of thumb easily misses: what the methods find for ever smaller budgets."""
-    from remat.planners.methods.dtr import evict
-    from remat.planners.methods.gap_lp import round_gap_lp
-    from remat.planners.methods.keep_milp import round_keep_milp
-    from remat.planners.methods.peak_greedy import drop_greedily
-    from remat.planners.methods.simulated_annealing import anneal
-
-    if problem.count > _MOST_OPS_ASKED:
-        return reached
-    peak_bytes = simulate(problem.graph, reached).peak_bytes
-    for share in _SHARES_ASKED:
-        while peak_bytes > problem.largest_step_bytes:
-            search = Search(problem, max(problem.largest_step_bytes, int(share * peak_bytes)))
-            for strategy in (drop_greedily, evict, round_keep_milp, round_gap_lp, partial(anneal, thorough=False)):
-                if search.best is None:
-                    strategy(search)
-            if search.best is None:
-                break
-            reached = search.best
-            peak_bytes = simulate(problem.graph, reached).peak_bytes
-    return reached
-
-
-def _spared(problem: Problem, schedule: tuple[int, ...], budget_bytes: int) -> tuple[int, ...]:
+def without_spare_runs(problem: Problem, schedule: tuple[int, ...], budget_bytes: int) -> tuple[int, ...]:
     """Without the runs that the budget can spare, unless the schedule is so long that looking takes too much time."""
     if len(schedule) > _MOST_RUNS_PER_OP * problem.count:
         return schedule
     return undrop(problem, schedule, budget_bytes, most_tries=_MOST_TRIES)
-
-
-def _evict_to_the_smallest(problem: Problem, least_bytes: int, note: Callable[[tuple[int, ...]], int]) -> None:
-    """Evict under budgets that close in on the smallest one that is kept; ``note`` judges what was found."""
-    pinned = problem.graph.pinned_bytes
-    peaks: list[int] = [problem.plain.peak_bytes]
-
-    def attempt(budget_bytes: int, distance_power: float) -> int | None:
-        try:
-            schedule = rematerialize(
-                problem,
-                problem.no_drops(),
-                budget_bytes,
-                distance_power=distance_power,
-                forward_share=0.8,
-                patience=0.05,
-                max_runs=_MOST_RUNS_PER_OP * problem.count + 100,
-            )
-        except TooManyRuns:
-            return None
-        peaks.append(note(schedule))
-        return peaks[-1]
-
-    low = max(least_bytes - pinned, 1)
-    high = max(problem.plain.peak_bytes - pinned, low)
-    for _ in range(_BISECTIONS):
-        middle = math.isqrt(low * high)
-        peak = attempt(pinned + middle, 0.5)
-        if peak is not None and peak <= pinned + _MARGIN * middle:
-            high = middle
-        else:
-            low = middle
-    for factor in (1.0, 0.98):
-        attempt(pinned + int(factor * (min(peaks) - pinned)), 1.0)

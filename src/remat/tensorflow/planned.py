@@ -12,7 +12,7 @@ from remat.running.cost_model import device_here, get_profile
 from remat.tensorflow.api.checkpoints import chosen_plan
 from remat.tensorflow.emit.emit import Rewritten, emit
 from remat.tensorflow.peak.candidates import CompiledFunction, ExecutedFunction, FunctionCandidate
-from remat.tensorflow.peak.device import current_device, resident_elsewhere_bytes
+from remat.tensorflow.peak.device import appended_bytes, current_device, resident_elsewhere_bytes
 from remat.tensorflow.trace.func_graph import FunctionToPlan, TracedStep, trace_func_graph
 
 _log = logging.getLogger("remat")
@@ -84,4 +84,7 @@ def _executed(function: FunctionToPlan, step: TracedStep) -> ExecutedFunction:
 
 
 def _resident_bytes(function: FunctionToPlan) -> int:
-    return resident_elsewhere_bytes(function.func_graph, function.input_shapes, function.carried)
+    elsewhere_bytes = resident_elsewhere_bytes(function.func_graph, function.input_shapes, function.carried)
+    if not function.carried:
+        return elsewhere_bytes
+    return elsewhere_bytes + function.iterations * appended_bytes(function.func_graph, function.input_shapes)

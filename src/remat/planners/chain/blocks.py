@@ -15,8 +15,9 @@ from typing import Final
 import numpy as np
 
 from remat.core.graph import Graph, Op, Tensor
+from remat.core.simulator import bytes_alive
+from remat.planners.view.board import Board
 from remat.planners.view.problem import IntArray
-from remat.planners.walk.board import Board
 
 MOST_BLOCKS: Final = 56
 """Cuts beyond this number are merged away, the widest first."""
@@ -109,11 +110,8 @@ class _Chain:
     def cuts(self, *, with_gradients: bool) -> list[int]:
         """The ops behind which to cut, rising; the last block ends at the turning point."""
         forward = self.made <= self.turn
-        change = np.zeros(self.problem.count + 2, dtype=np.int64)
         until = np.minimum(self.last_forward, self.turn)
-        np.add.at(change, self.made[forward], self.size[forward])
-        np.subtract.at(change, until[forward], self.size[forward])
-        crossing = np.cumsum(change)
+        crossing = bytes_alive(self.made[forward], until[forward], self.size[forward], self.problem.count + 1)
         stored = np.zeros(self.problem.count + 2, dtype=np.int64)
         waits = forward & (self.first_backward >= 0)
         np.add.at(stored, self.made[waits], self.size[waits])
@@ -149,10 +147,7 @@ class _Chain:
         # What waits long passes by: gradients of skip connections, and of weights.
         long = _LONG * (self.problem.count - self.turn)
         wait = (self.made > self.turn) & (self.last - self.made < long)
-        change = np.zeros(self.problem.count + 2, dtype=np.int64)
-        np.add.at(change, self.made[wait] + 1, self.size[wait])
-        np.subtract.at(change, self.last[wait] + 1, self.size[wait])
-        waiting = np.cumsum(change)
+        waiting = bytes_alive(self.made[wait] + 1, self.last[wait] + 1, self.size[wait], self.problem.count + 1)
         return {cut: float(waiting[self._begin(cut)]) for cut in cuts}
 
     def _begin(self, end: int) -> int:
@@ -194,16 +189,14 @@ class _Chain:
         tensors = tuple(Tensor(0 if s in zero else problem.size[s]) for s in touched)
 
         def local(op: int) -> Op:
-            lent = board.problem.graph.ops[op].in_place
-            roots = problem.graph.roots
-            pairs = [(number[roots[a]], number[b]) for a, b in lent if roots[a] in number and b in number and b in own]
+            pairs = [pair for pair in problem.takeovers[op] if pair.source in number and pair.target in own]
             return Op(
                 inputs=tuple(number[s] for s in board.reads[op]),
                 outputs=tuple(number[s] for s in board.makes[op]),
                 time_s=board.repeat_time_s[op],
                 recomputable=board.repeatable[op],
                 workspace_bytes=beside[op],
-                in_place=tuple(pairs),
+                in_place=tuple((number[pair.source], number[pair.target]) for pair in pairs),
             )
 
         between = Op(outputs=tuple(number[s] for s in coming), recomputable=False)
@@ -237,11 +230,11 @@ class _Chain:
             return 0, {}
         beside = np.array([s not in counted for s in self.followed], dtype=np.bool_)
         alive = (self.made > self.turn) & beside & (self.made < stop) & (self.last >= start)
-        change = np.zeros(stop - start + 1, dtype=np.int64)
-        np.add.at(change, np.maximum(self.made[alive], start) - start, self.size[alive])
-        np.subtract.at(change, np.minimum(self.last[alive], stop - 1) + 1 - start, self.size[alive])
+        born = np.maximum(self.made[alive], start) - start
+        gone = np.minimum(self.last[alive], stop - 1) + 1 - start
+        passing = bytes_alive(born, gone, self.size[alive], stop - start)
         ops = np.array([op for op in range(start, stop) if self.board.counts[op]], dtype=np.int64)
-        level = np.cumsum(change)[ops - start] + self.board.base_bytes[ops] + self.workspace[ops]
+        level = passing[ops - start] + self.board.base_bytes[ops] + self.workspace[ops]
         grain = max(1, self.problem.plain.peak_bytes // _GRAINS)
         least = int(level.min())
         more = -(-(level - least) // grain) * grain

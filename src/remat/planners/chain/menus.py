@@ -9,14 +9,14 @@ from typing import Final
 import numpy as np
 
 from remat.core.graph import Graph
-from remat.core.simulator import simulate
-from remat.planners.methods.peak_greedy import cheapest_gap
+from remat.core.simulator import simulate, storage_lifetimes
+from remat.planners.replay.greedy import cheapest_gap
 from remat.planners.replay.improve import undrop
 from remat.planners.replay.rematerialize import rematerialize
 from remat.planners.replay.residents import TooManyRuns
+from remat.planners.view.board import Board, expand
 from remat.planners.view.problem import BoolArray, Problem
 from remat.planners.walk.annealing import Walk
-from remat.planners.walk.board import Board, expand
 
 _LEVELS: Final = 8
 _PEAKS: Final = (0.85, 0.7, 0.55, 0.45, 0.37, 0.3)
@@ -152,20 +152,12 @@ def _stages(problem: Problem, turn: int) -> Iterator[BoolArray]:
 def option_of(graph: Graph, turn: int, schedule: Sequence[int]) -> Option:
     """What a schedule of a block amounts to."""
     timeline = simulate(graph, schedule)
+    lifetimes = storage_lifetimes(graph, schedule)
     at = schedule.index(turn)
-    coming = set(graph.ops[turn].outputs)
-    pinned = set(graph.inputs)
-    made = {t for op in schedule[:at] for t in graph.ops[op].outputs}
-    stored: set[int] = set()
-    for op in reversed(schedule[at + 1 :]):
-        stored -= set(graph.ops[op].outputs)
-        stored |= set(graph.ops[op].inputs)
-    later = {t for op in schedule[at + 1 :] for t in graph.ops[op].outputs}
-    stored |= {t for t in graph.outputs if t not in later}
-    stored = (stored & made) - coming - pinned
+    stored = frozenset(lifetimes.tensor[(lifetimes.birth < at) & (at < lifetimes.last)].tolist())
     return Option(
         tuple(schedule),
-        frozenset(stored),
+        stored,
         sum(graph.tensors[t].size_bytes for t in stored),
         max(timeline.bytes[:at], default=0),
         max(timeline.bytes[at:]),

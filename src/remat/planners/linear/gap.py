@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from remat.planners.linear.highs import solve
-from remat.planners.linear.model import LinearModel
+from remat.core.simulator import bytes_alive
+from remat.planners.linear.highs import LinearModel, solve
 from remat.planners.view.problem import FloatArray, IntArray, Problem
 
 
@@ -56,10 +56,8 @@ def build_gap_model(problem: Problem, budget_bytes: int) -> GapModel:
     maker = np.array(problem.made_by, dtype=np.int64)[problem.gap_storage]
     free = spans & can_run_again[maker] if len(maker) else spans
     fixed = np.flatnonzero(spans & ~free)
-    change = np.zeros(len(steps) + 1, dtype=np.int64)
-    np.add.at(change, first[fixed], problem.gap_size[fixed])
-    np.subtract.at(change, last[fixed] + 1, problem.gap_size[fixed])
-    capacity = (room[steps] - np.cumsum(change)[: len(steps)]).astype(np.float64)
+    fixed_bytes = bytes_alive(first[fixed], last[fixed] + 1, problem.gap_size[fixed], len(steps))
+    capacity = (room[steps] - fixed_bytes).astype(np.float64)
     gaps = np.flatnonzero(free)
     made = [sum(problem.size[s] for s in problem.storages_made[op]) for op in range(problem.count)]
     share = np.array(

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final
 
 import numpy as np
 
-from remat.planners.linear.highs import solve
-from remat.planners.linear.model import ModelBuilder
+from remat.planners.linear.highs import ModelBuilder, solve
+from remat.planners.view.board import Board
 from remat.planners.view.problem import Problem
-from remat.planners.walk.board import Board
 
 _LEVELS: Final = 2
+_ROUNDS: Final = 60
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class StageModel:
     def _add_variables(self) -> None:
         problem, board, part = self.problem, self.board, self.part
         last = problem.last_demand
-        final = {s: problem.count if board.forever[s] else min(last[s], problem.count) for s in problem.storages}
+        final = {s: problem.count if problem.forever[s] else min(last[s], problem.count) for s in problem.storages}
         for s in self._followed:
             first = problem.made_by[s] + 1
             if first <= part.first and s in part.there:
@@ -109,7 +110,7 @@ class StageModel:
             self.builder.add_row(self._there(stage, s), 1.0, np.inf)
         for s in self._followed:
             made = problem.made_by[s]
-            if stage == problem.count and board.forever[s]:
+            if stage == problem.count and problem.forever[s]:
                 self.builder.add_row(self._there(stage, s), 1.0, np.inf)
             later = self.kept.get((stage + 1, s))
             if later is not None and made < stage:
@@ -132,6 +133,22 @@ class StageModel:
     def _own_bytes(self, op: int) -> int:
         own = {*self.board.reads[op], *self.board.makes[op]}
         return sum(self.problem.size[s] for s in own) + self.problem.graph.ops[op].workspace_bytes
+
+    def optimum(self, deadline_s: float, most_nodes: int | None = None) -> list[int] | None:
+        """The runs of the optimum; None where there is none, or the time ends first.
+
+        The memory rows of recomputations are added where a solution breaks them, until none is broken.
+        """
+        for _ in range(_ROUNDS):
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                return None
+            values = self.solve(left_s, most_nodes)
+            if values is None:
+                return None
+            if not self.add_broken_rows(values):
+                return self.order(values)
+        return None
 
     def solve(self, time_limit_s: float, most_nodes: int | None = None) -> list[bool] | None:
         """The solution of the rows so far; None where there is none, or a limit ends the search first."""
@@ -181,7 +198,7 @@ class StageModel:
                 for reader in problem.consumers[s]
                 if op < reader <= stage
             )
-            wanted |= stage == problem.count and board.forever[s]
+            wanted |= stage == problem.count and problem.forever[s]
             if there and wanted and not self._made_again_later(values, stage, op, s):
                 total += problem.size[s]
         return total
@@ -206,7 +223,7 @@ class StageModel:
             wanted = [self.kept.get((stage + 1, s))]
             readers = [r for r in problem.consumers[s] if op < r <= stage]
             wanted += [self.again.get((stage, r)) for r in readers if r < stage]
-            always = stage in readers or (stage == problem.count and board.forever[s])
+            always = stage in readers or (stage == problem.count and problem.forever[s])
             live = self.builder.add_column()
             for first in (column for column in there if column is not None):
                 # A later run of the maker may replace it; then it need not live on.

@@ -23,7 +23,7 @@ from functools import cached_property
 
 import numpy as np
 
-from remat.planners.linear.model import LinearModel, ModelBuilder
+from remat.planners.linear.highs import LinearModel, ModelBuilder
 from remat.planners.view.problem import IntArray, Problem
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from remat.core.graph import Graph
-from remat.planners.registry import register
+from remat.planners.registry import strategy
 from remat.planners.replay.rematerialize import rematerialize
 from remat.planners.replay.residents import TooManyRuns
 from remat.planners.search import Search
@@ -14,10 +13,11 @@ from remat.planners.view.problem import BoolArray, FloatArray, IntArray, Problem
 _FAMILY = 120
 _LEVELS = 100
 _SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
+_SHARES_OF_BUDGET = (1.3, 1.1, 1.0, 0.9, 0.75, 0.6)
 
 
-@register("lower_set")
-def lower_set(graph: Graph, budget_bytes: int, *, time_limit_s: float | None = None) -> tuple[int, ...]:
+@strategy("lower_set", has_fallbacks=True)
+def lower_set(search: Search) -> None:
     """Kusumoto et al. 2019, "A Graph Theoretic Framework of Recomputation" (arXiv:1905.11722).
 
     The approximate method: lower sets are ancestor closures of single forward ops. A chain of lower sets cuts the
@@ -29,18 +29,14 @@ def lower_set(graph: Graph, budget_bytes: int, *, time_limit_s: float | None = N
     Optimal within its family, up to the scale, on graphs whose backward part mirrors the forward one. Complexity:
     O(family^2 * levels) in numpy.
     """
-    problem = Problem.of(graph)
-    search = Search(problem, budget_bytes)
-    search.offer(graph.plain_schedule)
-    if search.best is not None:
-        return search.best
+    problem = search.problem
     programme = _Programme(problem)
-    pinned = graph.pinned_bytes
+    pinned = problem.graph.pinned_bytes
     # Budgets that do not depend on the one asked for, so that the smallest peak can be reached again.
     scale = [int(share * (problem.plain.peak_bytes - pinned)) for share in _SHARES]
-    schedules = []
+    near = [int(share * (search.budget_bytes - pinned)) for share in _SHARES_OF_BUDGET]
     decisions: set[bytes] = set()
-    for bytes_ in [*(int(f * (budget_bytes - pinned)) for f in (1.3, 1.1, 1.0, 0.9, 0.75, 0.6)), *scale]:
+    for bytes_ in [*near, *scale]:
         drop = programme.drops(bytes_)
         key = np.packbits(drop).tobytes()
         if key in decisions and bytes_ not in scale:
@@ -52,8 +48,7 @@ def lower_set(graph: Graph, budget_bytes: int, *, time_limit_s: float | None = N
             continue
         search.offer(schedule)
         if bytes_ in scale:
-            schedules.append(schedule)
-    return search.result(schedules)
+            search.fallbacks.append(schedule)
 
 
 class _Programme:

@@ -2,115 +2,37 @@
 
 from __future__ import annotations
 
-import dataclasses
-import time
+from typing import Final
 
-import numpy as np
+from remat.planners.registry import strategy
+from remat.planners.replay.greedy import greedy_drops
+from remat.planners.search import Search
 
-from remat.core.graph import Graph
-from remat.planners.registry import register
-from remat.planners.search import Search, smallest_peak_schedules
-from remat.planners.view.problem import BoolArray, FloatArray, IntArray, Problem
-
-_DEFLATIONS = (1.0, 0.97, 0.93, 0.88)
+_DEFLATIONS: Final = (1.0, 0.97, 0.93, 0.88)
 
 
-@register("peak_greedy")
-def peak_greedy(graph: Graph, budget_bytes: int, *, time_limit_s: float | None = None) -> tuple[int, ...]:
+@strategy("peak_greedy", default_limit_s=10.0)
+def peak_greedy(search: Search) -> None:
     """Greedy over the gaps at the peak, for several deflated budgets; then eviction for what it missed, and undrop.
 
     A heuristic without guarantee, known from register allocation as spilling by cost per use (Chaitin 1982,
     doi:10.1145/872726.806984). Complexity: O(gaps) numpy work per dropped gap.
     """
-    search = Search(Problem.of(graph), budget_bytes, time.monotonic() + (time_limit_s or 10.0))
-    search.offer(graph.plain_schedule)
-    if search.best is None and budget_bytes >= search.problem.largest_step_bytes:
-        drop_greedily(search)
-    return search.result(smallest_peak_schedules(search.problem) if search.best is None else ())
-
-
-def drop_greedily(search: Search) -> None:
-    """Offer the greedy's schedules for several deflated budgets to a search."""
-    pinned = search.problem.graph.pinned_bytes
     for deflation in _DEFLATIONS:
         if not search.expired:
-            drop = greedy_drops(
-                search.problem, pinned + int((search.budget_bytes - pinned) * deflation), search.deadline_s
-            )
-            search.offer_decision(drop, search.budget_bytes)
+            _drop_greedily(search, deflation)
 
 
-def drop_unhurried(search: Search) -> None:
-    """Offer the greedy's first schedule that fits, however late it is, to a search that has none yet."""
-    if (search.whole or search).best is not None:
-        return
-    unhurried = dataclasses.replace(search, deadline_s=None)
-    pinned = search.problem.graph.pinned_bytes
+def drop_at_once(search: Search) -> None:
+    """Offer the greedy's first schedule that fits, to a search that has none; the time, used up or not, is ignored."""
+    search.deadline_s = None
     for deflation in _DEFLATIONS:
-        if unhurried.best is None:
-            drop = greedy_drops(search.problem, pinned + int((search.budget_bytes - pinned) * deflation))
-            unhurried.offer_decision(drop, search.budget_bytes)
-    if unhurried.best is not None:
-        search.offer(unhurried.best)
+        if search.best is None:
+            _drop_greedily(search, deflation)
 
 
-def greedy_drops(problem: Problem, budget_bytes: int, deadline_s: float | None = None) -> BoolArray:
-    """The gaps to drop so that the stored bytes fit; what recomputation itself needs is not counted.
-
-    At ``deadline_s``, in ``time.monotonic()``, the gaps chosen so far come back.
-    """
-    drop = problem.no_drops()
-    if not problem.count:
-        return drop
-    load = np.array(problem.plain.bytes, dtype=np.int64)
-    start, end, size = problem.gap_start, problem.gap_end, problem.gap_size
-    open_ = problem.may_drop & (size > 0)
-    cost = np.array([problem.op_time_s[problem.made_by[int(s)]] for s in problem.gap_storage], dtype=np.float64)
-    settled = np.zeros(problem.count, dtype=np.bool_)
-    while True:
-        peak = int(np.argmax(np.where(settled, -1, load)))
-        expired = deadline_s is not None and time.monotonic() > deadline_s
-        if settled[peak] or load[peak] <= budget_bytes or expired:
-            return drop
-        candidates = np.flatnonzero(open_ & (start < peak) & (end > peak))
-        if not len(candidates):
-            settled[peak] = True
-            continue
-        gap = cheapest_gap(problem, drop, candidates, cost)
-        open_[gap] = False
-        drop[gap] = True
-        load[start[gap] + 1 : end[gap]] -= size[gap]
-
-
-def cheapest_gap(problem: Problem, drop: BoolArray, candidates: IntArray, cost: FloatArray) -> int:
-    """The candidate with the least time per byte; ``cost`` is brought up to date for those that come first."""
-    score = cost[candidates] / problem.gap_size[candidates]
-    for _ in range(len(candidates)):
-        best = int(np.argmin(score))
-        gap = int(candidates[best])
-        exact = _time_to_remake(problem, drop, gap)
-        if exact <= cost[gap] * (1 + 1e-9):
-            break
-        cost[gap] = exact
-        score[best] = exact / problem.gap_size[gap]
-    return int(candidates[int(np.argmin(score))])
-
-
-def _time_to_remake(problem: Problem, drop: BoolArray, gap: int) -> float:
-    """Seconds to recompute a gap's storage at its end, with the ancestors that are missing there."""
-    when = int(problem.gap_end[gap])
-    pending = [problem.made_by[int(problem.gap_storage[gap])]]
-    seen = set(pending)
-    total, limit = 0.0, problem.graph.time_s
-    while pending and total < limit:
-        op = pending.pop()
-        total += problem.op_time_s[op]
-        for s in problem.storages_read[op]:
-            maker = problem.made_by[s]
-            if maker in seen or problem.small[s] or not problem.droppable[s]:
-                continue
-            last_use = int(np.searchsorted(problem.uses[s], when)) - 1
-            if drop[problem.first_gap[s] + last_use]:
-                seen.add(maker)
-                pending.append(maker)
-    return total
+def _drop_greedily(search: Search, deflation: float) -> None:
+    pinned = search.problem.graph.pinned_bytes
+    inner_budget_bytes = pinned + int((search.budget_bytes - pinned) * deflation)
+    drop = greedy_drops(search.problem, inner_budget_bytes, search.deadline_s)
+    search.offer_decision(drop, search.budget_bytes)

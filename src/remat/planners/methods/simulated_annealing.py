@@ -1,4 +1,4 @@
-"""Simulated annealing, as a planner of its own and as the strategy of ``auto`` that finds orders."""
+"""Simulated annealing: over recomputations, and over the order too where the graph leaves it free."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ import math
 import time
 from typing import Final
 
-from remat.core.graph import Graph
 from remat.planners.linear.gap import build_gap_model, solve_gap_model
-from remat.planners.registry import register
-from remat.planners.search import Search, smallest_peak_schedules
-from remat.planners.view.problem import Problem
+from remat.planners.registry import strategy
+from remat.planners.search import Search
+from remat.planners.view.board import Board, expand
 from remat.planners.walk.annealing import Walk
-from remat.planners.walk.board import Board, expand
 from remat.planners.walk.orders import low_memory_order
 
 _ROUNDS: Final = ((5.0, 0.5), (0.0, 0.4), (1.5, 0.5), (5.0, 0.5), (0.0, 0.5), (0.0, 1.0))
@@ -38,10 +36,11 @@ _NO_GAP: Final = 2e-4
 _TIGHTENINGS: Final = 3
 _MOST_IDLE_ROUNDS: Final = 3
 _FEWEST_STEPS: Final = 2000
+_MOST_S_OF_BOUND: Final = 2.0
 
 
-@register("simulated_annealing")
-def simulated_annealing(graph: Graph, budget_bytes: int, *, time_limit_s: float | None = None) -> tuple[int, ...]:
+@strategy("simulated_annealing")
+def simulated_annealing(search: Search) -> None:
     """Walk from the plain schedule, over recomputations and, where the graph leaves it free, over the order.
 
     Imanishi et al. 2023, "A fast heuristic to optimize time-space tradeoff for large models" (FastSA, NeurIPS 2023),
@@ -49,55 +48,50 @@ def simulated_annealing(graph: Graph, budget_bytes: int, *, time_limit_s: float 
     Without a time limit it is deterministic. Complexity: up to 800 edits per op and 400,000 in all, each of O(1) range
     additions in numpy.
     """
-    deadline_s = None if time_limit_s is None else time.monotonic() + time_limit_s
-    search = Search(Problem.of(graph), budget_bytes, deadline_s)
-    search.offer(graph.plain_schedule)
-    if search.best is None and budget_bytes >= search.problem.largest_step_bytes:
-        anneal(search)
-    return search.result(smallest_peak_schedules(search.problem) if search.best is None else ())
-
-
-def anneal(search: Search, *, thorough: bool = True) -> None:
-    """Offer what annealing finds, in a free order from one that needs little memory, then from the best known.
-
-    Where the order is fixed, the step is small and it is to be ``thorough``, many edits are tried from the start, too.
-    """
     problem = search.problem
     board = Board(problem, whole=problem.graph.free_order)
-    count = problem.count
-    if not count or (not any(board.repeatable) and not board.whole):
+    if search.expired or not problem.count:
         return
-    if not board.whole:
-        counted = sum(board.counts)
-        steps = min(_MOST_FIXED_STEPS, _FIXED_STEPS_PER_RUN * counted)
-        if search.best is not None:
-            # The longer the schedule, the longer each edit takes.
-            steps = steps * count // len(search.best)
-        is_small = thorough and counted <= _SMALL
-        if search.best is None or is_small:
-            # On a small step many edits take little time, and find what no rule of thumb does.
-            fresh = max(4 * steps, min(_FRESH_STEPS, _FRESH_STEPS_PER_RUN * counted) if is_small else 0)
-            heats, share = (_HEATS_OF_SMALL, 0.3) if is_small else (_HEATS, 0.7)
-            for seed, heat in enumerate(heats):
-                hot, part = _hot(board, heat), fresh // len(heats)
-                _cool(search, board, seed, hot, _COLD, part, _part(search, share), fresh=True)
-        _cool(search, board, _LAST_SEED, _WARM, _COLDEST, steps, search.deadline_s)
-        return
-    extra_s, bound_s = search.best_time_s - problem.graph.time_s, _bound_s(search)
+    if board.whole:
+        _anneal_order_too(search, board)
+    elif any(board.repeatable):
+        _anneal_recomputations(search, board)
+
+
+def _anneal_recomputations(search: Search, board: Board) -> None:
+    """Offer what a short walk finds from the best schedule known; before it, on small steps, walks from the start."""
+    counted = sum(board.counts)
+    steps = min(_MOST_FIXED_STEPS, _FIXED_STEPS_PER_RUN * counted)
+    if search.best is not None:
+        # The longer the schedule, the longer each edit takes.
+        steps = steps * search.problem.count // len(search.best)
+    is_small = search.thorough and counted <= _SMALL
+    if search.best is None or is_small:
+        # On a small step many edits take little time, and find what no rule of thumb does.
+        fresh = max(4 * steps, min(_FRESH_STEPS, _FRESH_STEPS_PER_RUN * counted) if is_small else 0)
+        heats, share = (_HEATS_OF_SMALL, 0.3) if is_small else (_HEATS, 0.7)
+        for seed, heat in enumerate(heats):
+            hot, part = _hot(board, heat), fresh // len(heats)
+            _cool(search, board, seed, hot, _COLD, part, _part(search, share), fresh=True)
+    _cool(search, board, _LAST_SEED, _WARM, _COLDEST, steps, search.deadline_s)
+
+
+def _anneal_order_too(search: Search, board: Board) -> None:
+    """Offer what walks find in turn, from an order that needs little memory and from the best schedule known."""
+    count, plain_s = search.problem.count, search.problem.graph.time_s
+    extra_s, bound_s = search.best_time_s - plain_s, _bound_s(search)
     # A bound for program order says nothing once another order goes below it.
     gap = extra_s - bound_s if bound_s <= extra_s else extra_s
-    if gap <= _NO_GAP * problem.graph.time_s:
+    if gap <= _NO_GAP * plain_s:
         return
     left = min(_MOST_STEPS, max(_FEWEST_STEPS, count * min(_STEPS_PER_OP, 10 * count)))
     idle = 0
     for seed, (heat, share) in enumerate(_ROUNDS):
         fresh = heat > 0
         before_s = search.best_time_s
-        if idle == _MOST_IDLE_ROUNDS:
+        if idle == _MOST_IDLE_ROUNDS or search.expired or before_s <= plain_s:
             return
-        if search.expired or search.best_time_s <= problem.graph.time_s:
-            return
-        if fresh and gap <= _SMALL_GAP * problem.graph.time_s:
+        if fresh and gap <= _SMALL_GAP * plain_s:
             continue
         steps = int(share * left)
         left -= steps
@@ -145,7 +139,8 @@ def _bound_s(search: Search) -> float:
     """The least extra time in program order, as far as the gap LP knows: how much there is to win."""
     if not math.isfinite(search.best_time_s):
         return 0.0
-    solution = solve_gap_model(build_gap_model(search.problem, search.budget_bytes), time_limit_s=2.0)
+    model = build_gap_model(search.problem, search.budget_bytes)
+    solution = solve_gap_model(model, time_limit_s=search.left_s(_MOST_S_OF_BOUND))
     return 0.0 if solution is None else solution.bound_s
 
 

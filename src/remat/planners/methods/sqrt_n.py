@@ -7,16 +7,16 @@ import math
 
 import numpy as np
 
-from remat.core.graph import Graph
-from remat.planners.registry import register
+from remat.core.simulator import bytes_alive
+from remat.planners.registry import strategy
 from remat.planners.replay.rematerialize import rematerialize
 from remat.planners.replay.residents import TooManyRuns
 from remat.planners.search import Search
 from remat.planners.view.problem import BoolArray, IntArray, Problem
 
 
-@register("sqrt_n")
-def sqrt_n(graph: Graph, budget_bytes: int, *, time_limit_s: float | None = None) -> tuple[int, ...]:
+@strategy("sqrt_n", has_fallbacks=True)
+def sqrt_n(search: Search) -> None:
     """Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost" (arXiv:1604.06174).
 
     The forward part ends where the plain schedule holds most idle bytes (``Problem.turning_point``). It is split
@@ -28,18 +28,13 @@ def sqrt_n(graph: Graph, budget_bytes: int, *, time_limit_s: float | None = None
     On a chain of N equal ops: O(sqrt N) memory for one extra forward. No optimality elsewhere. Complexity:
     O(steps) for each of O(log N) numbers of segments.
     """
-    search = Search(Problem.of(graph), budget_bytes)
-    search.offer(graph.plain_schedule)
-    if search.best is not None:
-        return search.best
-    schedules = []
     for segments in numbers_of_segments(search.problem):
         try:
-            schedules.append(rematerialize(search.problem, segment_drops(search.problem, segments)))
+            schedule = rematerialize(search.problem, segment_drops(search.problem, segments))
         except TooManyRuns:
             continue
-        search.offer(schedules[-1])
-    return search.result(schedules)
+        search.fallbacks.append(schedule)
+        search.offer(schedule)
 
 
 def numbers_of_segments(problem: Problem) -> list[int]:
@@ -103,10 +98,8 @@ def segment_drops(problem: Problem, segments: int, *, shrinking: bool = False, s
 def _forward_crossing_bytes(problem: Problem) -> IntArray:
     """For each forward op, bytes that the forward part itself still needs after it."""
     turn = problem.turning_point
-    change = np.zeros(turn + 2, dtype=np.int64)
-    for s in problem.storages:
-        inside = [use for use in problem.uses[s] if use <= turn]
-        if inside and inside[-1] > inside[0]:
-            change[inside[0]] += problem.size[s]
-            change[inside[-1]] -= problem.size[s]
-    return np.cumsum(change)
+    forward = [s for s in problem.storages if problem.made_by[s] <= turn]
+    born = np.array([problem.made_by[s] for s in forward], dtype=np.int64)
+    last = np.array([max(use for use in problem.uses[s] if use <= turn) for s in forward], dtype=np.int64)
+    size = np.array([problem.size[s] for s in forward], dtype=np.int64)
+    return bytes_alive(born, last, size, turn + 2)

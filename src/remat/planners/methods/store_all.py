@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from remat.core.graph import Graph
-from remat.planners.registry import register
+from remat.planners.registry import strategy
+from remat.planners.search import Search
 
 
-@register("store_all")
-def store_all(graph: Graph, budget_bytes: int, *, time_limit_s: float | None = None) -> tuple[int, ...]:
+@strategy("store_all", has_fallbacks=True)
+def store_all(search: Search) -> None:
     """Every op once, in program order, whatever the budget. Optimal wherever it fits; O(ops)."""
-    return graph.plain_schedule

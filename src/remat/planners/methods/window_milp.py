@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from typing import Final
 
-from remat.core.graph import Graph
 from remat.planners.linear.highs import solve
 from remat.planners.linear.window import WindowModel
-from remat.planners.registry import register
-from remat.planners.search import Search, smallest_peak_schedules
-from remat.planners.view.problem import BoolArray, Problem
+from remat.planners.registry import strategy
+from remat.planners.search import Search
+from remat.planners.view.problem import BoolArray
 
 _DEFLATIONS: Final = (1.0, 0.98, 0.95, 0.9)
 _SAMPLES: Final = 1
@@ -19,8 +17,8 @@ _MOST_NODES: Final = 100
 _MOST_S: Final = 5.0
 
 
-@register("window_milp")
-def window_milp(graph: Graph, budget_bytes: int, *, time_limit_s: float | None = None) -> tuple[int, ...]:
+@strategy("window_milp", default_limit_s=10.0)
+def window_milp(search: Search) -> None:
     """Solve the window MILP over the heaviest step for several deflated budgets, repair by eviction, then undrop.
 
     The model (:mod:`remat.planners.linear.window`) says what is kept across the heaviest step and what is made again
@@ -28,27 +26,18 @@ def window_milp(graph: Graph, budget_bytes: int, *, time_limit_s: float | None =
     coarser model than Checkmate's (Jain et al. 2020, arXiv:1910.02653) with a few hundred columns for thousands of ops;
     optimal within it up to 0.5 %.
     """
-    search = Search(Problem.of(graph), budget_bytes, time.monotonic() + (time_limit_s or 10.0))
-    search.offer(graph.plain_schedule)
-    if search.best is None and budget_bytes >= search.problem.largest_step_bytes:
-        round_window_milp(search)
-    return search.result(smallest_peak_schedules(search.problem) if search.best is None else ())
-
-
-def round_window_milp(search: Search) -> None:
-    """Offer the solutions of the window MILP to a search."""
     pinned = search.problem.graph.pinned_bytes
     for deflation in _DEFLATIONS:
-        left_s = _MOST_S if search.deadline_s is None else min(_MOST_S, search.deadline_s - time.monotonic())
+        left_s = search.left_s(_MOST_S)
         if left_s <= 0:
             return
         budget_bytes = pinned + int(deflation * (search.budget_bytes - pinned))
-        drop = decide(WindowModel(search.problem, budget_bytes, _SAMPLES, whole_numbers=True), left_s)
+        drop = _decision(WindowModel(search.problem, budget_bytes, _SAMPLES, whole_numbers=True), left_s)
         if drop is not None:
             search.offer_decision(drop, search.budget_bytes)
 
 
-def decide(model: WindowModel, time_limit_s: float) -> BoolArray | None:
+def _decision(model: WindowModel, time_limit_s: float) -> BoolArray | None:
     """Which gaps are dropped: those across a sample over which the solution does not keep the storage; None if none."""
     linear = model.linear
     if not model.kept:

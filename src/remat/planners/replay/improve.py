@@ -276,9 +276,8 @@ class _Sweep:
 
     def _credit(self, step: int, storage: int) -> int:
         """Bytes that an in-place output of the run at ``step`` may no longer take over from ``storage``."""
-        graph = self.problem.graph
-        pairs = graph.ops[self.schedule[step]].in_place
-        return sum(min(self.problem.size[storage], self.problem.size[t]) for s, t in pairs if graph.roots[s] == storage)
+        pairs = self.problem.takeovers[self.schedule[step]]
+        return sum(pair.saved_bytes for pair in pairs if pair.source == storage)
 
     def _end(self, instance: _Instance) -> int:
         if instance.forever:

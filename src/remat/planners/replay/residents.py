@@ -118,13 +118,11 @@ class Residents:
     def taken_over(self, op: int) -> int:
         """Bytes saved by outputs that take over the storage of inputs which are read for the last time."""
         saved, used = 0, set()
-        problem = self.problem
-        for source, target in problem.graph.ops[op].in_place:
-            s = problem.graph.roots[source]
-            last = not problem.is_pinned[source] and self.locks[s] == 1 and self.next_read(s) >= _NEVER
-            if last and s not in used and target not in used:
-                used |= {s, target}
-                saved += min(problem.size[s], problem.size[target])
+        for source, target, saved_bytes in self.problem.takeovers[op]:
+            is_last = self.locks[source] == 1 and self.next_read(source) >= _NEVER
+            if is_last and source not in used and target not in used:
+                used |= {source, target}
+                saved += saved_bytes
         return saved
 
     def retire(self, s: int) -> bool:

@@ -1,137 +1,60 @@
-"""A graph as planners see it: storages, their uses in program order, and the gaps between uses.
+"""A graph as planners see it: what may be dropped, and the gaps between uses in which it is.
 
-A *storage* is a root tensor that is not pinned; it goes by the root's tensor id. Views are fused into
-it: whatever reads a view uses the storage. A *gap* lies between two consecutive uses of a storage, the
-first of which is its birth; the last gap (the *tail*) is open. Every method decides about gaps: keep
-the storage across, or drop it and recompute it when it is next read.
+A *gap* lies between two consecutive uses of a storage, the first of which is its birth; the last gap (the *tail*) is
+open. Every method decides about gaps: keep the storage across, or drop it and recompute it when it is next read.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from remat.core.graph import Graph
-from remat.core.simulator import Timeline, simulate
+from remat.core.simulator import bytes_alive
+from remat.planners.view.liveness import BoolArray, FloatArray, IntArray, Liveness
 
-BoolArray = NDArray[np.bool_]
-IntArray = NDArray[np.int64]
-FloatArray = NDArray[np.float64]
+__all__ = ["BoolArray", "FloatArray", "IntArray", "Problem"]
 
-_SMALL_SHARE = 1e-4
-_SMALL_TOTAL_SHARE = 5e-3
-_TIED_SHARE = 0.95
+_SMALL_SHARE: Final = 1e-4
+_SMALL_TOTAL_SHARE: Final = 5e-3
+"""Of the plain peak: a storage up to the first, as long as all such together stay below the second, is never dropped.
+
+Both are judgements, not measured. Larger: planning gets faster and the smallest reachable peak rises by up to the
+second. Smaller: ops that cannot matter are searched, too.
+"""
+
+_TIED_SHARE: Final = 0.95
+"""A judgement: a chain has 1, layered graphs far less. Lower, and orders that save memory are not looked for."""
 
 
 @dataclass(frozen=True, eq=False)
-class Problem:
-    """Derived views of a graph that every planner needs; each is computed once.
-
-    Attributes:
-        graph: the graph to plan.
-    """
-
-    graph: Graph
+class Problem(Liveness):
+    """A step with what planners decide about it: each property is computed once."""
 
     @classmethod
     def of(cls, graph: Graph) -> Problem:
-        """The views of this graph, kept with it as its cached properties are: one graph is often planned again."""
+        """The problem of this graph, kept with it as its cached properties are: one graph is often planned again."""
         known: Problem | None = vars(graph).get("_problem")
         if known is None:
             known = vars(graph)["_problem"] = cls(graph)
         return known
 
-    @cached_property
-    def count(self) -> int:
-        """Number of ops; also the position of the virtual last use of the graph's outputs."""
-        return len(self.graph.ops)
-
-    @cached_property
-    def plain(self) -> Timeline:
-        """The timeline of the plain schedule."""
-        return simulate(self.graph, self.graph.plain_schedule)
-
-    @cached_property
-    def is_pinned(self) -> list[bool]:
-        """For each tensor, whether its storage is an input of the step."""
-        roots = self.graph.roots
-        pinned = {roots[t] for t in self.graph.inputs}
-        return [roots[t] in pinned for t in range(len(self.graph.tensors))]
-
-    @cached_property
-    def size(self) -> list[int]:
-        """For each tensor, the bytes of the storage that it owns; 0 for views and pinned tensors."""
-        return [
-            0 if pinned or tensor.alias_of is not None else tensor.size_bytes
-            for tensor, pinned in zip(self.graph.tensors, self.is_pinned, strict=True)
-        ]
-
-    @cached_property
-    def reads(self) -> list[tuple[int, ...]]:
-        """For each op, the tensors it reads that may be dropped, each once."""
-        return [tuple(t for t in dict.fromkeys(op.inputs) if not self.is_pinned[t]) for op in self.graph.ops]
-
-    @cached_property
-    def storages_read(self) -> list[tuple[int, ...]]:
-        """For each op, the storages it reads, directly or through views, each once."""
-        roots = self.graph.roots
-        return [tuple(dict.fromkeys(roots[t] for t in tensors)) for tensors in self.reads]
-
-    @cached_property
-    def storages_made(self) -> list[tuple[int, ...]]:
-        """For each op, the storages it makes."""
-        tensors = self.graph.tensors
-        return [tuple(t for t in op.outputs if tensors[t].alias_of is None) for op in self.graph.ops]
-
-    @cached_property
-    def storages(self) -> list[int]:
-        """All storages in the order in which they are first made."""
-        return [s for made in self.storages_made for s in made]
-
-    @cached_property
-    def views_elsewhere(self) -> list[bool]:
-        """For each op, whether it makes a view of one storage and reads another one that is not small."""
-        roots = self.graph.roots
-        result = []
-        for index, op in enumerate(self.graph.ops):
-            viewed = {roots[t] for t in op.outputs if roots[t] != t and not self.is_pinned[t]}
-            viewed -= set(self.storages_made[index])
-            others = [s for s in self.storages_read[index] if not self.small[s]]
-            result.append(any(v != s for v in viewed for s in others))
-        return result
-
-    @cached_property
-    def family(self) -> dict[int, list[int]]:
-        """For each storage, the tensors that live in it, itself first."""
-        roots = self.graph.roots
-        found: dict[int, list[int]] = {s: [s] for s in self.storages}
-        for op in self.graph.ops:
-            for t in op.outputs:
-                if roots[t] != t and not self.is_pinned[t]:
-                    found[roots[t]].append(t)
-        return found
-
-    @cached_property
-    def consumers(self) -> dict[int, list[int]]:
-        """For each storage, the ops that read it, directly or through views, rising."""
-        found: dict[int, list[int]] = {s: [] for s in self.storages}
-        for index, read in enumerate(self.storages_read):
-            for s in read:
-                found[s].append(index)
-        return found
-
-    @cached_property
-    def made_by(self) -> list[int]:
-        """For each tensor, the op that makes it; -1 for an input of the step."""
-        return [-1 if op is None else op for op in self.graph.producer]
-
-    @cached_property
-    def op_time_s(self) -> list[float]:
-        """For each op, its seconds."""
-        return [op.time_s for op in self.graph.ops]
+    def in_order(self, order: Sequence[int]) -> Problem:
+        """The same step with its ops in another order: op i is ``order[i]`` of this one."""
+        graph = self.graph
+        if tuple(order) == graph.plain_schedule:
+            return self
+        number = {op: i for i, op in enumerate(order)}
+        ops = tuple(
+            dataclasses.replace(graph.ops[op], after=tuple(number[other] for other in graph.ops[op].after))
+            for op in order
+        )
+        return Problem.of(dataclasses.replace(graph, ops=ops))
 
     @cached_property
     def droppable(self) -> list[bool]:
@@ -170,13 +93,16 @@ class Problem:
         return result
 
     @cached_property
-    def uses(self) -> dict[int, list[int]]:
-        """For each storage, its birth and the ops that read it, rising; the graph's outputs end with ``count``."""
+    def views_elsewhere(self) -> list[bool]:
+        """For each op, whether it makes a view of one storage and reads another one that is not small."""
         roots = self.graph.roots
-        found = {s: [self.made_by[s], *ops] for s, ops in self.consumers.items()}
-        for s in {roots[t] for t in self.graph.outputs if not self.is_pinned[t]}:
-            found[s].append(self.count)
-        return found
+        result = []
+        for index, op in enumerate(self.graph.ops):
+            viewed = {roots[t] for t in op.outputs if roots[t] != t and not self.is_pinned[t]}
+            viewed -= set(self.storages_made[index])
+            others = [s for s in self.storages_read[index] if not self.small[s]]
+            result.append(any(v != s for v in viewed for s in others))
+        return result
 
     @cached_property
     def last_demand(self) -> dict[int, int]:
@@ -244,43 +170,8 @@ class Problem:
     @cached_property
     def kept_bytes(self) -> IntArray:
         """For each op, bytes of storages that lie idle across it in the plain schedule."""
-        change = np.zeros(self.count + 2, dtype=np.int64)
         inner = ~self.is_tail
-        np.add.at(change, self.gap_start[inner] + 1, self.gap_size[inner])
-        np.subtract.at(change, self.gap_end[inner], self.gap_size[inner])
-        return np.cumsum(change)[: self.count]
-
-    @cached_property
-    def own_bytes(self) -> list[int]:
-        """For each op, bytes of its first run alone, beside the pinned ones: what it reads and makes, workspace."""
-        return [
-            sum(self.size[s] for s in {*self.storages_read[i], *self.storages_made[i]}) + op.workspace_bytes - saved
-            for i, (op, saved) in enumerate(zip(self.graph.ops, self.most_taken_over, strict=True))
-        ]
-
-    @cached_property
-    def largest_step_bytes(self) -> int:
-        """Bytes that no schedule can go below: the pinned ones and those of the op that needs most."""
-        return self.graph.pinned_bytes + max(self.own_bytes, default=0)
-
-    @cached_property
-    def most_taken_over(self) -> list[int]:
-        """For each op, an upper bound on the bytes that its in-place outputs can take over."""
-        roots = self.graph.roots
-        result = []
-        for op in self.graph.ops:
-            best: dict[int, int] = {}
-            for source, target in op.in_place:
-                bytes_ = 0 if self.is_pinned[source] else min(self.size[roots[source]], self.size[target])
-                best[target] = max(best.get(target, 0), bytes_)
-            result.append(sum(best.values()))
-        return result
-
-    @cached_property
-    def order_is_tied(self) -> bool:
-        """Whether nearly every op reads what the one before it makes: then there is no order to look for."""
-        tied = sum(any(self.made_by[t] == op - 1 for t in self.graph.ops[op].inputs) for op in range(1, self.count))
-        return tied >= _TIED_SHARE * (self.count - 1)
+        return bytes_alive(self.gap_start[inner] + 1, self.gap_end[inner], self.gap_size[inner], self.count)
 
     @cached_property
     def turning_point(self) -> int:
@@ -290,3 +181,9 @@ class Problem:
         the backward ops use them up, so the forward part ends where they are most.
         """
         return int(np.argmax(self.kept_bytes)) if self.count else 0
+
+    @cached_property
+    def order_is_tied(self) -> bool:
+        """Whether nearly every op reads what the one before it makes: then there is no order to look for."""
+        tied = sum(any(self.made_by[t] == op - 1 for t in self.graph.ops[op].inputs) for op in range(1, self.count))
+        return tied >= _TIED_SHARE * (self.count - 1)

@@ -9,7 +9,7 @@ from typing import Final
 
 import numpy as np
 
-from remat.planners.walk.board import Board
+from remat.planners.view.board import Board
 from remat.planners.walk.edits import Edits
 from remat.planners.walk.slots import Slots
 

@@ -9,8 +9,8 @@ from typing import Final
 
 import numpy as np
 
+from remat.planners.view.board import Board
 from remat.planners.view.problem import IntArray
-from remat.planners.walk.board import Board
 from remat.planners.walk.slots import Slots
 
 _TRIES: Final = 24

@@ -11,7 +11,7 @@ from typing import Final
 
 import numpy as np
 
-from remat.planners.walk.board import Board
+from remat.planners.view.board import Board
 
 _END: Final = 1 << 60
 
@@ -32,6 +32,7 @@ class Lives:
     def __init__(self, board: Board, size: int) -> None:
         self.board = board
         self._lent = board.lent
+        self._forever = board.problem.forever
         self.size = size
         self.bytes = np.zeros(size, dtype=np.int64)
         self.op_at = [-1] * size
@@ -71,7 +72,7 @@ class Lives:
 
     def _last(self, s: int, birth: int, stop: int) -> tuple[int, bool]:
         """The last slot of an instance's life, one beyond all where it never ends, and whether a read ends it."""
-        if stop == _END and self.board.forever[s]:
+        if stop == _END and self._forever[s]:
             return self.size, False
         reads = self.reads[s]
         i = bisect_left(reads, stop) - 1
@@ -109,7 +110,7 @@ class Lives:
         i, j = bisect_left(births, slot), bisect_left(reads, slot)
         stop = births[i] if i < len(births) else _END
         reads.insert(j, slot)
-        if (j + 1 < len(reads) and reads[j + 1] < stop) or (stop == _END and self.board.forever[s]):
+        if (j + 1 < len(reads) and reads[j + 1] < stop) or (stop == _END and self._forever[s]):
             return
         birth = births[i - 1]
         is_read = j > 0 and reads[j - 1] > birth
@@ -121,7 +122,7 @@ class Lives:
         i, j = bisect_left(births, slot), bisect_left(reads, slot)
         stop = births[i] if i < len(births) else _END
         del reads[j]
-        if (j < len(reads) and reads[j] < stop) or (stop == _END and self.board.forever[s]):
+        if (j < len(reads) and reads[j] < stop) or (stop == _END and self._forever[s]):
             return
         birth = births[i - 1]
         is_read = j > 0 and reads[j - 1] > birth
@@ -180,7 +181,7 @@ class Lives:
             births, reads = self.births[s], self.reads[s]
             i = bisect_right(births, slot)
             stop = births[i] if i < len(births) else _END
-            if stop == _END and self.board.forever[s]:
+            if stop == _END and self._forever[s]:
                 return True
             j = bisect_right(reads, slot)
             if j < len(reads) and reads[j] <= stop:

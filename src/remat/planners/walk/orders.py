@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,18 +36,6 @@ def low_memory_order(problem: Problem, budget_bytes: int) -> tuple[int, ...]:
         return float((over_bytes * over_bytes).sum())
 
     return min(known, key=over).ops
-
-
-def in_order(problem: Problem, order: Sequence[int]) -> Problem:
-    """The same step with its ops in another order: op i is ``order[i]`` of the given step."""
-    graph = problem.graph
-    if tuple(order) == graph.plain_schedule:
-        return problem
-    number = {op: i for i, op in enumerate(order)}
-    ops = tuple(
-        dataclasses.replace(graph.ops[op], after=tuple(number[other] for other in graph.ops[op].after)) for op in order
-    )
-    return Problem.of(dataclasses.replace(graph, ops=ops))
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +73,6 @@ class _Sweeps:
                 self.behind[other].append(number)
         self.size = problem.size
         self.made_bytes = [sum(self.size[s] for s in made) for made in problem.storages_made]
-        self.forever = {problem.graph.roots[t] for t in problem.graph.outputs}
         sizes = sorted(self.size[s] for s in problem.storages)
         self.middling_bytes = sizes[len(sizes) // 2] if sizes else 0
 
@@ -94,7 +80,7 @@ class _Sweeps:
         """Take what makes least and frees most."""
         problem, size = self.problem, self.size
         waiting = [len(names) for names in self.before]
-        readers = {s: len(ops) + (s in self.forever) for s, ops in problem.consumers.items()}
+        readers = {s: len(ops) + problem.forever[s] for s, ops in problem.consumers.items()}
         ready = [op for op in range(problem.count) if not waiting[op]]
         order: list[int] = []
 
@@ -120,7 +106,7 @@ class _Sweeps:
         """From the end: take what needs fewest new storages before it, and makes the most that lies there after it."""
         problem, size = self.problem, self.size
         waiting = [len(names) for names in self.behind]
-        there = {s: s in self.forever for s in problem.storages}
+        there = {s: problem.forever[s] for s in problem.storages}
         ready = [op for op in range(problem.count) if not waiting[op]]
         order: list[int] = []
 

@@ -2,7 +2,7 @@
 
 Runs stand in *slots*, of which there are several for each run, so that a run can be put between two others
 without moving them. A change touches only the lives of the storages that the run reads or makes: see
-:mod:`remat.planners.walk.lives`. What may be edited is a board's: see :mod:`remat.planners.walk.board`.
+:mod:`remat.planners.walk.lives`. What may be edited is a board's: see :mod:`remat.planners.view.board`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Final
 
 import numpy as np
 
-from remat.planners.walk.board import Board, expand
+from remat.planners.view.board import Board, expand
 from remat.planners.walk.lives import Lives
 
 SPACING: Final = 6

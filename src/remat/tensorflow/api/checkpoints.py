@@ -11,9 +11,7 @@ import tensorflow as tf
 from remat.core.errors import UnsupportedStep
 from remat.core.plan import Plan
 from remat.fit.request import Request
-from remat.planning.checkpoints import plan_with_checkpoints
-from remat.planning.cuts import plan_with_cuts
-from remat.planning.knee import knee_plan
+from remat.planning.checkpoints import knee_plan, plan_with_checkpoints, plan_with_cuts
 from remat.tensorflow.peak.candidates import ExecutedFunction
 from remat.tensorflow.trace.func_graph import TracedStep
 

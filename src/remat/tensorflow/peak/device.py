@@ -15,7 +15,7 @@ from remat.core.errors import UnsupportedStep
 from remat.fit.auto_budget import auto_budget_bytes
 from remat.tensorflow import _private
 from remat.tensorflow.peak.allocator import AllocatorModel
-from remat.tensorflow.trace.sizes import handle_bytes, shape_bytes
+from remat.tensorflow.trace.sizes import Sizes, handle_bytes, shape_bytes
 
 _log = logging.getLogger("remat")
 
@@ -158,3 +158,21 @@ def resident_elsewhere_bytes(
             shape = input_shapes.get(tensor.name, tensor.shape if tensor.shape.is_fully_defined() else ())
             known += counted(shape_bytes(shape, tensor.dtype))
     return max(0, device.in_use_bytes - known)
+
+
+def appended_bytes(body: _private.FuncGraph, input_shapes: Mapping[str, Sequence[int]]) -> int:
+    """Bytes that one iteration of a loop appends to the lists that it hands on.
+
+    Args:
+        body: of the loop.
+        input_shapes: real shapes of inputs traced with unknown dimensions, by tensor name.
+    """
+    items = [
+        op.inputs[2]
+        for op in body.get_operations()
+        if op.type == "TensorListSetItem" and op.inputs[0].op.type == "Placeholder"
+    ]
+    if not items:
+        return 0
+    sizes, counted = Sizes(body, input_shapes), current_device().allocator.counted
+    return sum(counted(sizes.bytes(item) or 0) for item in items)
