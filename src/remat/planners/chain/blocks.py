@@ -20,12 +20,19 @@ from remat.planners.view.board import Board
 from remat.planners.view.problem import IntArray
 
 MOST_BLOCKS: Final = 56
-"""Cuts beyond this number are merged away, the widest first."""
+"""Cuts beyond this number are merged away, the widest first: the programme is cubic in the blocks. A judgement: the
+49 blocks of BERT-large are below it. With fewer, budgets near the smallest cost more."""
 
+# Judgements, not measured, the rest.
 _MOST_CUTS: Final = 600
+"""Places for cuts that are looked at; merging them is quadratic."""
 _WORTH: Final = 0.6
+"""A cut stays where what crosses it is at most this share of what the smaller block beside it stores. Higher: blocks of
+which the checkpoint is nearly all that they could drop; lower: blocks so large that their menus are poor."""
 _LONG: Final = 0.1
+"""Of the backward part: a gradient that waits longer belongs to no block, but passes by all."""
 _GRAINS: Final = 2000
+"""Bytes beside a block are rounded up to the plain peak's share of 1/2000, so that equal layers come out as equal."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,11 +14,17 @@ import numpy as np
 from remat.planners.view.problem import Problem
 
 _NEVER: Final = 1e30
+"""The next use of a storage that has none: later than every step, and finite for the arithmetic."""
 _NEARLY: Final = 1 + 1e-9
+"""Rounding of sums of seconds: within it an estimate counts as exact."""
+# Judgements, not measured. Smaller ones end a hopeless replay sooner, and some that would have come to an end.
 _MOST_REFUSED: Final = 32
+"""Candidates for one eviction that may turn out too dear, before the budget is exceeded instead."""
+_MOST_LOOKED_AT: Final = 300
+"""Ops that one storage may need again; more is never worth it."""
 _MOST_VISITS_PER_OP: Final = 150
 _MOST_VISITS: Final = 400_000
-_MOST_LOOKED_AT: Final = 300
+"""Ops that may be looked at in one replay, for each op of the graph and in all."""
 
 
 class TooManyRuns(Exception):

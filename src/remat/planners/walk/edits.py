@@ -13,9 +13,14 @@ from remat.planners.view.board import Board
 from remat.planners.view.problem import IntArray
 from remat.planners.walk.slots import Slots
 
+# Judgements, not measured, all three. Smaller: more edits fail, quickly. Larger: each edit takes longer, and one that
+# changes so much is nearly always refused.
 _TRIES: Final = 24
+"""Storages drawn in search of one that lies idle across a slot, before the edit is given up."""
 _DEEPEST: Final = 12
+"""How many levels of ancestors one edit computes again at most."""
 _LARGEST_GROUP: Final = 8
+"""Ops that move together at most."""
 
 
 class Edits:
