@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 import remat
-from remat.cli import plan_command
-from remat.cli.options import Source
+from remat.cli import plan_commands
 from remat.running.cost_model import DeviceProfile
 
 KEYS = {
@@ -104,12 +103,12 @@ def test_empty_graph_has_a_plan(run, tmp_path):
 def test_infeasible_budget_names_a_minimum_that_is_feasible(run, fails, graph_file, tmp_path):
     out = tmp_path / "plan.json"
 
-    line = fails("plan", graph_file, "--budget", "10", "--out", out)
+    line = fails("plan", graph_file, "--budget", "10", "--planner", "peak_greedy", "--out", out)
 
     assert "10 bytes" in line
     assert not out.exists()
     minimum = int(line.rpartition("at least ")[2].split()[0])
-    assert run("plan", graph_file, "--budget", minimum, "--out", out).exit_code == 0
+    assert run("plan", graph_file, "--budget", minimum, "--planner", "peak_greedy", "--out", out).exit_code == 0
     assert remat.load_plan(out).peak_bytes == minimum
     assert "op " in line
 
@@ -154,11 +153,11 @@ def test_this_machine_was_not_measured(fails, monkeypatch, tmp_path):
 
 def test_the_measured_device_is_this_machine(monkeypatch, graph):
     profile = DeviceProfile("measured by jax", {"float32": 1e12}, 1e11, memory_bytes=2**30)
-    monkeypatch.setattr(plan_command, "get_profile", lambda name: profile)
+    monkeypatch.setattr(plan_commands, "get_profile", lambda name: profile)
 
-    fit = plan_command._fit(Source("some:model", device="measured"), remat.plan(graph, "100%"))
+    fits = plan_commands.fits_device("measured", remat.plan(graph, "100%"))
 
-    assert fit["sentence"].startswith("Memory of this machine: 1 GiB, less 8% in reserve: the plain step fits")
+    assert fits["sentence"].startswith("Memory of this machine: 1 GiB, less 8% in reserve: the plain step fits")
 
 
 def test_model_options_are_refused_for_a_graph_file(fails, graph_file):

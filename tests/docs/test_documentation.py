@@ -1,54 +1,33 @@
-"""The site is whole, and what it shows runs. Pages with tests of their own are run there."""
+"""The site is whole: every page is in the navigation, every link leads somewhere, every public name is explained."""
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
 import mkdocs_hooks
 import pytest
 import yaml
-from snippets import DOCS, Snippet, snippets
+from snippets import DOCS, ROOT
 
 from remat.planners import planner_names
 
-ROOT = DOCS.parent
-# Their blocks are parts of a program, shown to explain; tests of the front ends run the whole.
-EXPLAINED_ELSEWHERE = {"coming-from.md", "micro_batches.md"}
+PACKAGE = ROOT / "src" / "remat"
+PAGES = sorted(path.relative_to(ROOT).as_posix() for path in (*DOCS.rglob("*.md"), *ROOT.glob("*.md")))
 
 
-def pages() -> list[Path]:
-    return sorted(path for path in DOCS.rglob("*.md") if path.relative_to(DOCS).as_posix() not in EXPLAINED_ELSEWHERE)
+def text_of(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
 
 
-ALL = [snippet for page in pages() for snippet in snippets(page)]
-QUICK = [snippet for snippet in ALL if not snippet.framework]
-SLOW = [snippet for snippet in ALL if snippet.framework]
+def title_of(page: Path) -> str:
+    return text_of(page).partition("\n")[0].removeprefix("# ")
 
 
-def name_of(snippet: Snippet) -> str:
-    return f"{snippet.page}-{snippet.number}"
-
-
-def test_there_is_something_to_run() -> None:
-    assert len(QUICK) >= 14
-    assert {snippet.framework for snippet in SLOW} >= {"jax", "keras", "tensorflow"}
-
-
-@pytest.mark.parametrize("page", sorted({snippet.page for snippet in QUICK}))
-def test_snippets_that_need_no_framework(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In this process, each in a namespace of its own: starting Python for each would cost more than they do."""
-    monkeypatch.chdir(tmp_path)
-    for snippet in QUICK:
-        if snippet.page == page:
-            assert snippet.language == "python", name_of(snippet)
-            exec(compile(snippet.code, name_of(snippet), "exec"), {"__name__": "snippet"})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("snippet", SLOW, ids=name_of)
-def test_snippets_of_the_frameworks(snippet: Snippet, tmp_path: Path) -> None:
-    snippet.run(tmp_path)
+def links(page: Path) -> list[tuple[str, str]]:
+    """The text and the target of each link and picture that leads to a file."""
+    return re.findall(r"\[([^\]]*)\]\(([^)#:]+)(?:#[^)]*)?\)", text_of(page))
 
 
 def navigation(entries: object) -> list[str]:
@@ -65,16 +44,82 @@ def test_every_page_is_in_the_navigation_and_every_planner_has_one() -> None:
     assert {f"planners/{name}.md" for name in planner_names()} <= set(listed)
 
 
-@pytest.mark.parametrize("page", sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")))
+@pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page: str) -> None:
-    path = DOCS / page
-    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", path.read_text(encoding="utf-8")):
+    path = ROOT / page
+    for _, target in links(path):
         assert (path.parent / target).exists(), target
 
 
+def test_the_home_page_shows_a_small_picture_and_names_pages_by_their_titles() -> None:
+    home = DOCS / "README.md"
+    pages = [(text, DOCS / target) for text, target in links(home) if target.endswith(".md")]
+
+    assert "](images/memory.png)" in text_of(home)
+    assert all(picture.stat().st_size < 150_000 for picture in (DOCS / "images").glob("*.png"))
+    assert len({page for _, page in pages}) >= 10
+    assert [text for text, _ in pages] == [title_of(page) for _, page in pages]
+
+
+@pytest.mark.parametrize(
+    ("page", "package"),
+    [("core", ""), ("jax", "jax"), ("keras", "keras"), ("tensorflow", "tensorflow"), ("torch", "torch")],
+)
+def test_the_reference_explains_every_public_function(page: str, package: str) -> None:
+    init = ast.parse(text_of(PACKAGE / package / "__init__.py"))
+    (public,) = (
+        ast.literal_eval(node.value)
+        for node in init.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    )
+    prefix = ".".join(("remat", *([package] if package else [])))
+    explained = set(re.findall(rf"^::: {prefix}\.(\w+)$", text_of(DOCS / "reference" / f"{page}.md"), re.MULTILINE))
+
+    # Classes that users get, and do not make, are explained where the function that returns them is.
+    assert {name for name in public if name.islower() and not name.startswith("_")} <= explained
+
+
 def test_marks_for_the_tests_do_not_reach_the_site() -> None:
-    page = '```python run\na\n```\n```console framework=jax slow\nb\n```\n```python title="x.py"\nc\n```\n```\nd\n```'
+    page = (
+        '```python not-run\na\n```\n```console framework=jax slow\nb\n```\n```python title="x.py"\nc\n```\n```\nd\n```'
+    )
 
     shown = mkdocs_hooks.on_page_markdown(page)
 
     assert shown == '```python\na\n```\n```console\nb\n```\n```python title="x.py"\nc\n```\n```\nd\n```'
+
+
+def test_headings_between_the_marks_become_tabs() -> None:
+    one = "### One\n\n```python\nx\n\ny\n```\n\n"
+    page = f"a\n<!-- tabs -->\n\n{one}### Two\n\nz\n\n<!-- end of tabs -->\n\n### Not a tab\n"
+
+    shown = mkdocs_hooks.on_page_markdown(page)
+
+    tab = '=== "One"\n\n    ```python\n    x\n\n    y\n    ```\n\n'
+    assert shown == f'a\n{tab}=== "Two"\n\n    z\n\n\n### Not a tab\n'
+
+
+@pytest.mark.parametrize("page", sorted(path.stem for path in (DOCS / "reference").glob("*.md")))
+def test_the_reference_names_what_is_there(page: str) -> None:
+    shown = mkdocs_hooks.on_page_markdown(text_of(DOCS / "reference" / f"{page}.md"))
+
+    names = re.findall(r"^::: (.+)$", shown, re.MULTILINE)
+    assert names
+    for name in names:
+        assert is_defined(name), name
+
+
+def is_defined(name: str) -> bool:
+    """Is it a module of ours, or a function or class that a module of ours defines?"""
+    module = ROOT / "src" / Path(*name.split("."))
+    if module.with_suffix(".py").exists():
+        return True
+    source = module.parent.with_suffix(".py")
+    return source.exists() and bool(re.search(rf"^(def|class) {module.name}\b", text_of(source), re.MULTILINE))
+
+
+def test_the_check_above_can_fail() -> None:
+    assert is_defined("remat.core.errors")
+    assert is_defined("remat.core.graph.Graph")
+    assert not is_defined("remat.core.graph.graph")
+    assert not is_defined("remat.core.nothing")

@@ -12,7 +12,7 @@ import pytest
 import remat
 from remat import Graph, Op, PlanMismatch, Tensor
 from remat.report import Report
-from remat.report.layers import recomputed_layers
+from remat.report.recomputed import recomputed_layers
 from remat.testing import chain
 
 MIB = 2**20
@@ -114,7 +114,7 @@ def test_recomputed_layers_are_counted_by_hand() -> None:
 
     first, second = recomputed_layers(graph, plan)
 
-    assert (first.layer, first.ops, first.extra_runs, first.extra_time_s) == ("first", 2, 3, 1.5)
+    assert (first.name, first.ops, first.extra_runs, first.extra_time_s) == ("first", 2, 3, 1.5)
     assert first.kinds == ("Relu", "MatMul")
     # Without a layer the path in the name stands for it.
-    assert (second.layer, second.extra_runs, second.extra_time_s) == ("b", 1, 0.5)
+    assert (second.name, second.extra_runs, second.extra_time_s) == ("b", 1, 0.5)

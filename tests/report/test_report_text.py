@@ -10,6 +10,7 @@ from rich.console import Console
 import remat
 from remat import Graph, Op, Plan, Tensor
 from remat.report import text
+from remat.report.recomputed import RecomputedGroup, recomputed_kinds
 
 MIB = 2**20
 
@@ -66,9 +67,9 @@ def row(table: object, label: str) -> str:
 
 
 def test_recomputed_kinds_are_counted_by_hand(graph: Graph, plan: Plan) -> None:
-    assert text.recomputed_kinds(graph, plan) == (
-        text.RecomputedKind("MatMul", ops=1, total_ops=1, extra_runs=1, extra_time_s=1.5),
-        text.RecomputedKind("Relu", ops=2, total_ops=2, extra_runs=3, extra_time_s=0.75),
+    assert recomputed_kinds(graph, plan) == (
+        RecomputedGroup("MatMul", kinds=("MatMul",), ops=1, total_ops=1, extra_runs=1, extra_time_s=1.5),
+        RecomputedGroup("Relu", kinds=("Relu",), ops=2, total_ops=2, extra_runs=3, extra_time_s=0.75),
     )
 
 

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 
 import remat
 from remat import Graph, Op, Tensor
-from remat.tensorflow.peak.allocator import AllocatorModel, PeakRange
+from remat.fit.peaks import PeakRange
+from remat.tensorflow.peak.allocator import AllocatorModel
 from remat.tensorflow.peak.device import Device
 from remat.testing import graphs_with_schedules
 

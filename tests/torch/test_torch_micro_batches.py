@@ -54,9 +54,9 @@ def test_ratios_divide_once_by_what_the_whole_batch_has():
     for count in (1, 3, 5):
         module.zero_grad()
         value = remat.torch.micro_batches(masked(module), count, reduction="ratio")(x, y, mask)
-        # Parts 3 and 4 of five hold nothing but masked samples.
-        torch.testing.assert_close(value, (numerator / denominator).detach(), rtol=1e-6, atol=0)
-        torch.testing.assert_close(gradients(module), expected, rtol=1e-6, atol=1e-12)
+        # Pieces 3 and 4 of five hold nothing but masked samples.
+        torch.testing.assert_close(value, (numerator / denominator).detach(), rtol=1e-12, atol=0)
+        torch.testing.assert_close(gradients(module), expected, rtol=1e-10, atol=1e-15)
     module.zero_grad()
     assert remat.torch.micro_batches(masked(module), 2, reduction="ratio")(x, y, mask * 0) == 0
     assert all(torch.equal(g, torch.zeros_like(g)) for g in gradients(module))
@@ -97,7 +97,7 @@ def test_a_grad_scaler_scales_the_loss_once():
     scaler.update()
 
 
-def test_gradients_are_synchronised_with_the_last_part_only():
+def test_gradients_are_synchronised_with_the_last_piece_only():
     module, (x, y) = model(), batch()
     inside, seen = [], []
 
@@ -124,7 +124,7 @@ def test_a_budget_holds_and_changes_no_number():
     step = remat.torch.micro_batches(loss, 4, budget="40%", planner="peak_greedy")
     step(x)
     assert all(torch.equal(a, b) for a, b in zip(gradients(module), expected, strict=True))
-    assert len(step.plans) == 2  # The last part is smaller.
+    assert len(step.plans) == 2  # Two pieces have a sample more.
 
     def whole_step(x):
         module.zero_grad()
@@ -142,15 +142,15 @@ def test_a_budget_holds_and_changes_no_number():
         (
             lambda: remat.torch.micro_batches(len, 2)(torch.ones(3), torch.ones(4)),
             remat.UnsupportedStep,
-            "several sizes",
+            "argument 0 has 3 samples and argument 1 has 4",
         ),
         (
             lambda: remat.torch.micro_batches(len, 2)(torch.tensor(1.0)),
             remat.UnsupportedStep,
-            "argument 0 holds a value without a batch axis",
+            r"argument 0 has the shape \(\), so it cannot be split",
         ),
         (lambda: remat.torch.micro_batches(len, 2)(torch.ones(0, 3)), ValueError, "no samples"),
-        (lambda: remat.torch.micro_batches(len, 2)("x"), ValueError, "needs an argument that holds the batch"),
+        (lambda: remat.torch.micro_batches(len, 2)("x"), ValueError, "there is no tensor to split"),
         (lambda: remat.torch.micro_batches(len, 2, batch_argnums=[4])(torch.ones(3)), ValueError, "argument 4"),
     ],
 )

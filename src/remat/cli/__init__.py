@@ -1,6 +1,7 @@
-"""The command line: ``remat plan``, ``remat frontier``, ``remat simulate``, ``remat demo``.
+"""The command line: ``remat plan``, ``frontier``, ``simulate``, ``report``, ``measure``, ``check`` and ``demo``.
 
-This package alone knows both ends, the core and the front ends; it imports a front end only when a command needs it.
+It imports a front end only when a command needs it, so that graph files are planned with no framework installed. Read
+in this order: ``app``, ``options``, ``source`` (a model by name -> a training step), then a file of commands.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The commands by name. Each lies in a file of its own, reads its arguments, calls the core and prints."""
+"""The commands by name. Each reads its arguments, calls the rest of remat, and prints."""
 
 from __future__ import annotations
 
@@ -8,14 +8,11 @@ from typing import Annotated, Final
 import typer
 
 import remat
-from remat.cli.check_command import check_command
-from remat.cli.console import OneLineErrors, check_installed
-from remat.cli.frontier_command import frontier_command
-from remat.cli.measure_command import measure_command
-from remat.cli.options import takes_a_source
-from remat.cli.plan_command import AsJson, plan_command
-from remat.cli.report_command import report_command
-from remat.cli.simulate_command import simulate_command
+from remat.cli.console import OneLineErrors
+from remat.cli.options import AsJson, check_installed, takes_a_source
+from remat.cli.plan_commands import frontier_command, plan_command
+from remat.cli.replay_commands import report_command, simulate_command
+from remat.cli.step_commands import check_command, measure_command
 
 app: Final = typer.Typer(
     name="remat",

@@ -1,17 +1,14 @@
-"""What every command shares: errors of one line, progress on stderr, JSON on stdout."""
+"""The terminal, as every command uses it: errors of one line, progress on stderr, results or JSON on stdout."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import math
 import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TextIO
 
 from rich.console import Console
 from rich.progress import (
@@ -29,10 +26,11 @@ from typer.exceptions import TyperException
 
 from remat.core.errors import RematError
 
-USER_ERROR: Final = 2
+_USER_ERROR: Final = 2  # The exit code of Click, and of Unix commands in general, for a wrong command line.
 _TRACEBACK_VARIABLE: Final = "REMAT_TRACEBACK"
-_LONGEST_LINE: Final = 600
-# Which extra brings an optional package.
+_LONGEST_LINE: Final = 600  # Characters of an error: some eight lines of a terminal. Longer ones are cut.
+_STDERR: Final = 2  # The file descriptor, which native libraries write to.
+# The extra of pyproject.toml that brings each optional package.
 _EXTRAS: Final = {
     "jax": "jax",
     "keras": "tensorflow",
@@ -89,12 +87,12 @@ class OneLineErrors(TyperGroup):
                 traceback.print_exc()
             print(f"remat: {describe_error(error)}", file=sys.stderr)
             _discard_unwritten()
-            code = USER_ERROR
+            code = _USER_ERROR
         sys.exit(code if isinstance(code, int) else 0)
 
 
 def traceback_wanted() -> bool:
-    """Whether the user asked for all there is: tracebacks, and what native libraries write to stderr."""
+    """Did the user ask for everything: tracebacks, and the logs of native libraries?"""
     return bool(os.environ.get(_TRACEBACK_VARIABLE))
 
 
@@ -112,48 +110,6 @@ def describe_error(error: BaseException) -> str:
     return line if len(line) <= _LONGEST_LINE else line[: _LONGEST_LINE - 3] + "..."
 
 
-def check_output_path(path: Path | None, option: str, *, keep: Sequence[str | Path | None] = ()) -> None:
-    """Make sure that a file can be written, before minutes are spent on what goes into it.
-
-    Raises:
-        CommandError: if its folder is missing, if it is a folder, or if it is one of the files to keep.
-    """
-    if path is None:
-        return
-    if path.is_dir():
-        raise CommandError(f"{option} {path}: this is a folder; name a file in it")
-    if not path.parent.is_dir():
-        raise CommandError(f"{option} {path}: there is no folder {path.parent}; make it first")
-    if not os.access(path.parent, os.W_OK):
-        raise CommandError(f"{option} {path}: the folder {path.parent} cannot be written to; name another one")
-    for other in keep:
-        if other is not None and path.exists() and Path(other).exists() and path.samefile(other):
-            raise CommandError(
-                f"{option} {path}: this would overwrite a file that the command reads; choose another name"
-            )
-
-
-def check_installed(*packages: str) -> None:
-    """Make sure that optional packages are there, before minutes are spent without them.
-
-    Raises:
-        ModuleNotFoundError: for the first that is missing.
-    """
-    for name in packages:
-        if importlib.util.find_spec(name) is None:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-
-def check_time_limit(time_limit_s: float | None) -> None:
-    """Make sure that a time limit is a number of seconds above 0.
-
-    Raises:
-        CommandError: otherwise.
-    """
-    if time_limit_s is not None and not (math.isfinite(time_limit_s) and time_limit_s > 0):
-        raise CommandError(f"--time-limit {time_limit_s:g}: write a number of seconds above 0, such as 10")
-
-
 @contextmanager
 def progress(task: str) -> Iterator[None]:
     """Show a spinner with the elapsed time on stderr while the body runs; silent where stderr is no terminal."""
@@ -166,7 +122,7 @@ def progress(task: str) -> Iterator[None]:
 
 @contextmanager
 def counted_progress(task: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a bar on stderr that is moved by calling what is yielded with (done, total); silent without a terminal."""
+    """Show a bar on stderr; silent where stderr is no terminal. The body moves it by calling ``moved(done, total)``."""
     console = Console(stderr=True)
     columns = (
         TextColumn("{task.description}", markup=False),
@@ -180,9 +136,43 @@ def counted_progress(task: str) -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: bar.update(number, completed=done, total=total)
 
 
+def print_line(text: str) -> None:
+    """Write a line of any length to stdout, without colours and without reading rich's marks in it."""
+    Console().print(text, markup=False, highlight=False, soft_wrap=True)
+
+
 def print_json(values: Mapping[str, Any]) -> None:
     """Write one JSON object, and nothing else, to stdout."""
     print(json.dumps(values, allow_nan=False))
+
+
+@contextmanager
+def native_log_held_back() -> Iterator[None]:
+    """Drop what native code writes to file descriptor 2; Python's own ``sys.stderr`` works as before.
+
+    TensorFlow 2.21 writes a dozen lines there while it is imported, before any setting of its log level counts, and
+    again when it looks for GPUs. They would bury a command's one line. A native crash loses its last words in here, so
+    the caller should offer a way to do without.
+    """
+    try:
+        terminal = os.dup(_STDERR)
+    except OSError:
+        # Started with stderr closed: there is nothing to keep clean.
+        yield
+        return
+    python_stderr = sys.stderr
+    python_stderr.flush()
+    # A stream that is not on the descriptor, such as a test's, needs no way around.
+    if _writes_to_descriptor(python_stderr):
+        # Never closed: log handlers that a library sets up meanwhile keep this stream for good.
+        sys.stderr = open(terminal, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
+    try:
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), _STDERR)
+        yield
+    finally:
+        os.dup2(terminal, _STDERR)
+        sys.stderr = python_stderr
 
 
 def _extra_for(error: ModuleNotFoundError) -> str | None:
@@ -196,3 +186,10 @@ def _discard_unwritten() -> None:
             sys.stdout.flush()
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _writes_to_descriptor(stream: TextIO) -> bool:
+    try:
+        return stream.fileno() == _STDERR
+    except (OSError, ValueError):
+        return False

@@ -1,15 +1,20 @@
-"""The options of every command that takes a SOURCE, written once.
+"""The options that several commands share, and what commands check before they spend minutes.
 
-Typer reads a command's signature; ``takes_a_source`` writes these options into it and hands them over as one object.
+Typer reads the options of a command from its signature. ``takes_a_source`` writes the options of a SOURCE into the
+signature, and hands them to the command as one ``Source``.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.util
 import inspect
-from collections.abc import Callable
+import math
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Final, get_type_hints
 
 import typer
@@ -18,13 +23,20 @@ from remat.cli.console import CommandError
 from remat.running.cost_model import DEVICE_VARIABLE, device_here, get_profile, profile_names
 from remat.running.workload import InputShape, StepOptions
 
-_MODEL: Final = "Where SOURCE is module:callable"
+Budget = Annotated[str, typer.Option(help="Peak bytes of a step: 4GiB, 512MB, 1000000, or 60% of the plain peak.")]
+PlannerName = Annotated[str, typer.Option("--planner", help="Name of the planner.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout, and nothing else there.")]
+
+DEFAULT_BUDGET: Final = "60%"
+"""That of ``remat.plan``. The traced models of docs/planners.md keep it for 3 to 9 % more time."""
+
+_MODEL_PANEL: Final = "Where SOURCE is module:callable"  # The heading of these options in ``--help``.
 _INPUT_EXAMPLE: Final = "write sizes without the batch, such as 224,224,3 or 128:int32"
 
 
 def _option(name: str, metavar: str | None = None, **more: Any) -> Any:
     help_text = more.pop("help")
-    return typer.Option(name, help=help_text, metavar=metavar, rich_help_panel=_MODEL, **more)
+    return typer.Option(name, help=help_text, metavar=metavar, rich_help_panel=_MODEL_PANEL, **more)
 
 
 @dataclass(frozen=True)
@@ -81,16 +93,16 @@ class Source:
 
     @property
     def model_options_given(self) -> tuple[str, ...]:
-        """Which options were given that only make sense with a callable, as they are written."""
-        written = {"inputs": "--input", "whole_step": "--step"}
+        """The options about a model that were given, as the user writes them. A graph file has no use for them."""
+        written_otherwise = {"inputs": "--input", "whole_step": "--step"}
         return tuple(
-            written.get(field.name, f"--{field.name.replace('_', '-')}")
+            written_otherwise.get(field.name, f"--{field.name.replace('_', '-')}")
             for field in dataclasses.fields(self)
             if field.name != "name" and getattr(self, field.name)
         )
 
     def step_options(self) -> StepOptions:
-        """The same for a front end.
+        """What a front end is told about the step.
 
         Raises:
             CommandError: for a shape that cannot be read.
@@ -99,15 +111,15 @@ class Source:
         return StepOptions(self.batch_size, inputs, self.loss, self.optimizer, self.whole_step)
 
     def check_device(self, *, calibrates: bool = False) -> None:
-        """Make sure that the device is known, before minutes are spent.
+        """Make sure that there is a profile of the device.
 
         Args:
-            calibrates: does the command itself make the profile of this machine?
+            calibrates: does the command itself measure this machine, so that ``measured`` need not be there yet?
 
         Raises:
             CommandError: if it is not; the message lists the names.
-            FileNotFoundError: for ``measured`` where nothing was measured; the message says how to.
-            InvalidFile: where what was measured cannot be read.
+            FileNotFoundError: for ``measured`` on a machine that was not measured; the message says how to.
+            InvalidFile: if the file of the measurement cannot be read.
         """
         name = self.device or device_here("cpu")
         if name.lower() not in profile_names():
@@ -147,6 +159,78 @@ def takes_a_source(command: Callable[..., None]) -> Callable[..., None]:
     vars(wrapped)["__signature__"] = inspect.Signature(parameters)
     wrapped.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return wrapped
+
+
+def check_planner(name: str) -> None:
+    """Make sure that a planner exists.
+
+    Raises:
+        CommandError: if not; the message lists the names.
+    """
+    from remat.planners import get_planner
+
+    try:
+        get_planner(name)
+    except ValueError as error:
+        raise CommandError(f"--planner {name}: {error}") from error
+
+
+def check_picture(path: Path | None, option: str = "--plot") -> None:
+    """Make sure that matplotlib can write a picture of this name.
+
+    Raises:
+        CommandError: if not; the message lists the formats.
+    """
+    if path is None:
+        return
+    from remat.report import plots
+
+    try:
+        plots.check_picture_path(path)
+    except ValueError as error:
+        raise CommandError(f"{option} {error}") from error
+
+
+def check_output_path(path: Path | None, option: str, *, keep: Sequence[str | Path | None] = ()) -> None:
+    """Make sure that a file can be written.
+
+    Raises:
+        CommandError: if its folder is missing, if it is a folder, or if it is one of the files to keep.
+    """
+    if path is None:
+        return
+    if path.is_dir():
+        raise CommandError(f"{option} {path}: this is a folder; name a file in it")
+    if not path.parent.is_dir():
+        raise CommandError(f"{option} {path}: there is no folder {path.parent}; make it first")
+    if not os.access(path.parent, os.W_OK):
+        raise CommandError(f"{option} {path}: the folder {path.parent} cannot be written to; name another one")
+    for other in keep:
+        if other is not None and path.exists() and Path(other).exists() and path.samefile(other):
+            raise CommandError(
+                f"{option} {path}: this would overwrite a file that the command reads; choose another name"
+            )
+
+
+def check_installed(*packages: str) -> None:
+    """Make sure that optional packages are installed.
+
+    Raises:
+        ModuleNotFoundError: for the first that is missing.
+    """
+    for name in packages:
+        if importlib.util.find_spec(name) is None:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+def check_time_limit(time_limit_s: float | None) -> None:
+    """Make sure that a time limit is a number of seconds above 0.
+
+    Raises:
+        CommandError: otherwise.
+    """
+    if time_limit_s is not None and not (math.isfinite(time_limit_s) and time_limit_s > 0):
+        raise CommandError(f"--time-limit {time_limit_s:g}: write a number of seconds above 0, such as 10")
 
 
 def _input_shape(text: str) -> InputShape:

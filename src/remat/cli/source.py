@@ -1,4 +1,8 @@
-"""Turns the SOURCE of a command into a graph or a training step: a graph file, or what ``module:callable`` returns."""
+"""From the SOURCE of a command to a graph or a training step.
+
+A SOURCE is a graph file, or ``module:callable``. What the callable returns belongs to a framework. Each front end turns
+its framework's objects into a step by one function, ``remat.<framework>.workload.make_workload(made, options)``.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +17,21 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from remat.cli.adapters import make_workload
-from remat.cli.console import CommandError, describe_error, progress, traceback_wanted
-from remat.cli.native_log import native_log_held_back
+from remat.cli.console import CommandError, describe_error, native_log_held_back, progress, traceback_wanted
 from remat.cli.options import Source
 from remat.core.errors import RematError
 from remat.core.graph import Graph, load_graph
 from remat.running.cost_model import device_here
-from remat.running.workload import StepOptions, Workload
+from remat.running.workload import NotAStep, StepOptions, Workload
 
 _CALLABLE: Final = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 _FRAMEWORKS: Final = ("jax", "keras", "tensorflow", "torch")
+# The front end for the package that an object's class, or a module that a function uses, comes from.
+_FRONT_ENDS: Final = {"jax": "jax", "jaxlib": "jax", "tensorflow": "tensorflow", "torch": "torch"}
+_WHAT_TO_RETURN: Final = (
+    "return a Keras model, a PyTorch module, or a tuple of a loss function and its arguments, such as (loss, params, "
+    "batch)"
+)
 
 
 def graph_from_source(source: Source) -> Graph:
@@ -41,7 +49,7 @@ def graph_from_source(source: Source) -> Graph:
 
 
 def is_file(source: Source) -> bool:
-    """Is the source a graph file, and not ``module:callable``?
+    """Whether the source is a graph file, and not ``module:callable``.
 
     Raises:
         CommandError: if it is neither, or if options were given that a file has no use for.
@@ -77,7 +85,7 @@ def workload_from_source(source: Source) -> Workload:
                 f"{source.name}: --batch-size {options.batch_size} has nowhere to go: the callable returns a function "
                 "with its arguments; let it take batch_size as an argument"
             )
-        with progress(f"Preparing {source.name}"), _told_of(source, "preparing its training step"):
+        with progress(f"Preparing {source.name}"), _errors_name(source, "preparing its training step"):
             return make_workload(made, options)
 
 
@@ -89,8 +97,48 @@ def traced(source: Source, workload: Workload) -> Graph:
     """
     samples = "" if workload.batch_size is None else f" at batch size {workload.batch_size}"
     doing = f"Tracing a training step of {source.name}{samples}"
-    with quiet_frameworks(), progress(doing), _told_of(source, "tracing its training step"):
+    with quiet_frameworks(), progress(doing), _errors_name(source, "tracing its training step"):
         return workload.graph(source.device or device_here("cpu"))
+
+
+def make_workload(made: object, options: StepOptions) -> Workload:
+    """The training step in what a callable returned.
+
+    Raises:
+        NotAStep: if there is none in it, or if it is not clear whose it is.
+        RematError: where the front end cannot use it.
+    """
+    framework = framework_of(made)
+    module: Any = importlib.import_module(f"remat.{framework}.workload")
+    workload: Workload = module.make_workload(made, options)
+    return workload
+
+
+def framework_of(made: object) -> str:
+    """The front end for what a callable returned: "keras", "tensorflow", "jax" or "torch".
+
+    No framework is imported to find out: an object can only exist where its framework was imported already.
+
+    Raises:
+        NotAStep: if it belongs to none, or to several.
+    """
+    if _is_a("keras", "Model", made):
+        return "keras"
+    if _is_a("torch.nn", "Module", made):
+        return "torch"
+    if not isinstance(made, tuple) or not made or not callable(made[0]):
+        raise NotAStep(f"this returned {_described(made)}, no training step; {_WHAT_TO_RETURN}")
+    function, *arguments = made
+    if _is_a("torch.nn", "Module", function):
+        return "torch"
+    found = set(_frameworks_of_leaves(arguments)) or set(_frameworks_of_code(function))
+    if len(found) != 1:
+        which = " and ".join(sorted(found)) or "none of jax, tensorflow and torch"
+        raise NotAStep(
+            f"the loss function {getattr(function, '__name__', function)!r} and its arguments belong to {which}; give "
+            "the arguments as arrays of one framework"
+        )
+    return found.pop()
 
 
 @contextlib.contextmanager
@@ -102,21 +150,23 @@ def quiet_frameworks() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _told_of(source: Source, doing: str) -> Iterator[None]:
-    """Let errors name the source and say what was being done."""
+def _errors_name(source: Source, doing: str) -> Iterator[None]:
+    """Let errors name the source, and say what was being done where their message does not stand alone."""
     try:
         yield
     except RematError as error:
-        # Their messages say what to do; the name of the source is added where it is not in them.
         if source.name in str(error):
             raise
         raise CommandError(f"{source.name}: {error}") from error
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] in _FRAMEWORKS:
+    except Exception as error:
+        if _is_framework_missing(error):
             raise
         raise CommandError(f"{source.name}: {doing} raised {type(error).__name__}: {describe_error(error)}") from error
-    except Exception as error:
-        raise CommandError(f"{source.name}: {doing} raised {type(error).__name__}: {describe_error(error)}") from error
+
+
+def _is_framework_missing(error: BaseException) -> bool:
+    """Is a framework not installed? The command line then says by itself which package brings it."""
+    return isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] in _FRAMEWORKS
 
 
 def _parse_kwargs(text: str | None) -> Mapping[str, Any]:
@@ -147,10 +197,10 @@ def _build(source: Source, arguments: Mapping[str, Any], options: StepOptions) -
     if "batch_size" in parameters and "batch_size" not in given and options.batch_size is not None:
         given["batch_size"] = options.batch_size
     if isinstance(parameters.get("weights"), str) and "weights" not in given:
-        # The models of keras.applications would download trained ones, which change no byte and no second of a step.
+        # The models of keras.applications would download trained weights. They change no byte and no second of a step.
         given["weights"] = None
     needed = [name for name, default in parameters.items() if default is inspect.Parameter.empty and name not in given]
-    # An argument of a wrong name is told by the call itself.
+    # Where an argument has a wrong name, the call's own error says so.
     if needed and given.keys() <= parameters.keys():
         example = json.dumps(dict.fromkeys(needed, "..."))
         raise CommandError(
@@ -180,13 +230,13 @@ def _parameters(build: Callable[..., Any]) -> dict[str, Any]:
 
 def _import_callable(name: str) -> Callable[..., Any]:
     module_name, _, path = name.partition(":")
-    # As `python -m` does: a model of one's own lies in the current folder.
+    # `python -m` looks in the current folder, too: that is where users keep their models.
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
         found: Any = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # A script that is run when it is imported may end itself.
-        if isinstance(error, ModuleNotFoundError) and error.name in _FRAMEWORKS:
+        if _is_framework_missing(error):
             raise
         raise CommandError(
             f"{name}: importing {module_name!r} raised {type(error).__name__}: {describe_error(error)}"
@@ -205,3 +255,48 @@ def _import_callable(name: str) -> Callable[..., Any]:
 
 def _name_of(found: Any) -> str:
     return f"{getattr(found, '__name__', type(found).__name__)!r}"
+
+
+def _is_a(module: str, name: str, made: object) -> bool:
+    loaded = sys.modules.get(module)
+    kind = getattr(loaded, name, None)
+    return isinstance(kind, type) and isinstance(made, kind)
+
+
+def _frameworks_of_leaves(value: object, depth: int = 0) -> Iterator[str]:
+    for base in type(value).__mro__:
+        if framework := _FRONT_ENDS.get(base.__module__.partition(".")[0]):
+            yield framework
+            return
+    if depth > 20:
+        return
+    if isinstance(value, Mapping):
+        inner: Any = value.values()
+    elif isinstance(value, list | tuple | set):
+        inner = value
+    else:
+        inner = getattr(value, "__dict__", {}).values()  # Dataclasses, modules of Equinox.
+    for item in inner:
+        yield from _frameworks_of_leaves(item, depth + 1)
+
+
+def _frameworks_of_code(function: Any) -> Iterator[str]:
+    """What the code of a function uses, for arguments that are all numbers or NumPy arrays."""
+    function = getattr(function, "__wrapped__", function)
+    code, variables = getattr(function, "__code__", None), getattr(function, "__globals__", {})
+    for name in getattr(code, "co_names", ()):
+        module = getattr(variables.get(name), "__name__", "")
+        if framework := _FRONT_ENDS.get(str(module).partition(".")[0]):
+            yield framework
+
+
+def _described(made: object) -> str:
+    if made is None:
+        return "None"
+    if isinstance(made, tuple):
+        if not made:
+            return "an empty tuple"
+        first = type(made[0]).__name__
+        return f"a tuple that begins with {'an' if first[0] in 'aeiou' else 'a'} {first}, not with a function"
+    name = type(made).__name__
+    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"

@@ -14,6 +14,7 @@ _SHOWN = (("KiB", 2**10), ("MiB", 2**20), ("GiB", 2**30), ("TiB", 2**40))
 _UNITS = {**_DECIMAL, **_BINARY}
 # At most 30 digits: far above any memory, and short enough to stay exact and quick.
 _TEXT = re.compile(r"\s*([0-9]{1,30}(?:\.[0-9]{0,30})?|\.[0-9]{1,30})\s*(%|[a-z]*)\s*", re.IGNORECASE | re.ASCII)
+_ANY_PEAK_BYTES = 1 << 60  # Stands for a plain peak that is not known yet: a share of it is above 0 bytes.
 _EXAMPLES = 'Write bytes (4294967296), a size ("4GiB", "512MB", "1.5 GiB") or a share of the plain peak ("60%").'
 
 
@@ -39,6 +40,15 @@ def parse_budget(budget: int | str, baseline_peak_bytes: int | None = None) -> i
             f"the budget {budget!r} is a {type(budget).__name__}, not an int or text. {_EXAMPLES}"
         ) from None
     return _above_zero(size_bytes, budget)
+
+
+def check_budget(budget: int | str) -> None:
+    """Make sure that a budget can be read, before the plain peak is known of which a percentage is taken.
+
+    Raises:
+        InvalidBudget: if it cannot.
+    """
+    parse_budget(budget, baseline_peak_bytes=_ANY_PEAK_BYTES)
 
 
 def _parse_text(text: str, baseline_peak_bytes: int | None) -> int:

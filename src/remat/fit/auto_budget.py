@@ -6,7 +6,7 @@ from typing import Final
 
 from remat.core.errors import InvalidBudget
 
-_MARGIN: Final = 0.08
+MARGIN: Final = 0.08
 """The share of a GPU's memory that is left to the driver's context, to libraries' workspaces and to fragmentation.
 
 A judgement, not a measurement: no GPU was at hand when it was chosen. Too small, steps run out of memory under a budget
@@ -29,4 +29,4 @@ def auto_budget_bytes(device: str, memory_bytes: int | None) -> int:
             f"budget 'auto' means a GPU's memory less a margin, but the step runs on {device}; give a number of bytes "
             'such as "4GiB", or a share of the plain step such as "60%"'
         )
-    return int(memory_bytes * (1 - _MARGIN))
+    return int(memory_bytes * (1 - MARGIN))

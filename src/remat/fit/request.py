@@ -6,14 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from remat.core.budget import parse_budget
+from remat.core.budget import check_budget
 from remat.core.plan import Plan
 from remat.planners.registry import get_planner
 
 AUTO: Final = "auto"
 """As a budget: a GPU's memory less a margin. See ``remat.fit.auto_budget``."""
-
-_ANY_PEAK_BYTES: Final = 1 << 60  # Stands for a plain peak that is not known yet, so that a percentage can be read.
 
 
 @dataclass(frozen=True)
@@ -44,11 +42,12 @@ class Request:
         """Is anything to be planned?"""
         return self.budget is not None or self.plan is not None or self.checkpoints is not None
 
-    def check(self, caller: str) -> Request:
+    def check(self, caller: str, *, takes_auto: bool = True) -> Request:
         """Refuse at once what can only fail later; returns the request.
 
         Args:
             caller: the function that the user called, for the error.
+            takes_auto: does it take the budget "auto"?
 
         Raises:
             ValueError: for more than one of budget, plan and checkpoints, or for an unknown planner.
@@ -58,8 +57,8 @@ class Request:
         given = [name for name in ("budget", "plan", "checkpoints") if getattr(self, name) is not None]
         if len(given) > 1:
             raise ValueError(f"{caller} takes {given[0]}= or {given[1]}=, not both; leave one out")
-        if self.budget not in (None, AUTO):
-            parse_budget(self.budget, baseline_peak_bytes=_ANY_PEAK_BYTES)
+        if self.budget is not None and not (takes_auto and self.budget == AUTO):
+            check_budget(self.budget)
         if self.plan is not None and not isinstance(self.plan, Plan):
             raise TypeError(f"plan= of {caller} is a remat.Plan, not {type(self.plan).__name__}")
         get_planner(self.planner)

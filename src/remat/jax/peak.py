@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import jax
 
 from remat.core.errors import UnsupportedStep
 from remat.core.schedule import Schedule
+from remat.fit.peaks import PeakRange
 from remat.jax.context import Tie
 from remat.jax.emit.evaluate import emit
 from remat.jax.trace.program import Program
@@ -18,8 +19,8 @@ from remat.jax.trace.program import Program
 KEEP_BARRIERS = {"xla_disable_hlo_passes": "cse_barrier_expander"}
 
 
-# Peak of a program that breaks a rule: more than any device has.
-_REFUSED = 1 << 52
+REFUSED: Final = PeakRange.exactly(1 << 52)
+"""Stands for the peak of a program that breaks a rule. It is more than any device has, so no budget accepts it."""
 
 
 def compiler_options(tie: Tie) -> dict[str, str]:
@@ -44,23 +45,6 @@ def peak_of(memory: Any) -> int:
         + memory.temp_size_in_bytes
         - memory.alias_size_in_bytes
     )
-
-
-@dataclass(frozen=True)
-class CompiledPeak:
-    """The peak of one compiled program; exact, so that what is expected is also the most."""
-
-    expected_bytes: int
-
-    @property
-    def highest_bytes(self) -> int:
-        """The same."""
-        return self.expected_bytes
-
-    @property
-    def is_refused(self) -> bool:
-        """Does the program break a rule?"""
-        return self.expected_bytes >= _REFUSED
 
 
 class Compiler:
@@ -93,14 +77,14 @@ class Compiler:
         self._arguments = tuple(arguments)
         self._donated = tuple(donated)
         self._returned = returned
-        self._known: dict[Schedule, CompiledPeak] = {}
+        self._known: dict[Schedule, PeakRange] = {}
 
-    def peak(self, schedule: Schedule) -> CompiledPeak:
+    def peak(self, schedule: Schedule) -> PeakRange:
         """Peak bytes of one device under a schedule. Compiles, unless the schedule is known."""
         if schedule not in self._known:
             compiled = self.compile(schedule)
             refused = self._accept is not None and not self._accept(schedule, compiled)
-            self._known[schedule] = CompiledPeak(_REFUSED if refused else peak_of(compiled.memory_analysis()))
+            self._known[schedule] = REFUSED if refused else PeakRange.exactly(peak_of(compiled.memory_analysis()))
         return self._known[schedule]
 
     def compile(self, schedule: Schedule) -> Any:

@@ -1,9 +1,9 @@
-"""Chooses the joint plan: how many micro-batches, and what each of them recomputes, so that an update is cheapest.
+"""``micro_batches="auto"``: how many micro-batches, and what each recomputes, so that an update takes the least time.
 
-Recomputation repeats work; micro-batches repeat what every piece costs however small it is, and keep a smaller machine
-busy. Which is cheaper depends on the model, the machine and the budget. The seconds of a piece without recomputation
-are measured once, for a few sizes that fit; what recomputation adds is predicted by the plan, and measured for the
-options that the predictions leave.
+Recomputation repeats work. Micro-batches repeat what a micro-batch costs however small it is, and leave a large machine
+idle. Which is cheaper depends on the model, the machine and the budget. So the seconds of a micro-batch with nothing
+recomputed are measured for a few sizes that fit; what recomputation adds is predicted by each plan; and the options
+that come close to the best prediction are timed with their plans in force.
 """
 
 from __future__ import annotations
@@ -12,54 +12,75 @@ import bisect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Final
 
 from remat.core.errors import InfeasibleBudget, UnsupportedStep
 from remat.core.plan import Plan
-from remat.micro_batches.options import JointPlan, Option
+from remat.micro_batches.cut import largest_size
+from remat.micro_batches.options import MicroBatchChoice, Option
 
-# Predicted times closer than this are equal: fewer micro-batches are nearer to the full batch, dropout and all.
-_EQUAL = 0.02
-# What a plan says that recomputation adds may be so much of an update too little; what is further behind is not timed.
-_DOUBT = 0.25
-_MOST_MEASURED = 3
-_TIMED_SIZES = 3
+Measure = Callable[[Sequence[Option]], Mapping[int, float]]
+"""Times updates with the plans of some options in force, side by side: seconds by number of micro-batches, without
+those that could not be timed."""
+
+_EQUAL: Final = 0.02
+"""Options whose times differ by less than this share count as equally quick, and the one with the fewest micro-batches
+wins: it is nearest to the whole batch, dropout masks and all. One plan timed twice differed by 3 % on a machine with
+other work (docs/micro_batches.md), so a smaller share would choose by chance."""
+
+_DOUBT: Final = 0.25
+"""Options up to this share slower than the best prediction are planned and timed. A plan predicted that recomputation
+adds 10.7 % where the clock said 20 % (the Transformer of benchmarks/joint_plan, on a CPU): an update of 1.107 s took
+1.20 s. Too small, the best option is not timed; too large, more options are planned than needed."""
+
+_MOST_TIMED: Final = 3
+"""Options that are timed with their plans in force, besides the best one without recomputation. A judgement: each of
+them is traced and written anew, which takes seconds."""
+
+_TIMED_SIZES: Final = 3
+"""Sizes of micro-batch that are timed with nothing recomputed: the largest that fits, its half and its quarter. A line
+through three points shows what a micro-batch costs however small it is; each further size is one more to compile."""
+
+
+size_of_largest = largest_size
 
 
 class PieceTimes:
-    """Seconds of a micro-batch without recomputation, by its size.
+    """Seconds of a micro-batch with nothing recomputed, by its number of samples, from those of a few sizes.
 
-    Between measured sizes time grows linearly, below the smallest it stays in proportion to the fit, and beyond the
-    largest it grows by the slope of a least-squares line through all of them, which is never steeper than proportional.
+    Between two known sizes time grows linearly. Below the smallest it falls to no less than a proportional share.
+    Beyond the largest it grows by the slope of a least-squares line through all known sizes, and never faster than in
+    proportion to the size.
 
     Args:
-        measured: seconds by number of samples; not empty.
+        known_s: seconds by number of samples; not empty.
     """
 
-    def __init__(self, measured: Mapping[int, float]) -> None:
-        self._sizes = sorted(measured)
-        self._seconds = [measured[size] for size in self._sizes]
-        largest, longest = self._sizes[-1], self._seconds[-1]
-        slope = longest / largest
+    def __init__(self, known_s: Mapping[int, float]) -> None:
+        self._sizes = sorted(known_s)
+        self._times_s = [known_s[size] for size in self._sizes]
+        largest, longest_s = self._sizes[-1], self._times_s[-1]
+        slope = longest_s / largest
         if len(self._sizes) > 1:
             mean_size = math.fsum(self._sizes) / len(self._sizes)
-            mean_s = math.fsum(self._seconds) / len(self._sizes)
+            mean_s = math.fsum(self._times_s) / len(self._sizes)
             spread = math.fsum((size - mean_size) ** 2 for size in self._sizes)
             together = math.fsum(
-                (size - mean_size) * (s - mean_s) for size, s in zip(self._sizes, self._seconds, strict=True)
+                (size - mean_size) * (s - mean_s) for size, s in zip(self._sizes, self._times_s, strict=True)
             )
             slope = min(slope, max(0.0, together / spread))
         self._slope = slope
 
     def __call__(self, size: int) -> float:
         """Predicted seconds of a micro-batch of ``size`` samples."""
-        sizes, seconds = self._sizes, self._seconds
+        sizes, times_s = self._sizes, self._times_s
         if size >= sizes[-1]:
-            return seconds[-1] + self._slope * (size - sizes[-1])
+            return times_s[-1] + self._slope * (size - sizes[-1])
         if size <= sizes[0]:
-            return max(seconds[0] * size / sizes[0], seconds[0] - self._slope * (sizes[0] - size))
+            return max(times_s[0] * size / sizes[0], times_s[0] - self._slope * (sizes[0] - size))
         above = next(n for n, known in enumerate(sizes) if known >= size)
         share = (size - sizes[above - 1]) / (sizes[above] - sizes[above - 1])
-        return seconds[above - 1] + share * (seconds[above] - seconds[above - 1])
+        return times_s[above - 1] + share * (times_s[above] - times_s[above - 1])
 
 
 def counts_to_try(batch_size: int) -> Iterator[int]:
@@ -73,11 +94,6 @@ def counts_to_try(batch_size: int) -> Iterator[int]:
         power *= 2
 
 
-def size_of_largest(batch_size: int, count: int) -> int:
-    """Samples of the largest of ``count`` micro-batches."""
-    return -(-batch_size // count)
-
-
 def choose_for_batch(
     batch_size: int,
     budget_bytes: int,
@@ -86,13 +102,13 @@ def choose_for_batch(
     fits_plainly: Callable[[int], bool],
     predicted_s: Callable[[int], float],
     times_s: Callable[[Sequence[int]], Mapping[int, float]],
-    measure: Callable[[Sequence[Option]], Mapping[int, float]] | None = None,
+    measure: Measure | None = None,
     coupled: Sequence[str] = (),
-) -> JointPlan:
-    """The joint plan of a batch, from what a front end can tell of its pieces.
+) -> MicroBatchChoice:
+    """The number of micro-batches for a batch, from what a front end knows of its micro-batches.
 
-    A batch that fits as it is stays as it is. Else the largest micro-batches that fit with nothing recomputed are
-    timed, and those of half and a quarter of their size; then see :func:`choose`.
+    A batch that fits with nothing recomputed stays whole. Otherwise the largest micro-batches that fit so are timed,
+    and those of half and a quarter of their size; then see :func:`choose`.
 
     Args:
         batch_size: samples of the batch.
@@ -103,7 +119,7 @@ def choose_for_batch(
         predicted_s: the cost model's seconds of one micro-batch with nothing recomputed, by its size.
         times_s: measured seconds of the same, for some sizes.
         measure: see :func:`choose`.
-        coupled: names of what couples the samples of a batch.
+        coupled: names of the layers that couple the samples of a batch.
 
     Raises:
         InfeasibleBudget: where no number of micro-batches fits.
@@ -117,10 +133,11 @@ def choose_for_batch(
         try:
             first = bisect.bisect_left(several, True, key=fits_plainly)
             if first < len(several):
-                largest = size_of_largest(batch_size, several[first])
+                largest = largest_size(batch_size, several[first])
                 sizes = sorted({max(1, largest >> halved) for halved in range(_TIMED_SIZES)})
                 piece_time_s, times_are_measured = PieceTimes(times_s(sizes)), True
         except UnsupportedStep as error:
+            # Two micro-batches are still listed, with the reason why there are none.
             only_whole, counts = str(error), [1, 2]
             piece_time_s = lambda size: predicted_s(batch_size) * size / batch_size  # noqa: E731
     return choose(
@@ -146,79 +163,64 @@ def choose(
     coupled: Sequence[str] = (),
     only_whole: str = "",
     times_are_measured: bool = True,
-    measure: Callable[[Sequence[Option]], Mapping[int, float]] | None = None,
-) -> JointPlan:
-    """The cheapest number of micro-batches with a plan that fits, by predicted time, or by measured where it is close.
+    measure: Measure | None = None,
+) -> MicroBatchChoice:
+    """The number of micro-batches that takes the least time, among some numbers.
 
-    Where layers couple the samples of a batch, so that micro-batches are not exact, as few as fit. Options are planned
-    in the order of what they take without recomputation, until that alone takes longer than the best one.
+    Options are planned in the order of the time that they take with nothing recomputed, until that time alone is more
+    than an option in full takes that has a plan. Where layers couple the samples of a batch, so that micro-batches are
+    not exact, options are planned from the fewest micro-batches on, and the first that fits is chosen.
 
     Args:
-        batch_size: samples of a batch.
+        batch_size: samples of the batch.
         budget_bytes: what the peak has to stay within.
         plan_for: the plan of one micro-batch, by their number; raises InfeasibleBudget.
-        piece_time_s: seconds of one micro-batch without recomputation, by its size.
-        counts: numbers of micro-batches to try.
-        coupled: names of what couples the samples of a batch.
-        only_whole: why micro-batches are out of the question; empty where they are not.
-        times_are_measured: is ``piece_time_s`` measured?
-        measure: times updates with their plans in force, side by side: seconds by number of micro-batches, without
-            those that could not be timed. Called once at most, where recomputation decides.
+        piece_time_s: seconds of one micro-batch with nothing recomputed, by its size.
+        counts: the numbers of micro-batches.
+        coupled: names of the layers that couple the samples of a batch.
+        only_whole: why the batch cannot be cut; empty where it can.
+        times_are_measured: is ``piece_time_s`` measured, not predicted by the cost model?
+        measure: times options with their plans in force. It is called once at most, and only where an option that
+            recomputes comes close to the best; None chooses by prediction.
 
     Raises:
         InfeasibleBudget: where no option fits; ``minimum_bytes`` is the smallest budget among them.
     """
-    waiting = [
-        Option(count, size_of_largest(batch_size, count), count * piece_time_s(size_of_largest(batch_size, count)))
-        for count in counts
-    ]
-    done: list[Option] = []
-    best: Option | None = None
-    # What takes longer than this with nothing recomputed is not worth a plan.
-    slowest_s = math.inf
-    doubt = 0.0 if measure is None else _DOUBT
-    failed: InfeasibleBudget | None = None
-    for option in sorted(waiting, key=lambda one: one.micro_batches if coupled else one.plain_time_s):
-        why_not = ""
-        if only_whole and option.micro_batches > 1:
-            why_not = f"not possible: {only_whole}"
-        elif option.micro_batches > 1 and any(o.minimum_bytes and o.micro_batches > option.micro_batches for o in done):
-            why_not = "not planned: more micro-batches do not fit"
-        elif best is not None and coupled:
-            why_not = "not planned: fewer micro-batches fit"
-        elif option.plain_time_s >= slowest_s:
-            why_not = f"not planned: {option.plain_time_s:.3g} s an update with nothing recomputed"
-        if why_not:
-            done.append(Option(option.micro_batches, option.size, option.plain_time_s, why_not=why_not))
+
+    def unplanned(count: int) -> Option:
+        size = largest_size(batch_size, count)
+        return Option(count, size, count * piece_time_s(size))
+
+    looked_at: list[Option] = []
+    failures: list[InfeasibleBudget] = []
+    limit_s = math.inf  # An option that takes longer with nothing recomputed is not planned.
+    for option in sorted(map(unplanned, counts), key=lambda one: one.micro_batches if coupled else one.plain_time_s):
+        if why_not := _why_not_planned(option, looked_at, limit_s, bool(coupled), only_whole):
+            looked_at.append(replace(option, why_not=why_not))
             continue
         try:
-            planned = Option(option.micro_batches, option.size, option.plain_time_s, plan_for(option.micro_batches))
+            planned = replace(option, plan=plan_for(option.micro_batches))
         except InfeasibleBudget as error:
-            if failed is None or error.minimum_bytes < failed.minimum_bytes:
-                failed = error
-            minimum = error.minimum_bytes
-            done.append(Option(option.micro_batches, option.size, option.plain_time_s, minimum_bytes=minimum))
+            failures.append(error)
+            looked_at.append(replace(option, minimum_bytes=error.minimum_bytes))
             continue
-        done.append(planned)
-        if best is None or planned.time_s < best.time_s:
-            best = planned
-        slowest_s = min(slowest_s, planned.time_s * (1 - _EQUAL) * (1 + doubt * planned.recomputes))
-    if best is None:
-        assert failed is not None
-        raise failed
-    fits = [option for option in done if option.plan is not None]
+        looked_at.append(planned)
+        doubt = _DOUBT if measure is not None and planned.recomputes else 0.0
+        limit_s = min(limit_s, planned.time_s * (1 - _EQUAL) * (1 + doubt))
+    fitting = [option for option in looked_at if option.plan is not None]
+    if not fitting:
+        raise min(failures, key=lambda error: error.minimum_bytes)
     if measure is not None and not coupled:
-        fits = _measured(fits, measure, times_are_measured)
-        best = min(fits, key=lambda option: option.time_s)
-        timed = {option.micro_batches: option for option in fits}
-        done = [timed.get(option.micro_batches, option) for option in done]
+        fitting = _timed(fitting, measure, times_are_measured)
+    least_s = min(option.time_s for option in fitting)
     chosen = min(
-        (option for option in fits if option.time_s <= best.time_s * (1 + _EQUAL)),
+        (option for option in fitting if option.time_s <= least_s * (1 + _EQUAL)),
         key=lambda option: option.micro_batches,
     )
-    return JointPlan(
+    newest = {option.micro_batches: option for option in (*looked_at, *fitting)}
+    return MicroBatchChoice(
         chosen,
-        tuple(sorted(done, key=lambda option: option.micro_batches)),
+        tuple(newest[count] for count in sorted(newest)),
         batch_size,
         budget_bytes,
         _reason(chosen, coupled, only_whole),
@@ -226,31 +228,45 @@ def choose(
     )
 
 
-def _measured(
-    fits: Sequence[Option], measure: Callable[[Sequence[Option]], Mapping[int, float]], times_are_measured: bool
-) -> list[Option]:
-    """The options that may be the best, timed where one of them recomputes."""
-    by_time = sorted(fits, key=lambda option: option.time_s)
-    close = [option for option in by_time if option.time_s <= by_time[0].time_s * (1 + _DOUBT)][:_MOST_MEASURED]
-    # The first one that recomputes nothing is known already, if times are measured; the others are held against it.
+def _why_not_planned(
+    option: Option, looked_at: Sequence[Option], limit_s: float, is_coupled: bool, only_whole: str
+) -> str:
+    """Why an option needs no plan; empty where it needs one."""
+    if option.micro_batches > 1:
+        if only_whole:
+            return f"not possible: {only_whole}"
+        if any(one.minimum_bytes is not None and one.micro_batches > option.micro_batches for one in looked_at):
+            return "not planned: more micro-batches do not fit"
+    if is_coupled and any(one.plan is not None for one in looked_at):
+        return "not planned: fewer micro-batches fit"
+    if option.plain_time_s >= limit_s:
+        return f"not planned: {option.plain_time_s:.3g} s per update with nothing recomputed"
+    return ""
+
+
+def _timed(fitting: Sequence[Option], measure: Measure, times_are_measured: bool) -> list[Option]:
+    """The options to choose from: those close to the best prediction, timed; all of them where timing is no use."""
+    by_time = sorted(fitting, key=lambda option: option.time_s)
+    close = [option for option in by_time if option.time_s <= by_time[0].time_s * (1 + _DOUBT)][:_MOST_TIMED]
+    # Its plain time is measured already. It is timed beside the others, so that the same disturbances hit all of them.
     close += [option for option in by_time if not option.recomputes and option not in close][:1]
     if len(close) < 2 or not any(option.recomputes for option in close):
-        return list(fits)
-    found = measure(close)
-    if not found or (len(found) < len(close) and not times_are_measured):
-        return list(fits)  # Seconds of the cost model and of the clock cannot be compared.
-    return [replace(option, measured_time_s=found.get(option.micro_batches)) for option in close]
+        return list(fitting)
+    found_s = measure(close)
+    if not found_s or (len(found_s) < len(close) and not times_are_measured):
+        return list(fitting)  # Seconds of the cost model cannot be held against seconds of a clock.
+    return [replace(option, measured_time_s=found_s.get(option.micro_batches)) for option in close]
 
 
 def _reason(chosen: Option, coupled: Sequence[str], only_whole: str) -> str:
-    count = chosen.micro_batches
+    count, layers = chosen.micro_batches, ", ".join(coupled)
     noun = "1 micro-batch" if count == 1 else f"{count} micro-batches"
     if only_whole:
         return f"{noun}, the only possibility"
     if coupled and count == 1:
-        return f"{noun}: exact, where micro-batches would change what {', '.join(coupled)} do"
+        return f"{noun}: exact, where micro-batches would change what {layers} do"
     if coupled:
-        return f"{noun}, the fewest that fit: exact recomputation does not, and {', '.join(coupled)} see micro-batches"
-    if count == 1 and chosen.plan is not None and chosen.plan.overhead == 0:
+        return f"{noun}, the fewest that fit: exact recomputation does not, and {layers} see micro-batches"
+    if count == 1 and not chosen.recomputes:
         return f"{noun}: the whole batch fits as it is"
     return f"{noun}, the least {'predicted' if chosen.measured_time_s is None else 'measured'} time"

@@ -1,27 +1,30 @@
-"""The joint plan: how many micro-batches, what each of them recomputes, and why; as it is printed."""
+"""What ``micro_batches="auto"`` looked at and what it chose: an option per number of micro-batches, as printed."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from remat.core.budget import format_bytes
 from remat.core.plan import Plan
 
-_SLOWER_SHOWN = 3  # Of the options that are slower than the best without any recomputation.
+_MOST_LINES_AFTER_THE_LAST_PLAN: Final = 3
+"""Options with more micro-batches than any that was planned are slower still: the print shows this many of them, and
+sums the others up in one line. Enough to see the trend; nothing but the print depends on it."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """One number of micro-batches.
+    """One number of micro-batches, and what is known of it.
 
     Attributes:
-        micro_batches: how many.
-        size: samples of the largest.
-        plain_time_s: predicted seconds of an update's forward and backward passes, nothing recomputed.
-        plan: of one micro-batch within the budget; None where there is none, or none was made.
-        minimum_bytes: where no plan fits, the smallest budget that would do.
-        why_not: why none was made.
-        measured_time_s: seconds of an update's passes with the plan in force; None where they were not timed.
+        micro_batches: the number.
+        size: samples of the largest micro-batch.
+        plain_time_s: predicted seconds of an update's forward and backward passes with nothing recomputed.
+        plan: the plan of one micro-batch within the budget; None where none fits, or none was made.
+        minimum_bytes: where no plan fits, the smallest budget for which one does.
+        why_not: where no plan was made, the reason.
+        measured_time_s: measured seconds of an update's passes under the plan; None where they were not timed.
     """
 
     micro_batches: int
@@ -34,33 +37,48 @@ class Option:
 
     @property
     def time_s(self) -> float:
-        """Seconds of an update's forward and backward passes, recomputation included; predicted if not measured."""
-        if self.measured_time_s is not None:
-            return self.measured_time_s
-        return self.plain_time_s * (1 + self._overhead)
+        """Seconds of an update's passes, recomputation included: measured where they were timed, else predicted."""
+        return self.plain_time_s * (1 + self.overhead) if self.measured_time_s is None else self.measured_time_s
+
+    @property
+    def overhead(self) -> float:
+        """What recomputation adds to a micro-batch's time by its plan, as a fraction; 0 without a plan."""
+        return 0.0 if self.plan is None else self.plan.overhead
 
     @property
     def recomputes(self) -> bool:
         """Does its plan run anything twice?"""
-        return self._overhead > 0
+        return self.overhead > 0
 
-    @property
-    def _overhead(self) -> float:
-        return self.plan.overhead if self.plan is not None else 0.0
+    def described(self, least_time_s: float) -> str:
+        """The option in a line.
+
+        Args:
+            least_time_s: predicted seconds of an update in the quickest option, with nothing recomputed.
+        """
+        if self.minimum_bytes is not None:
+            return f"does not fit: the smallest budget is {format_bytes(self.minimum_bytes)}"
+        if self.plan is None:
+            return self.why_not
+        lost = self.plain_time_s / least_time_s - 1 if least_time_s else 0.0
+        return (
+            f"{self.time_s:.3g} s per update, peak {format_bytes(self.plan.peak_bytes)}: recomputation "
+            f"{self.overhead:+.1%}, small micro-batches {lost:+.1%}{'' if self.measured_time_s is None else ', timed'}"
+        )
 
 
 @dataclass(frozen=True)
-class JointPlan:
-    """What was chosen, and from what.
+class MicroBatchChoice:
+    """The number of micro-batches that ``micro_batches="auto"`` chose, and what it chose from.
 
     Attributes:
         chosen: the option in force.
-        options: all that were looked at, by rising number of micro-batches.
+        options: all options that were looked at, by rising number of micro-batches.
         batch_size: samples of the batch.
-        budget_bytes: what the peak had to stay within.
-        reason: why the chosen one, in a sentence.
-        times_are_measured: False where there was no choice, or no micro-batch fits with nothing recomputed: times are
-            then the cost model's.
+        budget_bytes: what the peak has to stay within.
+        reason: why the chosen option, in a sentence.
+        times_are_measured: were micro-batches timed? Otherwise times are the cost model's, because there was no choice
+            or because no micro-batch fits with nothing recomputed.
     """
 
     chosen: Option
@@ -72,25 +90,22 @@ class JointPlan:
 
     @property
     def micro_batches(self) -> int:
-        """The number of micro-batches that was chosen."""
+        """The number that was chosen."""
         return self.chosen.micro_batches
 
     def __str__(self) -> str:
-        lines = [f"remat joint plan: batches of {self.batch_size} samples within {format_bytes(self.budget_bytes)}"]
-        whole_s = min(option.plain_time_s for option in self.options)
-        planned = max(n for n, option in enumerate(self.options) if option.plan is not None)
-        shown = planned + 1 + _SLOWER_SHOWN
+        lines = [f"remat micro-batches: batches of {self.batch_size} samples within {format_bytes(self.budget_bytes)}"]
+        least_time_s = min(option.plain_time_s for option in self.options)
+        last_planned = max(n for n, option in enumerate(self.options) if option.plan is not None)
+        shown = last_planned + 1 + _MOST_LINES_AFTER_THE_LAST_PLAN
         if len(self.options) == shown + 1:
-            shown += 1
-        lines += [
-            f"{'*' if option is self.chosen else ' '} {option.micro_batches:>4} x {option.size:<6}"
-            f"{_described(option, whole_s)}"
-            for option in self.options[:shown]
-        ]
+            shown += 1  # A line that sums up one option is no shorter than the option's own.
+        for option in self.options[:shown]:
+            mark = "*" if option is self.chosen else " "
+            lines.append(f"{mark} {option.micro_batches:>4} x {option.size:<6}{option.described(least_time_s)}")
         if rest := self.options[shown:]:
-            lines.append(
-                f"  {rest[0].micro_batches} to {rest[-1].micro_batches} micro-batches: not planned, {self._rest}"
-            )
+            reason = "slower still" if rest[-1].why_not.endswith("recomputed") else "for the same reason"
+            lines.append(f"  {rest[0].micro_batches} to {rest[-1].micro_batches} micro-batches: not planned, {reason}")
         if not self.times_are_measured:
             lines.append(f"  times are the cost model's: {self._why_not_measured}")
         lines.append(f"  chosen: {self.reason}")
@@ -99,23 +114,9 @@ class JointPlan:
     @property
     def _why_not_measured(self) -> str:
         if any(option.micro_batches > 1 and not option.why_not.startswith("not possible") for option in self.options):
-            return "no micro-batch without recomputation fits, so none was measured"
-        return "there is no choice, so none was measured"
-
-    @property
-    def _rest(self) -> str:
-        """Why the options behind those shown were not planned."""
-        return "slower still" if self.options[-1].why_not.endswith("recomputed") else "for the same reason"
+            return "no micro-batch fits with nothing recomputed, so none was timed"
+        return "there is no choice, so none was timed"
 
 
-def _described(option: Option, least_s: float) -> str:
-    if option.minimum_bytes is not None:
-        return f"does not fit: the smallest budget is {format_bytes(option.minimum_bytes)}"
-    if option.plan is None:
-        return option.why_not
-    pieces = option.plain_time_s / least_s - 1 if least_s else 0.0
-    return (
-        f"{option.time_s:.3g} s an update, peak {format_bytes(option.plan.peak_bytes)}: recomputation "
-        f"{option.plan.overhead:+.1%}, size of the pieces {pieces:+.1%}"
-        f"{'' if option.measured_time_s is None else ', timed'}"
-    )
+JointPlan = MicroBatchChoice
+"""The earlier name of ``MicroBatchChoice``; it stays for programs that import it."""

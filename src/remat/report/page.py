@@ -24,14 +24,14 @@ from remat.core.labels import layer_of
 from remat.core.plan import Plan
 from remat.core.schedule import recomputed_ops
 from remat.core.simulator import simulate
-from remat.report.layers import recomputed_layers
-from remat.report.text import format_time
+from remat.report.recomputed import recomputed_layers
+from remat.report.text import format_time, shape_and_dtype
 
 if TYPE_CHECKING:
     from remat.report.report import Report
 
-_ROWS_SHOWN: Final = 20
-_LONGEST_NAME: Final = 96
+_ROWS_SHOWN: Final = 20  # Layers that the table shows before it is opened.
+_LONGEST_NAME: Final = 96  # Letters of a name: those of one line of the page. Only its end is kept of a longer one.
 _SCRIPTS: Final = ("memory_chart.js", "frontier_chart.js", "page.js")
 
 
@@ -246,7 +246,7 @@ def _largest(graph: Graph, label: str, found: Breakdown) -> dict[str, Any]:
         rows.append(
             {
                 "size": format_bytes(live.size_bytes),
-                "shape": f"{'' if tensor.shape is None else list(tensor.shape)} {tensor.dtype or ''}".strip(),
+                "shape": shape_and_dtype(tensor),
                 "category": _shown(live.category),
                 "kind": tensor.role.replace("_", " ") if op is None else op.kind,
                 "name": tensor.name if op is None else op.name,
@@ -262,7 +262,7 @@ def _layer_rows(graph: Graph, plan: Plan) -> list[dict[str, Any]]:
     total_s = sum(entry.extra_time_s for entry in layers)
     return [
         {
-            "layer": entry.layer,
+            "layer": entry.name,
             "kinds": ", ".join(entry.kinds[:4]) + (", ..." if len(entry.kinds) > 4 else ""),
             "ops": entry.ops,
             "runs": entry.extra_runs,

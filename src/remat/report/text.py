@@ -1,59 +1,27 @@
-"""Tables of plans and timelines for the terminal."""
+"""Tables for the terminal: plans, frontiers, timelines, and what the bytes of a step are."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
 from rich.table import Table
 from rich.text import Text
 
+from remat.core.breakdown import CATEGORIES, Breakdown
 from remat.core.budget import format_bytes
-from remat.core.graph import Graph
+from remat.core.graph import Graph, Tensor
+from remat.core.labels import layer_of
 from remat.core.plan import Plan
 from remat.core.schedule import recomputed_ops
 from remat.core.simulator import Timeline
+from remat.planning.batch_size import LargestBatches
+from remat.report.recomputed import RecomputedGroup, recomputed_kinds
 
+# Rows and columns that fit a terminal of usual size beside the other tables.
 _KINDS_SHOWN: Final = 8
 _TENSORS_SHOWN: Final = 10
 _BAR_WIDTH: Final = 24
-
-
-@dataclass(frozen=True)
-class RecomputedKind:
-    """What a plan recomputes of one kind of operation.
-
-    Attributes:
-        kind: the framework's type of operation.
-        ops: how many operations of this kind run more than once.
-        total_ops: how many operations of this kind the graph has.
-        extra_runs: how many runs beyond the first they take together.
-        extra_time_s: predicted seconds of those runs.
-    """
-
-    kind: str
-    ops: int
-    total_ops: int
-    extra_runs: int
-    extra_time_s: float
-
-
-def recomputed_kinds(graph: Graph, plan: Plan) -> tuple[RecomputedKind, ...]:
-    """What the plan recomputes, by kind of operation, the one that costs most time first."""
-    ops: dict[str, int] = {}
-    runs: dict[str, int] = {}
-    time_s: dict[str, float] = {}
-    for index, extra in recomputed_ops(plan.schedule).items():
-        kind = graph.ops[index].kind
-        ops[kind] = ops.get(kind, 0) + 1
-        runs[kind] = runs.get(kind, 0) + extra
-        time_s[kind] = time_s.get(kind, 0.0) + extra * graph.ops[index].time_s
-    totals: dict[str, int] = {}
-    for op in graph.ops:
-        totals[op.kind] = totals.get(op.kind, 0) + 1
-    found = (RecomputedKind(kind, ops[kind], totals[kind], runs[kind], time_s[kind]) for kind in ops)
-    return tuple(sorted(found, key=lambda entry: (-entry.extra_time_s, -entry.extra_runs, entry.kind)))
 
 
 def plan_table(graph: Graph, plan: Plan, *, title: str = "Plan") -> Table:
@@ -108,10 +76,11 @@ def recomputed_kinds_table(graph: Graph, plan: Plan) -> Table:
 
     shown, rest = kinds[:_KINDS_SHOWN], kinds[_KINDS_SHOWN:]
     for entry in shown:
-        _add_kind(table, entry, entry.kind or "(no kind)", total_s)
+        _add_kind(table, entry, entry.name or "(no kind)", total_s)
     if rest:
-        merged = RecomputedKind(
-            kind="",
+        merged = RecomputedGroup(
+            name="",
+            kinds=(),
             ops=sum(entry.ops for entry in rest),
             total_ops=sum(entry.total_ops for entry in rest),
             extra_runs=sum(entry.extra_runs for entry in rest),
@@ -151,7 +120,7 @@ def live_tensors_table(graph: Graph, timeline: Timeline) -> Table:
         table.add_row(
             format_bytes(size_bytes),
             _share(size_bytes, timeline.peak_bytes),
-            Text(_describe_tensor(graph, number)),
+            Text(f"{number} {shape_and_dtype(graph.tensors[number])}".strip()),
             "" if maker is None else f"op {maker}",
             Text(op.kind if op else ""),
             Text(op.name if op else ""),
@@ -160,6 +129,54 @@ def live_tensors_table(graph: Graph, timeline: Timeline) -> Table:
     if rest:
         size_bytes = sum(graph.tensors[number].size_bytes for number in rest)
         table.add_row(format_bytes(size_bytes), _share(size_bytes, timeline.peak_bytes), f"{len(rest):,} others")
+    return table
+
+
+def breakdown_table(plain: Breakdown, planned: Breakdown | None = None) -> Table:
+    """Bytes by category at the peak of the plain step and, where one is given, of the planned one."""
+    table = Table(title="At the peak", title_justify="left", title_style="bold")
+    table.add_column("Bytes of")
+    columns = [("plain", plain)] + ([("planned", planned)] if planned is not None else [])
+    for heading, _ in columns:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for category in CATEGORIES:
+        sizes = [found.size_bytes[category] for _, found in columns]
+        if any(sizes):
+            table.add_row(category.replace("_", " "), *map(format_bytes, sizes))
+    table.add_section()
+    table.add_row("all", *(format_bytes(found.total_bytes) for _, found in columns))
+    return table
+
+
+def largest_tensors_table(graph: Graph, found: Breakdown, *, title: str) -> Table:
+    """The largest tensors alive at a peak, with the layer and the line that made them."""
+    table = Table(title=Text(title), title_justify="left", title_style="bold")
+    for heading in ("Size", "Shape", "What", "Op", "Layer", "Source"):
+        table.add_column(heading, justify="right" if heading == "Size" else "left", overflow="fold")
+    for live in found.largest:
+        tensor = graph.tensors[live.tensor]
+        op = None if live.op is None else graph.ops[live.op]
+        table.add_row(
+            format_bytes(live.size_bytes),
+            Text(shape_and_dtype(tensor)),
+            live.category.replace("_", " "),
+            Text(tensor.name if op is None else op.kind),
+            Text("" if live.op is None else layer_of(graph, live.op)),
+            Text("" if op is None else _without_folders(op.source)),
+        )
+    return table
+
+
+def largest_batches_table(found: LargestBatches) -> Table:
+    """The largest batch within a budget, plain and planned."""
+    table = Table(
+        title=f"Largest batch for {format_bytes(found.budget_bytes)}", title_justify="left", title_style="bold"
+    )
+    for heading in ("", "Batch", "Predicted peak", "Overhead"):
+        table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
+    for name, one in (("plain", found.plain), ("with recomputation", found.planned)):
+        batch = f"{one.batch_size:,}" if one.batch_size else "none; one sample needs"
+        table.add_row(name, batch, format_bytes(one.peak_bytes), f"{one.overhead:.1%}")
     return table
 
 
@@ -173,10 +190,9 @@ def format_time(time_s: float) -> str:
     return f"{_three_digits(time_s / 1e-9)} ns"
 
 
-def _describe_tensor(graph: Graph, number: int) -> str:
-    tensor = graph.tensors[number]
-    shape = "" if tensor.shape is None else f" {list(tensor.shape)}"
-    return f"{number}{shape}{f' {tensor.dtype}' if tensor.dtype else ''}"
+def shape_and_dtype(tensor: Tensor) -> str:
+    """A tensor's shape and dtype, as far as they are known: ``"[32, 64] float32"``."""
+    return f"{'' if tensor.shape is None else list(tensor.shape)} {tensor.dtype or ''}".strip()
 
 
 def _three_digits(value: float) -> str:
@@ -199,7 +215,7 @@ def _share(part: float, whole: float) -> str:
     return f"{part / whole:.1%}" if whole else "-"
 
 
-def _add_kind(table: Table, entry: RecomputedKind, label: str, total_s: float) -> None:
+def _add_kind(table: Table, entry: RecomputedGroup, label: str, total_s: float) -> None:
     table.add_row(
         Text(label),
         f"{entry.ops:,} of {entry.total_ops:,}",
@@ -207,3 +223,8 @@ def _add_kind(table: Table, entry: RecomputedKind, label: str, total_s: float) -
         format_time(entry.extra_time_s),
         _share(entry.extra_time_s, total_s),
     )
+
+
+def _without_folders(source: str) -> str:
+    """The file and the line without folders and function, which a terminal has no room for."""
+    return source.partition(" in ")[0].rpartition("/")[2]

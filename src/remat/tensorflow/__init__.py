@@ -1,5 +1,6 @@
 """TensorFlow: plan a ``tf.function`` within a byte budget and rewrite it in place, with the same numbers."""
 
+from remat.running.measurement import Measurement
 from remat.tensorflow.api.gradients import (
     gradients,
     gradients_collection,
@@ -11,7 +12,7 @@ from remat.tensorflow.api.gradients import (
 from remat.tensorflow.api.tape import GradientTape
 from remat.tensorflow.api.value_and_grad import value_and_grad
 from remat.tensorflow.check import check
-from remat.tensorflow.measure import Measurement, measure
+from remat.tensorflow.measure import measure
 from remat.tensorflow.recompute.decorator import recompute
 from remat.tensorflow.trace.func_graph import trace
 

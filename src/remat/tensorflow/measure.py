@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
 
+from remat.running.measurement import Measurement, check_repeats, median_time_s
 from remat.tensorflow.peak.device import current_device
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """What a step really needed.
-
-    Attributes:
-        peak_bytes: largest number of bytes in use on the device, everything resident there counted.
-        time_s: median wall seconds of a step.
-    """
-
-    peak_bytes: int
-    time_s: float
 
 
 def measure(fn: Callable[..., Any], *args: Any, repeats: int = 3, **kwargs: Any) -> Measurement:
@@ -37,18 +23,16 @@ def measure(fn: Callable[..., Any], *args: Any, repeats: int = 3, **kwargs: Any)
 
     The counter is TensorFlow's allocator statistics. On a CPU they need oneDNN (the default) and leave out
     blocks under 256 KiB.
+
+    Raises:
+        ValueError: for fewer than one run.
     """
+    check_repeats(repeats)
     device = current_device()
     _finish(fn(*args, **kwargs))
-    times = []
-    peak = 0
-    for _ in range(repeats):
-        device.reset_peak()
-        started = time.perf_counter()
-        _finish(fn(*args, **kwargs))
-        times.append(time.perf_counter() - started)
-        peak = max(peak, device.peak_bytes)
-    return Measurement(peak, sorted(times)[len(times) // 2])
+    device.reset_peak()
+    time_s = median_time_s(lambda _: _finish(fn(*args, **kwargs)), repeats, lambda: None)
+    return Measurement(device.peak_bytes, time_s)
 
 
 def _finish(result: Any) -> None:

@@ -2,28 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from remat.running.measurement import Measurement, check_repeats, median_time_s
 from remat.torch import _private
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """What a step really needed.
-
-    Attributes:
-        peak_bytes: largest number of bytes in use, everything that the step reads counted.
-        time_s: median wall seconds of a step.
-    """
-
-    peak_bytes: int
-    time_s: float
 
 
 def measure(fn: Callable[..., Any], *args: Any, repeats: int = 3, **kwargs: Any) -> Measurement:
@@ -43,8 +29,7 @@ def measure(fn: Callable[..., Any], *args: Any, repeats: int = 3, **kwargs: Any)
     Raises:
         ValueError: for fewer than one run.
     """
-    if repeats < 1:
-        raise ValueError(f"repeats={repeats} measures nothing; give 1 or more")
+    check_repeats(repeats)
     _run(fn, args, kwargs)
     resident = _Resident()
     if not _any_on_gpu(args, kwargs):
@@ -53,18 +38,18 @@ def measure(fn: Callable[..., Any], *args: Any, repeats: int = 3, **kwargs: Any)
             _run(fn, args, kwargs)
     on_gpu = resident.is_on_gpu or _any_on_gpu(args, kwargs)
     peak_bytes = 0 if on_gpu else resident.bytes + _cpu_peak_bytes(fn, args, kwargs)
-    times = []
-    for _ in range(repeats):
-        if on_gpu:
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-        started = time.perf_counter()
+    wait: Callable[[], None] = torch.cuda.synchronize if on_gpu else lambda: None
+
+    def run(_: None) -> None:
         _run(fn, args, kwargs)
-        if on_gpu:
-            torch.cuda.synchronize()
-            peak_bytes = max(peak_bytes, torch.cuda.max_memory_allocated())
-        times.append(time.perf_counter() - started)
-    return Measurement(peak_bytes, sorted(times)[repeats // 2])
+        wait()
+
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    time_s = median_time_s(run, repeats, wait)
+    if on_gpu:
+        peak_bytes = torch.cuda.max_memory_allocated()
+    return Measurement(peak_bytes, time_s)
 
 
 def _any_on_gpu(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

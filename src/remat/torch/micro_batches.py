@@ -1,32 +1,85 @@
-"""Micro-batches: the gradients of a batch as the sum over its parts, one part in memory at a time.
+"""Micro-batches: the gradients of a batch as the sum over its pieces, one piece in memory at a time.
 
 What must hold for the result to be that of the whole batch: sums are accumulated and divided once, by the denominator
-that the whole batch has; a last part that is smaller counts by its real size; the accumulator is float32 at least.
+that the whole batch has; a piece with fewer samples counts by its real size; the accumulator is float32 at least.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Final
+from typing import Any
 
 import torch
 
-from remat.core.budget import parse_budget
-from remat.core.errors import UnsupportedStep
 from remat.core.plan import Plan
-from remat.core.simulator import simulate
-from remat.micro_batches.cut import count_samples
+from remat.fit.fit import fit
+from remat.fit.request import Request
+from remat.micro_batches.cut import batch_places, check_count, count_samples, cut
+from remat.micro_batches.reduce import MEAN, RATIO, SUM, check_reduction, sum_and_denominator, trained_denominator
 from remat.torch import _private
 from remat.torch.api.apply import Applied, apply
-from remat.torch.api.plan import plan
-from remat.torch.trace.step import trace
+from remat.torch.api.plan import EagerCandidate
+from remat.torch.trace.record import record_step
 
-REDUCTIONS: Final = ("mean", "sum", "ratio")
+
+def micro_batches(
+    loss_fn: Callable[..., Any],
+    count: int,
+    *,
+    reduction: str = "mean",
+    batch_argnums: int | Sequence[int] | None = None,
+    budget: int | str | None = None,
+    scaler: Any = None,
+    no_sync: Callable[[], AbstractContextManager[Any]] | None = None,
+    planner: str = "auto",
+    time_limit_s: float | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    resident: Sequence[torch.Tensor] = (),
+    resident_bytes: int = 0,
+    device: str | None = None,
+    **options: Any,
+) -> MicroBatches:
+    """Compute a batch's loss and gradients in pieces, with the numbers of the whole batch.
+
+    Args:
+        loss_fn: takes a piece of the batch, returns its loss; with ``reduction="ratio"`` a pair (sum, denominator).
+        count: how many pieces a batch is cut into, as ``numpy.array_split`` cuts; one runs after the other.
+        reduction: how ``loss_fn`` combines samples: "mean" over them, "sum", or "ratio" of what it returns; the ratio
+            of a batch whose denominators are all 0 is 0.
+        batch_argnums: positional arguments whose first axis is the batch; None means all that are tensors.
+        budget: peak device bytes of a piece with the gradients of all; a share such as "60%" is one of the plain step
+            of the whole batch.
+        scaler: a ``torch.amp.GradScaler``, which scales the loss before its backward pass; its ``step`` and ``update``
+            stay with the caller, once per batch.
+        no_sync: ``no_sync`` of a ``DistributedDataParallel`` module: gradients are reduced once, with the last piece.
+        planner: as ``remat.torch.plan`` takes it, like all that follows.
+        time_limit_s: wall seconds for each round of planning.
+        optimizer: its state counts as resident, and its update is part of the step.
+        resident: tensors that count although neither the loss nor the optimizer touches them.
+        resident_bytes: memory that counts likewise.
+        device: profile for the predicted times.
+        **options: passed on to the planner.
+
+    Returns:
+        A callable that takes the batch, runs forward and backward passes, and returns the detached loss. Gradients of
+        less than float32 are added up in float32, unless ``no_sync`` is given, since their gradients are then the
+        reducer's. BatchNorm sees one piece at a time, which changes it; recomputation does not.
+
+    Raises:
+        ValueError: for a count below 1 or an unknown reduction.
+        InvalidBudget: for a budget that cannot be read.
+    """
+    request = Request(budget, planner=planner, time_limit_s=time_limit_s, options=options)
+    request.check("remat.torch.micro_batches", takes_auto=False)
+    beside = {"optimizer": optimizer, "resident": resident, "resident_bytes": resident_bytes}
+    return MicroBatches(
+        loss_fn, check_count(count), check_reduction(reduction), batch_argnums, request, scaler, no_sync, beside, device
+    )
 
 
 class MicroBatches:
-    """A step that runs the forward and the backward pass of a batch part by part.
+    """A step that runs the forward and the backward pass of a batch piece by piece.
 
     ::
 
@@ -41,129 +94,104 @@ class MicroBatches:
         loss_fn: Callable[..., Any],
         count: int,
         reduction: str,
-        batch_argnums: tuple[int, ...] | None,
-        budget: int | str | None,
+        batch_argnums: int | Sequence[int] | None,
+        request: Request,
         scaler: Any,
         no_sync: Callable[[], AbstractContextManager[Any]] | None,
-        options: dict[str, Any],
+        beside: dict[str, Any],
+        device: str | None,
     ) -> None:
         self._loss_fn = loss_fn
         self._count = count
         self._reduction = reduction
         self._batch_argnums = batch_argnums
-        self._budget = budget
+        self._request = request
         self._scaler = scaler
         self._no_sync = no_sync
-        self._options = options
+        self._beside = beside
+        self._device = device
         self._applied: dict[Any, Applied] = {}
+        self._whole_bytes: dict[Any, int] = {}
 
     @property
     def plans(self) -> list[Plan]:
-        """The plans made so far, one for each size of part."""
+        """The plans made so far, one for each size of piece."""
         return [applied.plan for applied in self._applied.values()]
 
     def __call__(self, *args: Any) -> torch.Tensor:
         """Add the gradients of the whole batch to ``grad``, as ``backward`` would; returns the batch's loss, detached.
 
         Raises:
-            UnsupportedStep: where the arguments do not agree on the size of the batch.
+            UnsupportedStep: where the arguments do not agree on the size of the batch, or ``loss_fn`` returns something
+                else than the reduction says.
             InfeasibleBudget: at the first call, if no schedule fits; it names the smallest budget.
         """
-        places, samples = _batch_of(args, self._batch_argnums)
-        size = -(-samples // self._count)
-        starts = range(0, samples, size)
+        places, samples = self._batch_of(args)
         total = _Total(self._reduction, samples, self._no_sync is not None)
-        for start in starts:
-            length = min(size, samples - start)
-            part = [a[start : start + length] if n in places else a for n, a in enumerate(args)]
-            is_last = start + length >= samples
+        pieces = [(group.size, start) for group in cut(samples, self._count) for start in group.starts]
+        for size, start in pieces:
+            piece = [arg[start : start + size] if n in places else arg for n, arg in enumerate(args)]
+            is_last = start + size == samples
             waits = nullcontext() if is_last or self._no_sync is None else self._no_sync()
             with waits:
-                with self._context(args, part) as _:
-                    value, denominator = self._parts_of(self._loss_fn(*part))
-                loss = total.add(value, denominator, length)
+                with self._planned(args, piece):
+                    value, denominator = self._sum_and_denominator(*piece)
+                loss = total.add(value, denominator, size)
                 total.before_backward(loss)
                 (loss if self._scaler is None else self._scaler.scale(loss)).backward()
                 total.after_backward()
             del value, loss
         return total.finish()
 
-    def _parts_of(self, result: Any) -> tuple[torch.Tensor, Any]:
-        if self._reduction != "ratio":
-            return result, None
-        if not isinstance(result, tuple) or len(result) != 2:
-            raise TypeError('with reduction="ratio" the loss function returns a pair (sum, denominator)')
-        value, denominator = result
+    def _batch_of(self, args: Sequence[Any]) -> tuple[tuple[int, ...], int]:
+        """Positions of the arguments that hold the batch, and its samples."""
+        tensors = [n for n, arg in enumerate(args) if isinstance(arg, torch.Tensor)]
+        places = batch_places(self._batch_argnums, len(args), tensors)
+        # Only tensors have a first axis to slice; anything else counts as a scalar.
+        shapes = [tuple(getattr(args[place], "shape", ())) for place in places]
+        samples = count_samples(shapes, [f"argument {place}" for place in places])
+        assert samples is not None, "every shape is known"
+        return places, samples
+
+    def _sum_and_denominator(self, *piece: Any) -> tuple[torch.Tensor, Any]:
+        value, denominator = sum_and_denominator(self._loss_fn(*piece), self._reduction)
         if isinstance(denominator, torch.Tensor) and denominator.requires_grad:
-            raise UnsupportedStep(
-                'with reduction="ratio" the denominator depends on a parameter; it must count samples or tokens only. '
-                "Compute it from the batch alone, or leave micro_batches at 1"
-            )
+            raise trained_denominator("a parameter")
         return value, denominator
 
-    def _context(self, args: Sequence[Any], part: Sequence[Any]) -> AbstractContextManager[Any]:
-        if self._budget is None:
+    def _planned(self, args: Sequence[Any], piece: Sequence[Any]) -> AbstractContextManager[Any]:
+        """What the forward pass of a piece runs in."""
+        if not self._request.plans:
             return nullcontext()
-        key = tuple(tuple(a.shape) if isinstance(a, torch.Tensor) else repr(a) for a in part)
+        key = _shapes(piece)
         if key not in self._applied:
-
-            def loss_of(*some: Any) -> torch.Tensor:
-                return self._parts_of(self._loss_fn(*some))[0]
-
-            budget = self._budget
-            if isinstance(budget, str) and "%" in budget:
-                # A share means one of the whole batch's plain step.
-                whole = trace(loss_of, *args)
-                budget = parse_budget(budget, simulate(whole, whole.plain_schedule).peak_bytes)
-            self._applied[key] = apply(plan(loss_of, *part, budget=budget, accumulates=True, **self._options))
+            candidate = self._candidate(piece, accumulates=True)
+            share_of_bytes = self._plain_bytes(args) if "%" in str(self._request.budget) else None
+            found = fit(candidate, self._request, share_of_bytes=share_of_bytes)
+            self._applied[key] = apply(candidate.following(found))
         return self._applied[key]
 
+    def _plain_bytes(self, args: Sequence[Any]) -> int:
+        """The plain peak of the whole batch."""
+        key = _shapes(args)
+        if key not in self._whole_bytes:
+            self._whole_bytes[key] = self._candidate(args, accumulates=False).plain_peak.expected_bytes
+        return self._whole_bytes[key]
 
-def micro_batches(
-    loss_fn: Callable[..., Any],
-    count: int,
-    *,
-    reduction: str = "mean",
-    batch_argnums: Sequence[int] | None = None,
-    budget: int | str | None = None,
-    scaler: Any = None,
-    no_sync: Callable[[], AbstractContextManager[Any]] | None = None,
-    **options: Any,
-) -> MicroBatches:
-    """Compute a batch's loss and gradients in parts, with the numbers of the whole batch.
+    def _candidate(self, args: Sequence[Any], *, accumulates: bool) -> EagerCandidate:
+        recording = record_step(
+            lambda *some: self._sum_and_denominator(*some)[0], args, accumulates=accumulates, **self._beside
+        )
+        return EagerCandidate(recording, self._device)
 
-    Args:
-        loss_fn: takes a part of the batch, returns its loss; with ``reduction="ratio"`` a pair (sum, denominator).
-        count: into how many parts a batch is split, one after the other. The last may be smaller.
-        reduction: how ``loss_fn`` combines samples: "mean" over them, "sum", or "ratio" of what it returns.
-        batch_argnums: positional arguments whose first axis is the batch; None means all that are tensors.
-        budget: peak device bytes of a part with the gradients of all; a share is one of the whole batch's plain step.
-        scaler: a ``torch.amp.GradScaler``, which scales the loss before its backward pass; its ``step`` and ``update``
-            stay with the caller, once per batch.
-        no_sync: ``no_sync`` of a ``DistributedDataParallel`` module: gradients are reduced once, with the last part.
-        **options: passed on to ``remat.torch.plan``.
 
-    Returns:
-        A callable that takes the batch, runs forward and backward passes, and returns the detached loss. Gradients of
-        less than float32 are added up in float32, unless ``no_sync`` is given, since their gradients are then the
-        reducer's. BatchNorm sees one part at a time, which changes it; recomputation does not.
-
-    Raises:
-        ValueError: for a count below 1 or an unknown reduction.
-    """
-    given: Any = count
-    if isinstance(given, bool) or not isinstance(given, int) or given < 1:
-        raise ValueError(f"micro_batches takes a number of parts of at least 1, not {count!r}")
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction={reduction!r} is unknown; choose one of {', '.join(REDUCTIONS)}")
-    if budget is not None:
-        parse_budget(budget, baseline_peak_bytes=1 << 60)
-    places = None if batch_argnums is None else tuple(batch_argnums)
-    return MicroBatches(loss_fn, count, reduction, places, budget, scaler, no_sync, options)
+def _shapes(args: Sequence[Any]) -> tuple[Any, ...]:
+    """What tells calls apart that need plans of their own."""
+    return tuple(tuple(arg.shape) if isinstance(arg, torch.Tensor) else repr(arg) for arg in args)
 
 
 class _Total:
-    """Sums over the parts of one batch: the loss, its denominator, the gradients."""
+    """Sums over the pieces of one batch: the loss, its denominator, the gradients."""
 
     def __init__(self, reduction: str, samples: int, is_reduced_by_others: bool) -> None:
         self._reduction = reduction
@@ -178,13 +206,14 @@ class _Total:
         self._sums: dict[int, torch.Tensor] = {}
 
     def add(self, value: torch.Tensor, denominator: Any, length: int) -> torch.Tensor:
-        """The loss whose gradients are added up for a part."""
-        if self._reduction == "mean":
+        """The loss whose gradients are added up for a piece."""
+        if self._reduction == MEAN:
             loss = value * (length / self._samples)
-        elif self._reduction == "sum":
+        elif self._reduction == SUM:
             loss = value
         else:
-            wide = torch.as_tensor(denominator, dtype=torch.float32, device=value.device).detach()
+            kind = torch.promote_types(value.dtype, torch.float32)
+            wide = torch.as_tensor(denominator, dtype=kind, device=value.device).detach()
             self._denominator = wide if self._denominator is None else self._denominator + wide
             if self._scale is None:
                 # Of the size of a mean, so that half precision does not overflow; corrected at the end.
@@ -219,9 +248,9 @@ class _Total:
         assert self._value is not None
         value = self._value
         factor = None
-        if self._reduction == "ratio":
-            # All masked: nothing to learn from, and no 0 / 0.
-            factor = torch.where(self._denominator > 0, self._scale / self._denominator.clamp(min=1e-30), 0.0)
+        if self._reduction == RATIO:
+            # A batch that is all masked has nothing to learn from: 0 / 0 is 0.
+            factor = torch.where(self._denominator == 0, 0.0, self._scale / self._denominator)
             value = value * factor
         for address, leaf in self._leaves.items():
             gradient = self._sums.get(address, leaf.grad)
@@ -234,12 +263,3 @@ class _Total:
             earlier = self._earlier.get(address)
             leaf.grad = gradient if earlier is None else earlier.add_(gradient)
         return value
-
-
-def _batch_of(args: Sequence[Any], given: tuple[int, ...] | None) -> tuple[tuple[int, ...], int]:
-    """Positions of the arguments that hold the batch, and its samples."""
-    places = given
-    if places is None:
-        places = tuple(n for n, a in enumerate(args) if isinstance(a, torch.Tensor))
-    # Only tensors have a first axis to slice; anything else counts as a scalar.
-    return places, count_samples([[tuple(getattr(a, "shape", ()))] for a in args], places)

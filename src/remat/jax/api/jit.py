@@ -11,11 +11,11 @@ import jax
 
 from remat.core.errors import UnsupportedStep
 from remat.core.plan import Plan
+from remat.fit.request import Request
 from remat.jax import _private
 from remat.jax.context import barriers_stay, current_tie
 from remat.jax.peak import compiler_options, shape_of
 from remat.jax.planned import Follower, plan_function
-from remat.jax.request import Request
 
 
 def jit(
@@ -58,7 +58,7 @@ def jit(
         UnsupportedStep: when it is first called, where no value has the name of a checkpoint.
     """
     kept = None if checkpoints is None else tuple(checkpoints)
-    request = Request(budget, plan, planner, time_limit_s, dict(options or {}), kept)
+    request = Request(budget, plan, kept, planner, time_limit_s, dict(options or {}))
     return Jitted(fun, request, jit_options)
 
 
@@ -72,10 +72,9 @@ class Jitted(Follower):
 
     def __init__(self, fun: Callable[..., Any], request: Request, jit_options: Mapping[str, Any]) -> None:
         request.check("remat.jax.jit")
-        super().__init__()
+        super().__init__(request)
         functools.update_wrapper(self, fun)
         self._fun = fun
-        self._request = request
         self._jit_options = dict(jit_options)
         self._static = _numbers(jit_options.get("static_argnums"))
         self._donated = _numbers(jit_options.get("donate_argnums"))
@@ -163,15 +162,14 @@ class Jitted(Follower):
         key = (structure, tuple(map(str, shapes)), repr(static), current_tie())
         planned = self._followed(
             key,
-            lambda known: plan_function(
+            lambda request: plan_function(
                 function,
                 leaves,
-                self._request,
+                request,
                 current_tie(),
                 shapes=shapes,
                 donated=donated,
                 out_shardings=self._jit_options.get("out_shardings"),
-                known_plan=known,
             ),
         )
         return planned(leaves)

@@ -50,7 +50,10 @@ def cheapest_choice(
     again = np.array([sum(graph.tensors[v].size_bytes for v in i.outputs) for i in body.instructions], dtype=np.float64)
     kept_bytes, again_bytes = length * size / scale, again / scale
     may_repeat = [
-        all(op_facts.may_repeat(step.eqn) and once.isdisjoint(step.outputs) for step in instruction.steps)
+        all(
+            op_facts.may_repeat(equation.eqn) and once.isdisjoint(equation.outputs)
+            for equation in instruction.equations
+        )
         for instruction in body.instructions
     ]
     everything = sum(length * size[column[value]] for value in wanted)

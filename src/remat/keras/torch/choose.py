@@ -1,4 +1,4 @@
-"""``micro_batches="auto"`` for Keras on PyTorch: the choice between recomputation and micro-batches for one batch."""
+"""Keras on PyTorch: ``micro_batches="auto"`` chooses between recomputation and micro-batches for one batch."""
 
 from __future__ import annotations
 
@@ -11,29 +11,31 @@ from typing import Any
 import keras
 import torch
 
-from remat.core.budget import parse_budget
+from remat.fit.fit import fits_plainly
+from remat.fit.request import Request
 from remat.keras.shared.batch_statistics import coupling_layers
-from remat.keras.torch.step import CutBatch, Sums, TorchMicroBatchedStep
-from remat.keras.torch.training_step import loss_of, traced_step
-from remat.micro_batches.choose import PieceTimes, choose_for_batch, size_of_largest
-from remat.micro_batches.options import JointPlan, Option
+from remat.keras.shared.limit import in_bytes
+from remat.keras.torch.step import CutBatch, MicroBatchedStep, Sums
+from remat.keras.torch.trace import loss_of, traced_step
+from remat.micro_batches.choose import PieceTimes, choose_for_batch
+from remat.micro_batches.cut import largest_size
+from remat.micro_batches.options import MicroBatchChoice, Option
 from remat.micro_batches.timing import least_times_s
 from remat.torch.api.apply import apply
-from remat.torch.api.plan import Candidate
+from remat.torch.api.plan import EagerCandidate
 from remat.torch.trace.record import undisturbed
 
 _TIMED_PIECES = 2
 """Of one size, one after the other: the second adds its gradients to those of the first."""
 
 
-def choose_micro_batches(model: keras.Model, data: Any, budget: int | str, options: Mapping[str, Any]) -> JointPlan:
+def choose_micro_batches(model: keras.Model, data: Any, request: Request) -> MicroBatchChoice:
     """The joint plan of a model's training step. Nothing of it trains.
 
     Args:
         model: compiled and built.
         data: the batch.
-        budget: a percentage is one of the plain peak of the whole step.
-        options: of planning.
+        request: with a budget, of which a percentage is one of the plain peak of the whole step.
 
     Raises:
         InfeasibleBudget: where no number of micro-batches fits.
@@ -44,14 +46,16 @@ def choose_micro_batches(model: keras.Model, data: Any, budget: int | str, optio
 
     @cache
     def cut() -> CutBatch:
-        return TorchMicroBatchedStep(model, _TIMED_PIECES).cut(model, data)
+        return MicroBatchedStep(model, _TIMED_PIECES).cut(model, data)
 
     whole = traced_step(model, loss_fn, batch)
-    budget_bytes = parse_budget(budget, whole.plain_peak_bytes)
+    request = in_bytes(request, whole.plain_peak.expected_bytes)
+    budget_bytes = request.budget
+    assert isinstance(budget_bytes, int)
     candidates = {batch_size: whole}
 
-    def candidate(count: int) -> Candidate:
-        size = size_of_largest(batch_size, count)
+    def candidate(count: int) -> EagerCandidate:
+        size = largest_size(batch_size, count)
         if size not in candidates:
             candidates[size] = traced_step(model, cut().loss_of_piece, cut().piece(size), accumulates=True)
         return candidates[size]
@@ -94,8 +98,8 @@ def choose_micro_batches(model: keras.Model, data: Any, budget: int | str, optio
     return choose_for_batch(
         batch_size,
         budget_bytes,
-        lambda count: candidate(count).plan(budget_bytes, **options),
-        fits_plainly=lambda count: candidate(count).plain_peak_bytes <= budget_bytes,
+        lambda count: candidate(count).fitted(request),
+        fits_plainly=lambda count: fits_plainly(candidate(count), budget_bytes),
         predicted_s=predicted_s,
         times_s=times_s,
         measure=measure,

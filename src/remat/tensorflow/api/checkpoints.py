@@ -3,73 +3,85 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Final
 
 import tensorflow as tf
 
 from remat.core.errors import UnsupportedStep
 from remat.core.plan import Plan
+from remat.fit.request import Request
 from remat.planning.checkpoints import knee_plan, plan_with_checkpoints, plan_with_cuts
-from remat.tensorflow.peak.allocator import AllocatorModel
+from remat.tensorflow.peak.candidates import ExecutedFunction
 from remat.tensorflow.trace.func_graph import TracedStep
 
-RULES = ("memory", "speed", "collection")
-COLLECTION = "checkpoints"
+RULES: Final = ("memory", "speed", "collection")
+COLLECTION: Final = "checkpoints"
+KNEE: Final = "knee"
+"""As checkpoints of a request: the planner chooses, at the knee between memory and time."""
 
 Checkpoints = Sequence[tf.Tensor] | str | None
 
 # What a pass over the activations cannot make again cheaply.
 _SLOW = ("BatchMatMul", "Conv", "DepthwiseConv", "Einsum", "FusedConv", "MatMul", "SparseTensorDenseMatMul")
-_SECONDS_PER_POINT = 1.0
+
+_SECONDS_PER_POINT: Final = 1.0
+"""For each of about seven points of the frontier. A judgement: less makes plans dearer, more lets the user wait."""
 
 
-def chosen_plan(
-    step: TracedStep,
-    checkpoints: Checkpoints,
-    forward: frozenset[tf.Operation],
-    *,
-    planner: str = "auto",
-    time_limit_s: float | None = None,
-    options: Mapping[str, Any] | None = None,
-) -> Plan:
-    """The plan for a choice of checkpoints; its figures count tensors only.
+def check_rule(checkpoints: Checkpoints) -> None:
+    """Make sure that checkpoints which are a string name a rule.
+
+    Raises:
+        ValueError: for an unknown rule.
+    """
+    if isinstance(checkpoints, str) and checkpoints not in RULES:
+        raise ValueError(
+            f"checkpoints={checkpoints!r} is no rule; give one of {', '.join(RULES)}, a list of tensors, or a budget"
+        )
+
+
+def chosen_plan(candidate: ExecutedFunction, request: Request, forward_ends: int | None) -> Plan:
+    """The plan for a choice of checkpoints, with its peaks as the device's own counter will show them.
+
+    Under XLA these are still the peaks of the operations run one by one: no budget depends on them, and to know those
+    of the program would take two compilations.
 
     Args:
-        step: the traced step.
-        checkpoints: tensors to keep, a rule's name, or None for the knee of the frontier.
-        forward: the operations of the forward part.
-        planner: for None, a planner's name.
-        time_limit_s: for None, wall seconds of each point of the frontier.
-        options: for None, passed on to the planner.
+        candidate: the step.
+        request: its checkpoints are tensors to keep, a rule's name, or ``KNEE``.
+        forward_ends: how many operations the function had when its gradients were asked for.
 
     Raises:
         UnsupportedStep: where a checkpoint is no tensor of the step.
         ValueError: for an empty collection.
     """
-    if checkpoints is None:
-        return knee_plan(step.graph, planner, time_limit_s or _SECONDS_PER_POINT, **(options or {}))
-    if isinstance(checkpoints, str) and checkpoints == "memory":
-        return plan_with_cuts(step.graph)
-    turning_point = max((n for n, op in enumerate(step.operations) if op in forward), default=None)
-    return plan_with_checkpoints(step.graph, _kept(step, checkpoints, forward), turning_point)
-
-
-def with_device_figures(plan: Plan, step: TracedStep, allocator: AllocatorModel, resident_bytes: int) -> Plan:
-    """The plan with its peaks as the device's own counter will show them."""
-    peak = allocator.peak_range(step.graph, plan.schedule)
-    baseline = allocator.peak_range(step.graph, step.graph.plain_schedule)
+    plan = _plan_of_tensors(candidate.step, request, forward_ends)
+    peak, plain, resident_bytes = candidate.real_peak(plan), candidate.plain_peak, candidate.resident_bytes
     return dataclasses.replace(
         plan,
         peak_bytes=peak.expected_bytes + resident_bytes,
         budget_bytes=peak.highest_bytes + resident_bytes,
-        baseline_peak_bytes=baseline.expected_bytes + resident_bytes,
+        baseline_peak_bytes=plain.expected_bytes + resident_bytes,
     )
+
+
+def _plan_of_tensors(step: TracedStep, request: Request, forward_ends: int | None) -> Plan:
+    """The plan with figures that count the tensors only."""
+    checkpoints = request.checkpoints
+    if isinstance(checkpoints, str) and checkpoints == KNEE:
+        time_limit_s = _SECONDS_PER_POINT if request.time_limit_s is None else request.time_limit_s
+        return knee_plan(step.graph, request.planner, time_limit_s, **request.options)
+    if isinstance(checkpoints, str) and checkpoints == "memory":
+        return plan_with_cuts(step.graph)
+    forward = frozenset(step.operations[0].graph.get_operations()[:forward_ends])
+    turning_point = max((n for n, op in enumerate(step.operations) if op in forward), default=None)
+    return plan_with_checkpoints(step.graph, _kept(step, checkpoints, forward), turning_point)
 
 
 def _kept(step: TracedStep, checkpoints: Sequence[tf.Tensor] | str, forward: frozenset[tf.Operation]) -> list[int]:
     tensors: Sequence[tf.Tensor] = () if isinstance(checkpoints, str) else checkpoints
-    numbers = {t.name: number for number, t in enumerate(step.tensors) if t is not None}
+    numbers = {t.name: number for number, t in enumerate(step.tensors)}
     if checkpoints == "speed":
         slow = [op for op in step.operations if op in forward and op.type.startswith(_SLOW)]
         return [numbers[t.name] for op in slow for t in op.outputs]

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import tensorflow as tf
 
 from remat.core.errors import UnsupportedStep
 from remat.core.plan import Plan
-from remat.running.cost_model import device_here, get_profile
+from remat.fit.request import Request
 from remat.tensorflow import _private
-from remat.tensorflow.api.checkpoints import RULES, Checkpoints, chosen_plan, with_device_figures
-from remat.tensorflow.emit.write import emit
-from remat.tensorflow.peak.compiled import Program
-from remat.tensorflow.peak.device import current_device
-from remat.tensorflow.peak.resident import resident_elsewhere_bytes
-from remat.tensorflow.planned import Request, Rewritten, plan_for_allocator, plan_for_program
-from remat.tensorflow.trace.func_graph import trace_func_graph
+from remat.tensorflow.api.checkpoints import KNEE, Checkpoints, check_rule
+from remat.tensorflow.planned import rewrite
+from remat.tensorflow.trace.func_graph import FunctionToPlan
 from remat.tensorflow.trace.session_graph import SessionGraph
+from remat.tensorflow.trace.sizes import batch_sizes
 
 _plain_gradients = tf.gradients
 
@@ -67,12 +64,12 @@ def gradients(
         InfeasibleBudget: where no schedule fits; in a ``tf.function`` when its trace ends.
         ValueError: for both ``checkpoints`` and ``budget``, or an unknown rule.
     """
-    if isinstance(checkpoints, str) and checkpoints not in RULES:
-        raise ValueError(
-            f"checkpoints={checkpoints!r} is no rule; give one of {', '.join(RULES)}, a list of tensors, or a budget"
-        )
-    if checkpoints is not None and budget is not None:
-        raise ValueError(f"gradients takes checkpoints or a budget, not both (budget={budget!r}); leave one out")
+    check_rule(checkpoints)
+    if checkpoints is None and budget is None:
+        checkpoints = KNEE
+    request = Request(
+        budget, checkpoints=checkpoints, planner=planner, time_limit_s=time_limit_s, options=options or {}
+    ).check("gradients")
     if tf.executing_eagerly():
         raise UnsupportedStep(
             "remat.tensorflow.gradients was called in eager mode, where nothing can be planned; put @tf.function on "
@@ -83,12 +80,12 @@ def gradients(
     found: list[Any] = _plain_gradients(ys, xs, grad_ys=grad_ys, **kwargs)
     if all(gradient is None for gradient in found):
         return found
-    wish = _Wish(checkpoints, Request(budget, None, planner, time_limit_s, options or {}), batch_size, forward_ends)
+    asked = _Asked(request, batch_size, forward_ends)
     if isinstance(graph, _private.FuncGraph):
-        _plan_when_traced(graph, wish)
+        _plan_when_traced(graph, asked)
     else:
         part = SessionGraph(graph, [*tf.nest.flatten(ys), *tf.nest.flatten(found, expand_composites=True)])
-        _last_plan[:] = [_rewrite(part, wish).plan]
+        asked.carry_out(part)
     return found
 
 
@@ -147,85 +144,47 @@ def last_plan() -> Plan | None:
 _last_plan: list[Plan] = []
 
 
-@dataclass
-class _Wish:
-    """What one call asked for."""
+@dataclass(frozen=True)
+class _Asked:
+    """What one call asked for, or several calls in one function."""
 
-    checkpoints: Checkpoints
     request: Request
     batch_size: int | None
     forward_ends: int
 
-    def agrees_with(self, other: _Wish) -> bool:
-        lists = isinstance(self.checkpoints, list | tuple) and isinstance(other.checkpoints, list | tuple)
-        same = lists or (
-            isinstance(self.checkpoints, str | None)
-            and isinstance(other.checkpoints, str | None)
-            and self.checkpoints == other.checkpoints
-        )
-        return same and self.request == other.request and self.batch_size == other.batch_size
+    def together_with(self, other: _Asked) -> _Asked:
+        """Both calls as one: the function is planned once, however many gradients it takes.
 
-
-def _plan_when_traced(graph: Any, wish: _Wish) -> None:
-    """Plan the function once, however many gradients it takes."""
-    earlier: _Wish | None = getattr(graph, "_remat_wish", None)
-    if earlier is not None:
-        if not earlier.agrees_with(wish):
+        Raises:
+            UnsupportedStep: where they differ in more than in the tensors to keep.
+        """
+        kept, more = self.request.checkpoints, other.request.checkpoints
+        if isinstance(kept, list | tuple) and isinstance(more, list | tuple):
+            kept = more = [*kept, *more]
+        others_request = replace(other.request, checkpoints=None)
+        if (
+            type(kept) is not type(more)
+            or (isinstance(kept, str) and kept != more)
+            or replace(self.request, checkpoints=None) != others_request
+            or self.batch_size != other.batch_size
+        ):
             raise UnsupportedStep(
                 "gradients was called twice in one function with different checkpoints or budgets; the function is "
                 "planned as a whole, so give both calls the same"
             )
-        if isinstance(earlier.checkpoints, list | tuple) and isinstance(wish.checkpoints, list | tuple):
-            earlier.checkpoints = [*earlier.checkpoints, *wish.checkpoints]
-        return
-    graph._remat_wish = wish
+        return replace(self, request=replace(others_request, checkpoints=kept))
 
-    def finish(succeeded: bool) -> None:
-        if succeeded:
-            _last_plan[:] = [_rewrite(graph, wish).plan]
-
-    _private.call_when_traced(finish)
-
-
-def _rewrite(graph: Any, wish: _Wish) -> Rewritten:
-    device = current_device()
-    allocator = device.allocator
-    in_xla = isinstance(graph, _private.FuncGraph) and _private.in_xla_context(graph)
-    input_shapes = _input_shapes(graph, wish.batch_size)
-    step = trace_func_graph(
-        graph,
-        profile=get_profile(device_here("a100" if device.is_gpu else "cpu")),
-        input_shapes=input_shapes,
-        allocator=allocator,
-    )
-    resident_bytes = resident_elsewhere_bytes(graph, input_shapes)
-    request = wish.request
-    if request.budget is None:
-        forward = frozenset(step.operations[0].graph.get_operations()[: wish.forward_ends])
-        plan = chosen_plan(
-            step,
-            wish.checkpoints,
-            forward,
-            planner=request.planner,
-            time_limit_s=request.time_limit_s,
-            options=request.options,
+    def carry_out(self, graph: Any) -> None:
+        """Plan and rewrite a function whose trace is about to end, or a part of a TensorFlow 1 graph."""
+        in_xla = isinstance(graph, _private.FuncGraph) and _private.in_xla_context(graph)
+        function = FunctionToPlan(
+            graph, batch_sizes(graph, self.batch_size), in_xla=in_xla, forward_ends=self.forward_ends
         )
-        plan = with_device_figures(plan, step, allocator, resident_bytes)
-    else:
-        budget = device.auto_budget_bytes() if request.budget == "auto" else request.budget
-        if in_xla:
-            program = Program(graph, step, input_shapes, allocator)
-            plan = plan_for_program(step, budget, program, request, resident_bytes)
-        else:
-            plan = plan_for_allocator(step.graph, budget, allocator, request, resident_bytes)
-    return Rewritten(plan, step, emit(plan, step, in_xla=in_xla))
+        _last_plan[:] = [rewrite(function, self.request).plan]
 
 
-def _input_shapes(graph: Any, batch_size: int | None) -> dict[str, tuple[int, ...]]:
-    if batch_size is None:
-        return {}
-    return {
-        t.name: tuple(batch_size if d is None else d for d in t.shape)
-        for t in graph.inputs
-        if t.shape.rank is not None and not t.shape.is_fully_defined()
-    }
+def _plan_when_traced(graph: Any, asked: _Asked) -> None:
+    earlier: _Asked | None = getattr(graph, "_remat_asked", None)
+    graph._remat_asked = asked if earlier is None else earlier.together_with(asked)
+    if earlier is None:
+        _private.call_when_traced(lambda succeeded: graph._remat_asked.carry_out(graph) if succeeded else None)

@@ -9,9 +9,12 @@ import tensorflow as tf
 
 from remat.core.errors import UnsupportedStep
 from remat.core.plan import Plan
+from remat.fit.request import Request
 from remat.tensorflow import _private
-from remat.tensorflow.peak.resident import resident_elsewhere_bytes
-from remat.tensorflow.planned import Request, Rewritten, rewrite
+from remat.tensorflow.api.checkpoints import check_rule
+from remat.tensorflow.planned import Rewritten, rewrite
+from remat.tensorflow.trace.func_graph import FunctionToPlan
+from remat.tensorflow.trace.sizes import batch_sizes
 
 
 class GradientTape(tf.GradientTape):  # type: ignore[misc]
@@ -64,7 +67,8 @@ class GradientTape(tf.GradientTape):  # type: ignore[misc]
             raise ValueError(
                 f"GradientTape takes exactly one of budget=, plan= and checkpoints=, not {given or 'none of them'}"
             )
-        self._request = Request(budget, plan, planner, time_limit_s, options, checkpoints)
+        check_rule(checkpoints)
+        self._request = Request(budget, plan, checkpoints, planner, time_limit_s, options).check("GradientTape")
         self._batch_size = batch_size
         self._func_graph: _private.FuncGraph | None = None
         self._in_xla = False
@@ -129,28 +133,16 @@ class GradientTape(tf.GradientTape):  # type: ignore[misc]
     def _rewrite(self, outputs: Sequence[tf.Tensor] | None) -> None:
         graph = self._func_graph
         assert graph is not None
-        input_shapes = self._input_shapes(graph)
-        carried = self._carried(graph)
-        self._rewritten = rewrite(
+        function = FunctionToPlan(
             graph,
-            self._request,
-            input_shapes=input_shapes,
-            resident_bytes=resident_elsewhere_bytes(graph, input_shapes, carried),
+            batch_sizes(graph, self._batch_size),
             in_xla=self._in_xla,
             outputs=outputs,
             forward_ends=self._forward_ends,
-            carried=carried,
+            carried=self._carried(graph),
         )
+        self._rewritten = rewrite(function, self._request)
 
     def _carried(self, graph: _private.FuncGraph) -> frozenset[str]:
         """Names of the function's inputs that no caller keeps."""
         return frozenset()
-
-    def _input_shapes(self, graph: _private.FuncGraph) -> dict[str, tuple[int, ...]]:
-        if self._batch_size is None:
-            return {}
-        return {
-            t.name: tuple(self._batch_size if d is None else d for d in t.shape)
-            for t in graph.inputs
-            if t.shape.rank is not None and not t.shape.is_fully_defined()
-        }

@@ -1,4 +1,4 @@
-"""Chooses the number of micro-batches: they are traced aside, planned for the budget, and timed once.
+"""Chooses the number of micro-batches: each size is traced aside, planned for the budget, and timed.
 
 Nothing of it trains: the functions traced here compute gradients and throw them away, and the variables that a layer
 writes while they are timed get their values back.
@@ -12,26 +12,32 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import tensorflow as tf
 
 from remat.core.budget import parse_budget
 from remat.core.errors import InfeasibleBudget
-from remat.micro_batches.choose import choose_for_batch, size_of_largest
-from remat.micro_batches.options import JointPlan, Option
+from remat.fit.fit import fit, fits_plainly
+from remat.fit.request import Request
+from remat.micro_batches.choose import choose_for_batch
+from remat.micro_batches.cut import largest_size
+from remat.micro_batches.options import MicroBatchChoice, Option
 from remat.micro_batches.timing import least_times_s
 from remat.tensorflow import _private
+from remat.tensorflow.peak.candidates import FunctionCandidate
 from remat.tensorflow.peak.device import current_device
-from remat.tensorflow.peak.resident import carried_inputs, resident_elsewhere_bytes
-from remat.tensorflow.planned import Candidate, Request, rewrite
+from remat.tensorflow.peak.resident import carried_inputs
+from remat.tensorflow.planned import candidate_of, rewrite, with_bytes_for_auto
+from remat.tensorflow.trace.func_graph import FunctionToPlan
 
 # Called in the body of a loop over micro-batches, with the batch's tensors and the pieces cut from them.
 OnBody = Callable[[Sequence[tf.Tensor], Sequence[tf.Tensor]], None]
 
 Result = TypeVar("Result")
 
-TIMED_PIECES = 2
+TIMED_PIECES: Final = 2
+"""Micro-batches that are timed in one run. The second adds its gradients to the first one's, as in a real update."""
 
 
 @dataclass(frozen=True)
@@ -68,16 +74,17 @@ class Pieces:
         self._shapes = [tuple(shape) for shape in shapes]
         self._in_xla = in_xla
         self._known: dict[int, _Traced] = {}
-        self._candidates: dict[int, Candidate] = {}
+        self._candidates: dict[int, FunctionCandidate] = {}
         # The compiler has to know sizes; elsewhere one trace serves them all.
         self._traced(1)
 
-    def candidate(self, size: int) -> Candidate:
+    def candidate(self, size: int) -> FunctionCandidate:
         """The body of the loop over micro-batches of ``size`` samples."""
         if size not in self._candidates:
             traced = self._traced(size)
             known = self._real_shapes(traced.body, traced.leaves, traced.pieces, size)
-            self._candidates[size] = Candidate.of(traced.body, known, self._in_xla, carried_inputs(traced.body))
+            function = self._function_to_plan(traced.body, known, size)
+            self._candidates[size] = candidate_of(function)
         return self._candidates[size]
 
     def times_s(self, sizes: Iterable[int], requests: Mapping[int, Request] | None = None) -> dict[int, float]:
@@ -124,19 +131,18 @@ class Pieces:
 
             def finish(succeeded: bool) -> None:
                 if succeeded:
-                    known, carried = self._real_shapes(body, leaves, pieces, size), carried_inputs(body)
-                    rewrite(
-                        body,
-                        request,
-                        input_shapes=known,
-                        resident_bytes=resident_elsewhere_bytes(body, known, carried),
-                        in_xla=self._in_xla,
-                        carried=carried,
-                    )
+                    known = self._real_shapes(body, leaves, pieces, size)
+                    rewrite(self._function_to_plan(body, known, size), request)
 
             _private.call_when_traced(finish)
 
         return self._function(size, on_body)
+
+    def _function_to_plan(
+        self, body: _private.FuncGraph, known: Mapping[str, Sequence[int]], size: int
+    ) -> FunctionToPlan:
+        count = -(-self._shapes[0][0] // size)
+        return FunctionToPlan(body, known, self._in_xla, carried=carried_inputs(body), iterations=count)
 
     def _function(self, size: int, on_body: OnBody) -> Any:
         rows = TIMED_PIECES * size if self._in_xla else None
@@ -161,14 +167,14 @@ class Pieces:
         return known
 
 
-def joint_plan(
-    whole: Candidate,
+def choose_micro_batches(
+    whole: FunctionCandidate,
     pieces: Callable[[], Pieces],
     batch_size: int,
     request: Request,
     coupled: Sequence[str] = (),
-) -> JointPlan:
-    """The cheapest number of micro-batches, and the plan of each.
+) -> MicroBatchChoice:
+    """The number of micro-batches that takes the least time within a budget.
 
     Args:
         whole: the step that takes the batch in one piece.
@@ -180,13 +186,14 @@ def joint_plan(
     Raises:
         InfeasibleBudget: where no number of micro-batches fits.
     """
+    request = with_bytes_for_auto(request)
     assert request.budget is not None
-    budget = current_device().auto_budget_bytes() if request.budget == "auto" else request.budget
-    budget_bytes = parse_budget(budget, max(1, whole.plain_peak.expected_bytes))
+    budget_bytes = bytes_of_share(request.budget, whole)
+    request = dataclasses.replace(request, budget=budget_bytes)
     cut = functools.cache(pieces)
 
-    def candidate(count: int) -> Candidate:
-        return whole if count == 1 else cut().candidate(size_of_largest(batch_size, count))
+    def candidate(count: int) -> FunctionCandidate:
+        return whole if count == 1 else cut().candidate(largest_size(batch_size, count))
 
     def predicted_s(size: int) -> float:
         graph = whole.step.graph if size == batch_size else cut().candidate(size).step.graph
@@ -194,20 +201,26 @@ def joint_plan(
 
     def measure(options: Sequence[Option]) -> dict[int, float]:
         # Also where nothing is recomputed: a plan fixes the order of operations, which takes time of its own.
-        asked = {o.size: dataclasses.replace(request, budget=budget_bytes, known=o.plan) for o in options}
+        asked = {o.size: dataclasses.replace(request, known=o.plan) for o in options}
         seconds = cut().times_s(asked, asked)
         return {o.micro_batches: o.micro_batches * seconds[o.size] for o in options if o.size in seconds}
 
     return choose_for_batch(
         batch_size,
         budget_bytes,
-        lambda count: candidate(count).plan(budget_bytes, request),
-        fits_plainly=lambda count: candidate(count).fits_plainly(budget_bytes),
+        lambda count: fit(candidate(count), request, proves=False),
+        fits_plainly=lambda count: fits_plainly(candidate(count), budget_bytes),
         predicted_s=predicted_s,
         times_s=lambda sizes: cut().times_s(sizes),
         measure=measure,
         coupled=coupled,
     )
+
+
+def bytes_of_share(budget: int | str, whole: FunctionCandidate) -> int:
+    """A budget in bytes; a share is one of the plain peak of the step that takes the batch in one piece."""
+    # A step of small blocks alone shows nothing on a CPU's counter; it keeps any budget.
+    return parse_budget(budget, max(1, whole.plain_peak.expected_bytes + whole.resident_bytes))
 
 
 def outside(function: Callable[[], Result]) -> Result:
@@ -233,3 +246,6 @@ def _unchanged(variables: Sequence[tf.Variable]) -> Iterator[None]:
 def _run(function: Any, batch: Sequence[tf.Tensor]) -> None:
     function(*batch)
     tf.test.experimental.sync_devices()
+
+
+joint_plan = choose_micro_batches

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from remat.core.graph import Graph, Tensor
 from remat.core.simulator import storage_lifetimes
+from remat.fit.peaks import PeakRange
 from remat.tensorflow.peak.heap import Heap
 from remat.tensorflow.peak.xla_memory import CompiledMemory
 
@@ -23,20 +24,6 @@ _HEAPS_TO_EXPECT = 8
 _HEAPS_TO_HOLD = 16
 _ALLOCATE_SHARE = 0.6
 _MOST_OTHERS = 8
-
-
-@dataclass(frozen=True)
-class PeakRange:
-    """What a device's counter will show as the peak of a step.
-
-    Attributes:
-        expected_bytes: what a run of a few steps is expected to show: the middle of what heaps show whose pinned inputs
-            lie side by side, as those of a program that makes its variables first do.
-        highest_bytes: the most on these and on heaps whose pinned inputs lie anywhere; what a budget should hold.
-    """
-
-    expected_bytes: int
-    highest_bytes: int
 
 
 @dataclass(frozen=True)
@@ -65,7 +52,9 @@ class AllocatorModel:
             schedule: op indices.
 
         Returns:
-            Pinned inputs at their own sizes, the rest as chunks.
+            Pinned inputs at their own sizes, the rest as chunks. Expected is the middle of what heaps show whose pinned
+            inputs lie side by side, as those of a program that makes its variables first do; highest is the most on
+            these and on heaps whose pinned inputs lie anywhere.
         """
         events = list(self._events(graph, schedule))
         pinned = self._pinned_bytes(graph)
@@ -94,8 +83,7 @@ class AllocatorModel:
         for size in (*memory.output_bytes, *memory.temporary_bytes):
             if counted := self.counted(size):
                 heap.allocate(counted)
-        peak = sum(pinned) + heap.in_use_bytes - before
-        return PeakRange(peak, peak)
+        return PeakRange.exactly(sum(pinned) + heap.in_use_bytes - before)
 
     def _new_heap(self, pinned: Sequence[int]) -> Heap:
         heap = Heap(self.first_region_bytes)

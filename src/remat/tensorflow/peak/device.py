@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import tensorflow as tf
 
-from remat.core.errors import InvalidBudget, UnsupportedStep
+from remat.core.errors import UnsupportedStep
+from remat.fit.auto_budget import auto_budget_bytes
 from remat.tensorflow import _private
 from remat.tensorflow.peak.allocator import AllocatorModel
 
@@ -17,7 +18,6 @@ _log = logging.getLogger("remat")
 
 _CPU_STATISTICS_FROM_BYTES = 256 << 10
 _ALL_OF_A_GPU_BYTES = 1 << 40
-_GPU_MARGIN = 0.08
 
 
 @dataclass(frozen=True)
@@ -76,17 +76,12 @@ class Device:
         tf.config.experimental.reset_memory_stats(self.name)
 
     def auto_budget_bytes(self) -> int:
-        """The device's memory less a margin for the context, libraries' workspaces and fragmentation.
+        """What ``budget="auto"`` means on this device.
 
         Raises:
             InvalidBudget: on a CPU, whose memory is shared with everything else.
         """
-        if not self.is_gpu:
-            raise InvalidBudget(
-                f"budget 'auto' means a GPU's memory less a margin, but the step runs on {self.name}; "
-                'give a number of bytes such as "4GiB", or a share of the plain step such as "60%"'
-            )
-        return int(_private.memory_limit_bytes(self.name) * (1 - _GPU_MARGIN))
+        return auto_budget_bytes(self.name, _private.memory_limit_bytes(self.name) if self.is_gpu else None)
 
     def _check_counter(self) -> None:
         if not self.has_counter:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import tensorflow as tf
@@ -18,9 +18,32 @@ from remat.tensorflow.peak.allocator import AllocatorModel
 from remat.tensorflow.trace import costs, op_facts
 from remat.tensorflow.trace.loops import LOOPS, Loop, sizes_with_loops
 from remat.tensorflow.trace.run_order import in_topological_order, operations_that_run
-from remat.tensorflow.trace.shapes import Sizes, handle_bytes, shape_bytes
+from remat.tensorflow.trace.sizes import Sizes, handle_bytes, shape_bytes
 
 _EVERYTHING_COUNTS = AllocatorModel(min_counted_bytes=0)
+
+
+@dataclass(frozen=True)
+class FunctionToPlan:
+    """A function whose trace is about to end, with what its graph alone does not say.
+
+    Attributes:
+        func_graph: the function, or the part of a TensorFlow 1 graph that a session runs.
+        input_shapes: real shapes of inputs traced with unknown dimensions, by tensor name.
+        in_xla: is it compiled with XLA?
+        outputs: what it returns, where its trace has not ended yet; every operation then counts as needed.
+        forward_ends: how many operations it had when its gradients were asked for; for checkpoints.
+        carried: for a loop's body, names of the inputs that one iteration hands to the next.
+        iterations: for a loop's body, how often it runs: what it appends to lists lives until the loop ends.
+    """
+
+    func_graph: _private.FuncGraph
+    input_shapes: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    in_xla: bool = False
+    outputs: Sequence[tf.Tensor] | None = None
+    forward_ends: int | None = None
+    carried: Collection[str] = frozenset()
+    iterations: int = 1
 
 
 @dataclass(frozen=True)

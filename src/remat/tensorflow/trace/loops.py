@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 import tensorflow as tf
 
 from remat.tensorflow import _private
-from remat.tensorflow.trace.shapes import Sizes
+from remat.tensorflow.trace.sizes import Sizes
 
 LOOPS = frozenset({"StatelessWhile", "While"})
 _PASSED_ON = frozenset({"Identity", "TensorListPopBack", "TensorListResize"})

@@ -5,27 +5,30 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import torch
 
-from remat.core.budget import parse_budget
-from remat.core.errors import InfeasibleBudget
 from remat.core.graph import Graph
 from remat.core.plan import Plan, plan_for_schedule
-from remat.core.plan import plan as plan_graph
-from remat.core.schedule import Schedule
 from remat.core.simulator import simulate
-from remat.fit.loop import PeakWithReserve, infeasible, plan_within
+from remat.fit.candidate import Candidate
+from remat.fit.fit import fit
+from remat.fit.peaks import PeakRange
+from remat.fit.request import Request
 from remat.planning.checkpoints import plan_with_checkpoints
 from remat.running.cost_model import get_profile
 from remat.torch.emit.eager_order import Directions, Units, directions_of, in_eager_order
-from remat.torch.trace.record import Update, record_step
+from remat.torch.trace.record import record_step
+from remat.torch.trace.recording import Recording
 from remat.torch.trace.step import TracedStep, default_profile, traced_step
 
-_ROUNDS = 6
-_RESERVE = 0.02
-_LAST_ROUNDS = 4
+_RESERVE: Final = 0.02
+"""The share of a peak that is left for scratch memory of kernels that ``trace.cpu_kernels`` does not know.
+
+Measured: in the table of docs/torch.md a step needs up to 1.9 % more than was predicted (ResNet-50 at its smallest).
+Too small, a step breaks its budget; too large, it recomputes more than it has to.
+"""
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,7 @@ def plan(
         resident: tensors that count although neither the loss nor the optimizer touches them.
         resident_bytes: memory that counts likewise: what ``fully_shard`` keeps for its collectives, say.
         planner: a planner's name.
-        time_limit_s: wall seconds for each round of planning; there are up to six.
+        time_limit_s: wall seconds for each round of planning; there are up to ten.
         device: profile for the predicted times: "cpu", "a100", "h100", "h200" or "measured"; None means that of the
             device of the tensors.
         **options: passed on to the planner.
@@ -96,119 +99,83 @@ def plan(
     """
     if not callable(loss_fn):
         raise TypeError(f"remat.torch.plan takes a loss function and its arguments, not {type(loss_fn).__name__}")
-    if budget is not None and plan is not None:
-        raise ValueError(f"plan takes a budget or a plan, not both (budget={budget!r}); leave one out")
-    if budget is None and plan is None:
-        budget = "60%"
-    if budget is not None:
-        parse_budget(budget, baseline_peak_bytes=1 << 60)
-    candidate = Candidate(
-        loss_fn,
-        args,
-        optimizer=optimizer,
-        accumulates=accumulates,
-        resident=resident,
-        resident_bytes=resident_bytes,
-        device=device,
+    request = Request(budget, plan, planner=planner, time_limit_s=time_limit_s, options=options)
+    request = request.check("remat.torch.plan", takes_auto=False)
+    if not request.plans:
+        request = dataclasses.replace(request, budget="60%")
+    recording = record_step(
+        loss_fn, args, optimizer, accumulates=accumulates, resident=resident, resident_bytes=resident_bytes
     )
-    if plan is not None:
-        return candidate.following(plan)
-    assert budget is not None
-    return candidate.plan(budget, planner=planner, time_limit_s=time_limit_s, **options)
+    candidate = EagerCandidate(recording, device)
+    return candidate.fitted(request) if plan is None else candidate.following(plan)
 
 
-class Candidate:
-    """A step as it would run: its trace, its plain peak, and its plans.
+class EagerCandidate(Candidate):
+    """A step as eager PyTorch runs it, forward and backward pass in its own order.
 
-    The arguments are those of ``plan``, and instead of an optimizer an ``update``, see ``record_step``.
+    Args:
+        recording: what was seen of the step.
+        device: profile for the predicted times, as ``plan`` takes it.
 
     Attributes:
         step: the trace.
-        plain_peak_bytes: of the step with nothing recomputed.
     """
 
-    def __init__(
-        self,
-        loss_fn: Callable[..., Any],
-        args: Sequence[Any],
-        *,
-        optimizer: torch.optim.Optimizer | None = None,
-        update: Update | None = None,
-        accumulates: bool = False,
-        resident: Sequence[torch.Tensor] = (),
-        resident_bytes: int = 0,
-        device: str | None = None,
-    ) -> None:
-        recording = record_step(
-            loss_fn,
-            args,
-            optimizer,
-            update=update,
-            accumulates=accumulates,
-            resident=resident,
-            resident_bytes=resident_bytes,
-        )
+    def __init__(self, recording: Recording, device: str | None = None) -> None:
         self.step = traced_step(recording, get_profile(device or default_profile(recording.device)))
-        graph = self.step.graph
-        self.plain_peak_bytes = simulate(graph, graph.plain_schedule).peak_bytes
         self._units = Units(self.step)
+        self._plain_peak = PeakRange.exactly(simulate(self.graph, self.graph.plain_schedule).peak_bytes)
 
-    def plan(
-        self, budget: int | str, *, planner: str = "auto", time_limit_s: float | None = None, **options: Any
-    ) -> StepPlan:
-        """The cheapest plan found whose peak stays within the budget as eager PyTorch runs it.
+    @property
+    def graph(self) -> Graph:
+        """The traced step."""
+        return self.step.graph
+
+    @property
+    def plain_peak(self) -> PeakRange:
+        """The trace knows it exactly."""
+        return self._plain_peak
+
+    def real_peak(self, plan: Plan) -> PeakRange:
+        """The peak of the schedule in the order in which eager PyTorch runs it."""
+        order = in_eager_order(self.step, plan.schedule, self._units)
+        return PeakRange.with_reserve(simulate(self.graph, order.schedule).peak_bytes, _RESERVE)
+
+    def first_guess(self, target_bytes: int) -> int:
+        """The planner counts what eager PyTorch does, but for the reserve."""
+        return int(target_bytes / (1 + _RESERVE))
+
+    def fitted(self, request: Request) -> StepPlan:
+        """The cheapest plan found whose peak stays within the budget of a request as eager PyTorch runs it.
 
         Raises:
             InvalidBudget: if the budget cannot be read.
-            InfeasibleBudget: if no schedule fits; it names the smallest budget that this function can keep.
+            InfeasibleBudget: if no schedule fits; it names the smallest budget that can be kept.
         """
-        graph = self.step.graph
-        budget_bytes = parse_budget(budget, self.plain_peak_bytes)
-
-        def make_plan(planner_budget: int) -> Plan:
-            return plan_graph(graph, planner_budget, planner=planner, time_limit_s=time_limit_s, **options)
-
-        def real_peak(found: Plan) -> PeakWithReserve:
-            order = in_eager_order(self.step, found.schedule, self._units)
-            return PeakWithReserve(simulate(graph, order.schedule).peak_bytes, _RESERVE)
-
-        if self.plain_peak_bytes <= budget_bytes:
-            return self.following(make_plan(budget_bytes))
-        first_guess = int(budget_bytes / (1 + _RESERVE))
-        try:
-            found = plan_within(
-                budget_bytes, first_guess, make_plan, real_peak, rounds=_ROUNDS, last_rounds=_LAST_ROUNDS
-            )
-        except InfeasibleBudget as error:
-            raise infeasible(budget_bytes, error.minimum_bytes, error.binding_op) from None
-        return self.following(dataclasses.replace(found, budget_bytes=budget_bytes))
+        return self.following(fit(self, request))
 
     def keeping(self, storages: Collection[int]) -> StepPlan:
         """The plan that keeps what these recorded storages hold, and recomputes all else where that is exact."""
         kept = [self.step.tensor[number] for number in storages if number in self.step.tensor]
-        return self.following(plan_with_checkpoints(self.step.graph, kept, self.step.forward_ops - 1))
+        return self.following(plan_with_checkpoints(self.graph, kept, self.step.forward_ops - 1))
 
-    def following(self, found: Plan) -> StepPlan:
-        """A plan of this step, in the order that eager PyTorch runs it in.
+    def following(self, plan: Plan) -> StepPlan:
+        """A plan of this step, in the order that eager PyTorch runs it in, with the figures of that order.
 
         Raises:
             PlanMismatch: where the plan is for another step.
         """
-        found.check_graph(self.step.graph)
-        order = in_eager_order(self.step, found.schedule, self._units)
-        eager = _figures_of(found, self.step.graph, order.schedule)
-        values = {one.name: getattr(eager, one.name) for one in dataclasses.fields(Plan)}
+        plan.check_graph(self.graph)
+        order = in_eager_order(self.step, plan.schedule, self._units)
+        run = plan_for_schedule(self.graph, order.schedule, planner=plan.planner)
+        figures = dataclasses.replace(
+            run,
+            budget_bytes=plan.budget_bytes,
+            traced_budget_bytes=plan.traced_budget_bytes,
+            # Leaving out what nobody reads may make it cheaper than the planner's schedule, whose bound this is.
+            overhead_lower_bound=min(plan.overhead_lower_bound, run.overhead),
+            lower_bound_meaning=plan.lower_bound_meaning,
+            plan_seconds=plan.plan_seconds,
+        )
+        values = {one.name: getattr(figures, one.name) for one in dataclasses.fields(Plan)}
         return StepPlan(**values, step=self.step, directions=directions_of(self.step, order, self._units))
-
-
-def _figures_of(found: Plan, graph: Graph, schedule: Schedule) -> Plan:
-    """The plan with the schedule that is run, and the figures that follow from it."""
-    run = plan_for_schedule(graph, schedule, planner=found.planner)
-    bound = min(found.overhead_lower_bound, run.overhead)
-    return dataclasses.replace(
-        run,
-        budget_bytes=found.budget_bytes,
-        overhead_lower_bound=bound,
-        lower_bound_meaning=found.lower_bound_meaning,
-        plan_seconds=found.plan_seconds,
-    )

@@ -1,0 +1,103 @@
+"""Steps over several devices: which instructions talk to other devices, so that no plan repeats them.
+
+Under automatic sharding the compiler adds the collectives, long after the trace. So the plain program is compiled once
+with the number of each instruction in its name, and the compiler's text says which ones became collectives.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from remat.core.graph import Graph, Op, Tensor
+from remat.jax.context import Tie
+from remat.jax.emit.evaluate import named_run
+from remat.jax.peak import compile_quickly
+from remat.jax.scans.loops import BODY_NAME
+from remat.jax.trace.graph import resized
+from remat.jax.trace.program import Program
+
+_COLLECTIVE = re.compile(
+    r" (?:all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|collective-broadcast|ragged-all-to-all)"
+    r"(?:-start)?\((?P<operands>[^)]*)\)(?P<rest>.*)"
+)
+_NUMBER = re.compile(r"remat_op_(\d+)")
+_BODY_VALUE = re.compile(BODY_NAME + r"(\d+)_(\d+)")
+
+
+def is_sharded(shapes: Sequence[jax.ShapeDtypeStruct]) -> bool:
+    """Do the arguments lie on several devices?"""
+    return any(shape.sharding is not None and len(shape.sharding.device_set) > 1 for shape in shapes)
+
+
+def arrays_sent(text: str) -> int:
+    """How many arrays a compiled program sends; collectives that the compiler has combined count by their operands."""
+    return sum(1 + found["operands"].count(",") for found in _COLLECTIVE.finditer(text))
+
+
+def received_in_bodies(run: Any, shapes: Sequence[jax.ShapeDtypeStruct], tie: Tie) -> dict[int, frozenset[int]]:
+    """By the number of a loop, the values of its body that the compiled function gets from other devices.
+
+    Args:
+        run: the flat function, its loops written by ``remat.jax.scans.loops``.
+        shapes: of its arguments, with their shardings.
+        tie: of the compilation.
+    """
+    found: dict[int, set[int]] = {}
+    for collective in _COLLECTIVE.finditer(compile_quickly(run, shapes, tie).as_text()):
+        for loop, value in _BODY_VALUE.findall(collective["rest"]):
+            found.setdefault(int(loop), set()).add(int(value))
+    return {loop: frozenset(values) for loop, values in found.items()}
+
+
+def on_one_device(
+    program: Program, graph: Graph, shapes: Sequence[jax.ShapeDtypeStruct], tie: Tie
+) -> tuple[Program, Graph]:
+    """The graph as one device sees it: sizes of its own parts, and every collective marked as one that runs once.
+
+    Two compilations of the plain program tell: one with the numbers of instructions in the names that the compiler
+    keeps, and one that returns every value, for the sharding that the compiler gives it. A plan's program asks for the
+    same shardings: left alone the compiler parts a value that is made again as its new readers like it best, and
+    sends parameters around for that.
+    """
+    captured = tuple(program.constants.values())
+    arguments = (*shapes, *captured)
+    count = len(shapes)
+    named = named_run(program, "remat_op_")
+    compiled = compile_quickly(lambda *arrays: named(arrays[:count], arrays[count:]), arguments, tie)
+    talking = {
+        int(number) for found in _COLLECTIVE.finditer(compiled.as_text()) for number in _NUMBER.findall(found["rest"])
+    }
+    made = tuple(value for instruction in program.instructions for value in instruction.outputs)
+    everything = named_run(dataclasses.replace(program, outputs=made), "")
+    returned = compile_quickly(lambda *arrays: everything(arrays[:count], arrays[count:]), arguments, tie)
+    shardings = dict(zip(made, returned.output_shardings, strict=True))
+    shardings.update(
+        (value, shape.sharding) for value, shape in zip(program.inputs, shapes, strict=True) if shape.sharding
+    )
+    sizes = {number: _own_bytes(tensor, shardings.get(number)) for number, tensor in enumerate(graph.tensors)}
+
+    def workspace(op: Op) -> int:
+        """The body of a loop holds as small a part of its values as of what it reads and makes."""
+        around = (*op.inputs, *op.outputs)
+        whole = sum(graph.tensors[value].size_bytes for value in around)
+        return op.workspace_bytes * sum(sizes[value] for value in around) // max(1, whole)
+
+    ops = tuple(
+        dataclasses.replace(op, workspace_bytes=workspace(op), recomputable=op.recomputable and number not in talking)
+        for number, op in enumerate(graph.ops)
+    )
+    graph = resized(dataclasses.replace(graph, ops=ops), sizes)
+    return dataclasses.replace(program, shardings=shardings), graph
+
+
+def _own_bytes(tensor: Tensor, sharding: Any) -> int:
+    if sharding is None or not tensor.shape or not tensor.size_bytes:
+        return tensor.size_bytes
+    own: int = math.prod(sharding.shard_shape(tensor.shape))
+    return tensor.size_bytes * own // math.prod(tensor.shape)

@@ -1,0 +1,142 @@
+"""What a schedule of a traced function really takes: on TensorFlow's executor, and as a program compiled by XLA."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Final
+
+import tensorflow as tf
+
+from remat.core.graph import Graph
+from remat.core.plan import Plan
+from remat.core.simulator import simulate
+from remat.fit.candidate import Candidate
+from remat.fit.loop import Rounds
+from remat.fit.peaks import PeakRange
+from remat.fit.request import Request
+from remat.tensorflow import _private
+from remat.tensorflow.emit.write import emit
+from remat.tensorflow.peak.allocator import AllocatorModel
+from remat.tensorflow.peak.xla_memory import program_memory
+from remat.tensorflow.trace.func_graph import FunctionToPlan, TracedStep
+
+_UNSEEN: Final = 0.04
+"""The share of a budget that is left for what neither the allocator's model nor the compiler's figures contain.
+
+Measured: a run of the demo showed 3 % more than the highest of the simulated heaps (docs/tensorflow.md). Too small, a
+step goes above its budget; too large, that share of the budget stays unused.
+"""
+
+_RESIDENT_VARIES: Final = 0.02
+"""How much more the smallest budget of an error names.
+
+What is resident is counted in chunks, which differ between two traces of one function. A judgement. Too small, asking
+for the budget that the error names may fail again; too large, the error names more than is needed.
+"""
+
+# Seconds of one round of planning, of several. Judgements: the methods that bring most per second come first, and more
+# time than this brought little. Too short, plans get dearer; too long, the user waits.
+_SECONDS_PER_OP: Final = 4e-4
+_SHORTEST_ROUND_S: Final = 1.0
+_LONGEST_ROUND_S: Final = 4.0
+
+_AROUND_A_LOOP: Final = 0.01
+"""What the program around a loop adds to the loop's own block of memory, as a share of it; 0.2 % was measured."""
+
+
+class FunctionCandidate(Candidate):
+    """A function as it would run on this device.
+
+    Args:
+        step: the traced function.
+        allocator: how the device counts.
+        resident_bytes: device memory in use that the function does not know of.
+    """
+
+    reserve = _UNSEEN
+
+    def __init__(self, step: TracedStep, allocator: AllocatorModel, resident_bytes: int) -> None:
+        self.step = step
+        self.resident_bytes = resident_bytes
+        self._allocator = allocator
+
+    @property
+    def graph(self) -> Graph:
+        """The function's joint graph."""
+        return self.step.graph
+
+    def time_limit_of_a_round_s(self, request: Request) -> float | None:
+        """What the user allows, else what a graph of this size needs."""
+        if request.time_limit_s is not None:
+            return request.time_limit_s
+        return max(_SHORTEST_ROUND_S, min(_LONGEST_ROUND_S, _SECONDS_PER_OP * len(self.graph.ops)))
+
+    def smallest_budget(self, peak_bytes: int) -> int:
+        """The budget that has to be asked for so that a real peak fits, with what varies from trace to trace."""
+        return int((peak_bytes + self.resident_bytes) * (1 + self.reserve + _RESIDENT_VARIES)) + 2
+
+
+class ExecutedFunction(FunctionCandidate):
+    """A function whose operations are run one by one; its peak is what the model of the allocator makes of them."""
+
+    rounds = Rounds(6, 4)
+
+    @functools.cached_property
+    def plain_peak(self) -> PeakRange:
+        """The peak of the function as it is."""
+        return self._allocator.peak_range(self.graph, self.graph.plain_schedule)
+
+    def real_peak(self, plan: Plan) -> PeakRange:
+        """The peak of the function under a plan."""
+        return self._allocator.peak_range(self.graph, plan.schedule)
+
+
+class CompiledFunction(FunctionCandidate):
+    """A function that XLA compiles; its peak is that of the program that XLA makes of a copy of it.
+
+    Args:
+        function: the function; it stays as it is.
+        step: its trace.
+        allocator: how the device counts.
+        resident_bytes: device memory in use that the function does not know of.
+    """
+
+    rounds = Rounds(4, 2)
+    is_compiled = True
+
+    def __init__(
+        self, function: FunctionToPlan, step: TracedStep, allocator: AllocatorModel, resident_bytes: int
+    ) -> None:
+        super().__init__(step, allocator, resident_bytes)
+        self._function = function
+        self._peaks: dict[tuple[int, ...], PeakRange] = {}
+
+    @functools.cached_property
+    def plain_peak(self) -> PeakRange:
+        """The peak of the program that the function is compiled to as it is."""
+        return self._peak_after(lambda _: None)
+
+    def real_peak(self, plan: Plan) -> PeakRange:
+        """The peak of the program that the function is compiled to under a plan."""
+        if plan.schedule not in self._peaks:
+
+            def follow_the_plan(tensor_named: Callable[[str], tf.Tensor]) -> None:
+                emit(plan, self.step.moved(tensor_named), in_xla=True)
+
+            self._peaks[plan.schedule] = self._peak_after(follow_the_plan)
+        return self._peaks[plan.schedule]
+
+    def first_guess(self, target_bytes: int) -> int:
+        """The planner's budget to begin with: fusion may leave less than half of what the trace counts."""
+        traced_bytes = simulate(self.graph, self.graph.plain_schedule).peak_bytes
+        return int(target_bytes * (traced_bytes / max(1, self.plain_peak.highest_bytes)))
+
+    def _peak_after(self, change: Callable[[Callable[[str], tf.Tensor]], None]) -> PeakRange:
+        """The peak once a copy of the function has been changed and compiled."""
+        function = self._function
+        program = _private.compiled_program(function.func_graph, function.input_shapes, change, function.carried)
+        memory = program_memory(program)
+        if function.carried:
+            memory = memory.in_one_block(_AROUND_A_LOOP)
+        return self._allocator.program_peak_range(self.graph, memory)
