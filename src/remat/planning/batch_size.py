@@ -58,8 +58,8 @@ def largest_batches(
 
     The step is traced at two batch sizes. Sizes of tensors are affine in the batch, so the bytes of every moment of a
     schedule are, too, and the largest batch of a schedule follows without a search. For the planned step this is
-    repeated with the schedules that the planner finds at larger and larger batches, until it finds none. What comes
-    out is traced and replayed: it is a batch that works, and for the planned step not a proven maximum.
+    repeated with the schedules that the planner finds at larger and larger batches, until it finds none. The result is
+    traced and replayed, so it works; for the planned step it is not proven to be the largest.
 
     Args:
         trace: the training step at a batch size.

@@ -239,7 +239,7 @@ class ChainProgram:
         beside = chain.blocks[end].fixed_backward_bytes + chain.coming[end]
         best, choice = np.full(LEVELS + 1, np.inf), np.full(LEVELS + 1, _NONE, dtype=np.int64)
         for number, option in enumerate(chain.menus[start]):
-            # What is made once only is held by whoever runs the block again.
+            # Storages that must not be made twice are held since the first run, where their bytes are counted.
             once_bytes = option.stored_bytes - chain.held[start][number]
             need = option.backward_bytes - once_bytes + block.fixed_backward_bytes
             if start == end:

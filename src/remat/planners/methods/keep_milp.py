@@ -73,8 +73,9 @@ class _KeepModel:
                 for made in problem.storages_made[op] if op <= turn else ():
                     j = self.place.get(made)
                     if j is not None and last[j] > turn:
-                        # Demands further up count only where the backward part has none of its own: passed
-                        # on without end they would have everything recomputed at once.
+                        # A recomputation of the reader asks for the tensor, too. How early, counts only where the
+                        # backward part itself never reads it: passed on along chains, this would have everything
+                        # recomputed at the first backward op.
                         last[i] = max(last[i], first[j])
                         if not is_read[i]:
                             first[i] = min(first[i], first[j])

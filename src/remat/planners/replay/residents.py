@@ -1,4 +1,4 @@
-"""What lies in memory while a schedule is replayed, and which of it goes where room is needed.
+"""The storages in memory while a schedule is replayed, and which of them are evicted where room is needed.
 
 Source of the eviction rule: Kirisame et al. 2021, "Dynamic Tensor Rematerialization" (arXiv:2006.09616);
 here the future is known, so the distance to the next use stands in for staleness.
@@ -132,9 +132,10 @@ class Residents:
         return saved
 
     def retire(self, s: int) -> bool:
-        """May a storage that cannot be made again go? If so, what is recomputed from it now becomes as stubborn.
+        """Let a storage go that must not be made twice, if no recomputation needs it; whether it may go.
 
-        True where no recomputation can ask for it, or where keeping what was made from it is no dearer.
+        It may where everything that is still wanted and made from it is in memory, and is no larger. Those storages
+        become stubborn in its place, since they cannot be made again without it.
         """
         problem = self.problem
         frozen: set[int] = set()

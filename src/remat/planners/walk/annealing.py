@@ -88,7 +88,7 @@ class Walk(Edits):
                     now_s = time.monotonic()
                     if now_s >= deadline_s:
                         return step
-                    # What is left of the time and of the steps ends together, whichever is shorter.
+                    # The last temperature is reached when the edits or the time run out, whichever is first.
                     spent = (now_s - begun_s) / (deadline_s - begun_s)
                     progress = max(progress, spent) if spent > progress + _LATE_FROM else progress
                 temperature = hot * math.exp(cooling * progress)
@@ -112,7 +112,7 @@ class Walk(Edits):
         slots, rng = self.slots, self.rng
         slots.mark()
         before_s = slots.extra_s
-        # Beyond this an edit is refused whatever it brings, so that it need not be finished.
+        # An edit that costs more than this is nearly certain to be refused, so it need not be finished.
         worst = _HOPELESS * temperature + self.price * self._scale * self.over_sum
         self.limit_s = before_s + worst * self.plain_s
         draw = rng.random()

@@ -24,7 +24,7 @@ _LARGEST_GROUP: Final = 8
 
 
 class Edits:
-    """Random edits of one schedule. Each returns whether it could be made; one that could not is left half done.
+    """Random edits of one schedule. Each returns whether it could be made; where not, the caller undoes what was begun.
 
     Attributes:
         slots: the schedule.
@@ -80,7 +80,7 @@ class Edits:
     def move_group(self, hot: int) -> bool:
         """Move the reader of a storage that lies idle across a slot to before it, or its maker to after it.
 
-        With it go the first runs between, on which the reader rests or which rest on the maker.
+        The first runs between move along: those that the reader needs, or those that need the maker.
         """
         slots, rng, board = self.slots, self.rng, self.board
         s = self._idle_storage(hot)
