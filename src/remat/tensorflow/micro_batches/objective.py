@@ -24,7 +24,7 @@ from remat.tensorflow.micro_batches.loop import (
     empty_accumulators,
     for_each_micro_batch,
 )
-from remat.tensorflow.peak.resident import carried_inputs
+from remat.tensorflow.trace.func_graph import carried_inputs
 
 Gradients = list[Any]
 

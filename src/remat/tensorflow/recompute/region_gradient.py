@@ -23,9 +23,8 @@ import tensorflow as tf
 from remat.core.errors import UnsupportedStep
 from remat.tensorflow import _private
 from remat.tensorflow.emit import xla_ties
-from remat.tensorflow.recompute import structure
-from remat.tensorflow.recompute.region import Region, is_differentiable, needed_for, region_of
-from remat.tensorflow.recompute.segments import pieces_of
+from remat.tensorflow.recompute import call_values
+from remat.tensorflow.recompute.region import Region, is_differentiable, needed_for, pieces_of, region_of
 
 _REGION = "RematRegion"
 _ARRIVAL = "RematArrival"
@@ -51,7 +50,7 @@ def run_in_graph(function: Callable[[], Any], segmented: bool = False) -> Any:
     before = len(graph.get_operations())
     result = function()
     made = graph.get_operations()[before:]
-    leaves, rebuild = structure.flatten(result)
+    leaves, rebuild = call_values.flatten(result)
     members = set(made)
     symbolic = [t for t in leaves if tf.is_symbolic_tensor(t) and t.graph is graph]
     outputs = {t.name: t for t in symbolic if t.op in members and is_differentiable(t)}
@@ -62,7 +61,7 @@ def run_in_graph(function: Callable[[], Any], segmented: bool = False) -> Any:
         return result
     gated = dict(zip(outputs, _gated(region), strict=True))
     places = {id(t): gated[t.name] for t in symbolic if t.name in gated}
-    return rebuild([structure.with_mask_of(t, places[id(t)]) if id(t) in places else t for t in leaves])
+    return rebuild([call_values.with_mask_of(t, places[id(t)]) if id(t) in places else t for t in leaves])
 
 
 def regions_of(graph: tf.Graph) -> list[Region]:

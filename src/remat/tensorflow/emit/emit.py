@@ -1,37 +1,63 @@
-"""A plan -> the function that is being traced, rewritten in place."""
+"""A plan -> the function that is being traced, rewritten in place: copies of operations, and the order memory needs.
+
+Operations that wait for one another leave cores idle: two small ones side by side finish sooner than one after the
+other, each cut into pieces for all cores. Only where memory is short does an order matter. So a schedule is cut into
+spans: between two barriers operations run as soon as their inputs are there, and even if all of them run at once, and
+nothing is freed before the last has ended, they hold less than the schedule's own peak.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
+import numpy as np
 import tensorflow as tf
 
+from remat.core.graph import Graph
 from remat.core.plan import Plan
+from remat.core.simulator import simulate, storage_lifetimes
 from remat.tensorflow import _private
-from remat.tensorflow.emit import xla_late, xla_ties
-from remat.tensorflow.emit.barriers import span_starts
+from remat.tensorflow.emit import xla_ties
 from remat.tensorflow.trace import op_facts
 from remat.tensorflow.trace.func_graph import TracedStep
 
-# Tensors this small may float: holding their ops in order would cost edges and gain nothing.
-_LIGHT_FRACTION = 1e-3
+_LIGHT: Final = 1e-3
+"""Tensors below this share of the peak are not held in order: it would cost edges and gain nothing.
+
+A judgement, not measured by itself. Larger, more bytes may live at other times than the schedule says; smaller, the
+function gets more control edges, each of which takes the executor time.
+"""
+
+_SPARE: Final = 0.05
+"""The share of the peak that a span of several operations leaves unused.
+
+An allocator loses another part of its blocks in every order. A judgement, under which no step in docs/tensorflow.md
+went above its budget; there the order that is left costs 1 to 3 % of a step. Smaller, steps may go above their budget;
+larger, spans are shorter and cores wait.
+"""
 
 
 @dataclass(frozen=True)
-class Emitted:
-    """What was written into the function.
+class Rewritten:
+    """A function that runs a plan's schedule, and what was written into it.
 
     Attributes:
+        plan: whose schedule it runs.
+        step: the traced function; its operations read other tensors than before.
         copies: the recomputations, in schedule order.
         control_edges: how many control edges hold the schedule's order.
     """
 
+    plan: Plan
+    step: TracedStep
     copies: tuple[tf.Operation, ...]
     control_edges: int
 
 
-def emit(plan: Plan, step: TracedStep, *, in_xla: bool = False) -> Emitted:
+def emit(plan: Plan, step: TracedStep, *, in_xla: bool = False) -> Rewritten:
     """Rewrite the function so that it runs the plan's schedule.
 
     A second occurrence of an op becomes a copy of it, and what the schedule reads afterwards reads the copy.
@@ -53,6 +79,8 @@ def emit(plan: Plan, step: TracedStep, *, in_xla: bool = False) -> Emitted:
 
 
 class _Emitter:
+    """Walks along a schedule and rewrites the function for TensorFlow's executor, which control edges hold in order."""
+
     def __init__(self, plan: Plan, step: TracedStep) -> None:
         self.plan = plan
         self.graph = step.graph
@@ -67,13 +95,13 @@ class _Emitter:
         self.control_edges = 0
         self.hidden: dict[str, tf.Tensor] = {}
         pinned = {self.graph.roots[t] for t in self.graph.inputs}
-        light = int(_LIGHT_FRACTION * max(1, plan.peak_bytes))
+        light = int(_LIGHT * max(1, plan.peak_bytes))
         self.large = [
             self.graph.roots[number] not in pinned and self.graph.tensors[self.graph.roots[number]].size_bytes > light
             for number in range(len(self.graph.tensors))
         ]
 
-    def run(self) -> Emitted:
+    def run(self) -> Rewritten:
         starts = frozenset(span_starts(self.graph, self.plan.schedule))
         for position, index in enumerate(self.plan.schedule):
             if position in starts:
@@ -85,7 +113,7 @@ class _Emitter:
                 else:
                     self._keep_in_order(operation)
             self.runs[index] += 1
-        return Emitted(tuple(self.copies), self.control_edges)
+        return Rewritten(self.plan, self.step, tuple(self.copies), self.control_edges)
 
     def _heavy(self, index: int) -> bool:
         """Does the op read or make a large tensor? A view's bytes are its source's; it is never held."""
@@ -183,7 +211,7 @@ class _XlaEmitter(_Emitter):
 
     def _rebind(self, index: int) -> tf.Operation:
         operation = super()._rebind(index)
-        xla_late.hold_filter(operation)
+        xla_ties.hold_filter(operation)
         self._make_late(index, operation)
         return operation
 
@@ -195,7 +223,7 @@ class _XlaEmitter(_Emitter):
     def _make_late(self, index: int, operation: tf.Operation) -> None:
         outputs = self.graph.ops[index].outputs
         # An output of the function is in its reader's hands already.
-        if outputs and outputs[0] not in self.kept and (late := xla_late.in_slices(operation)) is not None:
+        if outputs and outputs[0] not in self.kept and (late := xla_ties.in_slices(operation)) is not None:
             if operation.outputs[0].name in self.elements:
                 self.elements[late.name] = self.elements[operation.outputs[0].name]
             self.newest[outputs[0]] = late
@@ -238,3 +266,45 @@ class _XlaEmitter(_Emitter):
                     self.zero = xla_ties.late_zero(self.trigger)
                 self.tied[tensor.name] = xla_ties.tie(tensor, self.zero)
         return self.tied[tensor.name]
+
+
+def span_starts(graph: Graph, schedule: Sequence[int]) -> list[int]:
+    """Where the spans of a schedule begin: whatever stands behind such a position waits for all that stands before it.
+
+    Spans are as long as they can be, from the first operation on. Near the schedule's peak each operation is a span of
+    its own, and the order is the schedule's.
+
+    Args:
+        graph: the step.
+        schedule: op indices.
+
+    Returns:
+        Rising positions in the schedule, the first 0; empty for an empty schedule. In O(operations + storages).
+    """
+    if not len(schedule):
+        return []
+    held, made = _held_and_made(graph, schedule)
+    limit = (1 - _SPARE) * simulate(graph, schedule).peak_bytes - graph.pinned_bytes
+    starts = [0]
+    in_span = 0
+    for position in range(len(schedule)):
+        in_span += made[position]
+        if position > starts[-1] and held[starts[-1]] + in_span > limit:
+            starts.append(position)
+            in_span = made[position]
+    return starts
+
+
+def _held_and_made(graph: Graph, schedule: Sequence[int]) -> tuple[list[int], list[int]]:
+    """For each position: bytes that live on from before it, and bytes that its operation makes or works with.
+
+    What an operation may write in place is counted as new: in another order it may find its input still in use.
+    """
+    lives = storage_lifetimes(graph, schedule)
+    change = np.zeros(len(schedule) + 1, dtype=np.int64)
+    np.add.at(change, lives.birth + 1, lives.size_bytes)
+    ends = ~lives.kept
+    np.subtract.at(change, lives.last[ends] + 1, lives.size_bytes[ends])
+    made = np.array([graph.ops[index].workspace_bytes for index in schedule], dtype=np.int64)
+    np.add.at(made, lives.birth, lives.size_bytes)
+    return np.cumsum(change)[:-1].tolist(), made.tolist()
