@@ -15,7 +15,7 @@ import remat
 import remat.torch
 from remat.core.plan import plan_for_schedule
 from remat.running.cost_model import get_profile
-from remat.torch.compile.kernel_memory import Ledger
+from remat.torch.compiled.inductor_peak import Ledger
 
 
 class Mixed(nn.Module):
@@ -60,7 +60,7 @@ def read_then_made_again(graph):
 
 def parted_backend(budget_share, seen):
     """Runs both parts operator by operator, with no code generated: PyTorch's own random numbers, and no fusion."""
-    from remat.torch.compile import _inductor, joint_graph, partition
+    from remat.torch.compiled import _inductor, joint_graph, partition
 
     def part(joint, joint_inputs, *, num_fwd_outputs, static_lifetime_input_indices, **kwargs):
         joint = _inductor.simplified(joint)

@@ -38,7 +38,10 @@ def measure(fn: Callable[..., Any], *args: Any, repeats: int = 3, **kwargs: Any)
             _run(fn, args, kwargs)
     on_gpu = resident.is_on_gpu or _any_on_gpu(args, kwargs)
     peak_bytes = 0 if on_gpu else resident.bytes + _cpu_peak_bytes(fn, args, kwargs)
-    wait = torch.cuda.synchronize if on_gpu else lambda: None
+
+    def wait() -> None:
+        if on_gpu:
+            torch.cuda.synchronize()
 
     def run(_: None) -> None:
         _run(fn, args, kwargs)

@@ -12,8 +12,8 @@ import torch
 from remat.core.errors import UnsupportedStep
 from remat.keras.recompute import find_layers
 from remat.keras.shared.layer_calls import calls_pass, is_tensor_name, not_called
-from remat.torch.trace.marks import mark
 from remat.torch.trace.recording import Recording
+from remat.torch.trace.watcher import mark
 
 
 class KeptLayers:

@@ -10,7 +10,7 @@ import torch
 
 from remat.keras import _private
 from remat.torch.api.plan import EagerCandidate
-from remat.torch.trace.record import record_step
+from remat.torch.trace.fake_step import record_step
 
 
 def traced_step(
