@@ -29,7 +29,7 @@ def convolution(channels, out_channels, size, kernel=3):
     return x, weight, None, [1, 1], [kernel // 2] * 2, [1, 1], False, [0, 0], 1
 
 
-@pytest.mark.parametrize(("channels", "out_channels"), [(3, 32), (32, 32), (64, 32), (48, 16), (24, 32)])
+@pytest.mark.parametrize(("channels", "out_channels"), [(3, 32), (12, 32), (32, 32), (64, 32), (48, 16), (24, 32)])
 def test_convolutions(channels, out_channels):
     args = convolution(channels, out_channels, 32)
     scratch, out = measured(ATEN.convolution.default, *args)
