@@ -8,8 +8,9 @@ import small_steps
 import tensorflow as tf
 
 import remat
+from remat.micro_batches.cut import largest_size
 from remat.tensorflow import _private, value_and_grad
-from remat.tensorflow.micro_batches.loop import for_each_micro_batch, largest_size
+from remat.tensorflow.micro_batches.loop import for_each_micro_batch
 from remat.tensorflow.peak.device import current_device
 
 BATCH = 10

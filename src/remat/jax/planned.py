@@ -22,9 +22,9 @@ from remat.jax.candidate import FunctionCandidate, Variant, variants_of
 from remat.jax.context import Tie
 from remat.jax.emit.evaluate import FlatFunction, emit
 from remat.jax.peak import Compiler, Returned
-from remat.jax.trace.function import after_donation
+from remat.jax.sharding import arrays_sent, is_sharded, on_one_device, received_in_bodies
+from remat.jax.trace.graph import after_donation
 from remat.jax.trace.program import Program
-from remat.jax.trace.sharded import communications, is_sharded, on_one_device, talking_bodies
 
 _log = logging.getLogger("remat")
 
@@ -120,19 +120,19 @@ def plan_function(
         PlanMismatch: where ``request.plan`` is for another function.
         UnsupportedStep: where a shape is unknown.
     """
-    talking = functools.partial(talking_bodies, shapes=shapes, tie=tie) if is_sharded(shapes) else None
-    variants, structure = variants_of(function, arguments, talking, request.checkpoints or ())
+    find_received = functools.partial(received_in_bodies, shapes=shapes, tie=tie) if is_sharded(shapes) else None
+    variants, structure = variants_of(function, arguments, find_received, request.checkpoints or ())
     returned = None if out_shardings is None else Returned(structure, out_shardings)
     accept: Callable[[Schedule, Any], bool] | None = None
-    if talking is not None:
+    if find_received is not None:
         variants = [_on_one_device(one, shapes, tie) for one in variants]
         plain = Compiler(variants[0].program, 0, tie, shapes, donated, None, returned).compile(
             variants[0].graph.plain_schedule
         )
-        allowed = communications(plain.as_text())
+        allowed = arrays_sent(plain.as_text())
 
         def sends_no_more(_: Schedule, compiled: Any) -> bool:
-            return communications(compiled.as_text()) <= allowed
+            return arrays_sent(compiled.as_text()) <= allowed
 
         accept = sends_no_more
     traced = variants

@@ -38,10 +38,7 @@ def measure(fn: Callable[..., Any], *args: Any, repeats: int = 3, **kwargs: Any)
             _run(fn, args, kwargs)
     on_gpu = resident.is_on_gpu or _any_on_gpu(args, kwargs)
     peak_bytes = 0 if on_gpu else resident.bytes + _cpu_peak_bytes(fn, args, kwargs)
-
-    def wait() -> None:
-        if on_gpu:
-            torch.cuda.synchronize()
+    wait: Callable[[], None] = torch.cuda.synchronize if on_gpu else lambda: None
 
     def run(_: None) -> None:
         _run(fn, args, kwargs)

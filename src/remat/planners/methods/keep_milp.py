@@ -7,13 +7,14 @@ from typing import Final
 
 import numpy as np
 
-from remat.planners.linear.highs import ModelBuilder, solve
+from remat.planners.linear.keep import KeepModel
 from remat.planners.registry import strategy
 from remat.planners.search import Search
 from remat.planners.view.problem import BoolArray, FloatArray, IntArray, Problem
 
 _DEFLATIONS: Final = (0.99, 0.95, 0.9)
 _GAP: Final = 0.005
+_KEEP_COST: Final = 1e-7
 _ROWS: Final = 250
 _MOST_S: Final = 2.5
 _SHARE: Final = 0.4
@@ -95,26 +96,22 @@ class _KeepModel:
         cost = np.array([problem.op_time_s[problem.made_by[self.forward[i]]] for i in needed], dtype=np.float64)
         first, last = np.array([self.first[i] for i in needed]), np.array([self.last[i] for i in needed])
         load = np.array(problem.plain.bytes, dtype=np.float64)[self.steps] - self._stored(size, needed)
-        model = ModelBuilder()
-        for _ in range(count):
-            model.add_column(1e-7, is_integer=True)
-        for k in range(count):
-            model.add_column(cost[k] / max(cost.max(), 1e-300), is_integer=True)
+        model = KeepModel([_KEEP_COST] * count, (cost / max(cost.max(), 1e-300)).tolist(), range(count))
         for k, i in enumerate(needed):
             if self.is_read[i]:
-                model.add_row([(k, 1.0), (count + k, 1.0)], low=1.0)
+                model.require(k)
             for u in problem.storages_read[problem.made_by[self.forward[i]]]:
                 j = column.get(self.place.get(u, -1))
                 if j is not None:
-                    model.add_row([(count + k, 1.0), (j, -1.0), (count + j, -1.0)], high=0.0)
+                    model.require_read(k, j)
+        share = (size / size.max()).tolist()
         for step, other in zip(self.steps, load, strict=True):
             kept = np.flatnonzero(last >= step)
             held = kept[first[kept] <= step]
-            entries = [(int(k), size[k] / size.max()) for k in kept]
-            entries += [(count + int(k), size[k] / size.max()) for k in held]
-            model.add_row(entries, high=(budget_bytes - other) / size.max())
-        solution = solve(model.build(), time_limit_s=time_limit_s, gap=_GAP)
-        return None if solution is None else self._decision(solution.values[:count] > 0.5)
+            room = (budget_bytes - other) / size.max()
+            model.limit([(k, share[k]) for k in kept.tolist()], [(k, share[k]) for k in held.tolist()], room)
+        found = model.solve(time_limit_s=time_limit_s, gap=_GAP)
+        return None if found is None else self._decision(found[0])
 
     def _stored(self, size: FloatArray, needed: list[int]) -> FloatArray:
         """Bytes of modelled tensors that the plain schedule holds at the sampled steps."""

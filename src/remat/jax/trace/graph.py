@@ -1,18 +1,26 @@
-"""A JAX function -> Graph."""
+"""A traced function as a Graph: bytes, seconds, what may repeat, and the labels that reports show."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
-from typing import Any
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Final
 
 from remat.core.graph import Graph, Op, Tensor
+from remat.core.labels import OpLabel, labelled, shown_path
 from remat.core.simulator import simulate
+from remat.jax import _private
 from remat.jax._private import ClosedJaxpr, Jaxpr, JaxprEqn
 from remat.jax.trace import op_facts
-from remat.jax.trace.labels import label_graph
 from remat.jax.trace.program import Atom, Instruction, Program, program_of, trace_jaxpr
 from remat.running.cost_model import DeviceProfile, get_profile, op_time_s
+
+_TRANSFORMED: Final = re.compile(r"(?:transpose|jvp|vmap|checkpoint|rematted_computation|pjit|jit)\(([^()]*)\)")
+"""What JAX's transformations put around the names of scopes: "transpose(jvp(Encoder))/Dense_0".
+
+The names are those of JAX 0.10; a transformation that is missing here stays in the layer's name, and nothing else.
+"""
 
 
 def trace(fn: Callable[..., Any], *args: Any, device: str = "cpu", **kwargs: Any) -> Graph:
@@ -97,9 +105,9 @@ def _shape_and_dtype(aval: Any) -> tuple[tuple[int, ...] | None, str | None]:
 def _op(instruction: Instruction, tensors: list[Tensor], profile: DeviceProfile, outputs: tuple[int, ...]) -> Op:
     eqn = instruction.root
     name = f"{eqn.source_info.name_stack}/{eqn.primitive.name}".lstrip("/")
-    alone = len(instruction.steps) == 1
+    alone = len(instruction.equations) == 1
     viewed = op_facts.viewed_input(eqn) if alone else None
-    source: Atom | None = instruction.steps[-1].inputs[viewed] if viewed is not None else None
+    source: Atom | None = instruction.equations[-1].inputs[viewed] if viewed is not None else None
     for place, value in enumerate(instruction.outputs):
         old = tensors[value]
         size = 0 if alone and op_facts.holds_nothing(eqn) else old.size_bytes
@@ -111,7 +119,7 @@ def _op(instruction: Instruction, tensors: list[Tensor], profile: DeviceProfile,
         inputs=instruction.reads,
         outputs=instruction.outputs,
         time_s=_time_s(instruction, tensors, profile),
-        recomputable=all(op_facts.may_repeat(step.eqn) for step in instruction.steps)
+        recomputable=all(op_facts.may_repeat(equation.eqn) for equation in instruction.equations)
         and not any(value in outputs for value in instruction.outputs),
         workspace_bytes=_workspace_bytes(eqn, profile),
         in_place=_in_place(instruction, tensors),
@@ -119,8 +127,11 @@ def _op(instruction: Instruction, tensors: list[Tensor], profile: DeviceProfile,
 
 
 def _in_place(instruction: Instruction, tensors: list[Tensor]) -> tuple[tuple[int, int], ...]:
-    """An element-wise kernel writes over an input of the same size that nobody else needs."""
-    if not all(op_facts.works_in_place(step.eqn) for step in instruction.steps) or len(instruction.outputs) != 1:
+    """Pairs of an input and the output: an element-wise kernel may write over an input as large as what it makes."""
+    if (
+        not all(op_facts.works_in_place(equation.eqn) for equation in instruction.equations)
+        or len(instruction.outputs) != 1
+    ):
         return ()
     made = instruction.outputs[0]
     size = tensors[made].size_bytes
@@ -134,10 +145,10 @@ def _time_s(instruction: Instruction, tensors: list[Tensor], profile: DeviceProf
     eqn = instruction.root
     if any(True for _ in op_facts.inner_jaxprs(eqn)):
         return _body_time_s(eqn, profile)
-    if len(instruction.steps) == 1 and (op_facts.viewed_input(eqn) is not None or op_facts.holds_nothing(eqn)):
+    if len(instruction.equations) == 1 and (op_facts.viewed_input(eqn) is not None or op_facts.holds_nothing(eqn)):
         return 0.0
     moved = sum(tensors[value].size_bytes for value in (*instruction.reads, *instruction.outputs))
-    work = sum(op_facts.flops(step.eqn) for step in instruction.steps)
+    work = sum(op_facts.flops(equation.eqn) for equation in instruction.equations)
     dtype = tensors[instruction.outputs[0]].dtype if instruction.outputs else None
     return op_time_s(profile, work, moved, dtype or "float32")
 
@@ -165,3 +176,35 @@ def graph_of_jaxpr(jaxpr: Jaxpr, profile: DeviceProfile) -> Graph:
     """The graph of a body whose captured arrays do not matter."""
     closed = ClosedJaxpr(jaxpr, [object() for _ in jaxpr.constvars])
     return graph_of_program(program_of(closed), profile)
+
+
+def label_graph(graph: Graph, program: Program, roles: Sequence[str] = ()) -> Graph:
+    """The graph of a program with scopes, source lines, phases and the roles of its inputs.
+
+    Args:
+        graph: of the program.
+        program: as traced; its instructions are the ops of the graph.
+        roles: for each input of the program its role; captured arrays are parameters.
+    """
+    of_inputs = dict(zip(program.inputs, roles, strict=False))
+    of_inputs |= {number: "parameter" for number in program.constants if number in graph.inputs}
+    pinned = {number: role for number, role in of_inputs.items() if number in graph.inputs}
+    return labelled(graph, [_label(instruction) for instruction in program.instructions], pinned)
+
+
+def _label(instruction: Instruction) -> OpLabel:
+    stack = _private.scopes_of(instruction.root)
+    line = _private.source_of(instruction.root)
+    source = "" if line is None else f"{shown_path(line[0])}:{line[1]} in {line[2].rpartition('.')[2]}"
+    return OpLabel("transpose(" in stack, _layer(stack) or _function(line), source)
+
+
+def _layer(stack: str) -> str:
+    while (shorter := _TRANSFORMED.sub(r"\1", stack)) != stack:
+        stack = shorter
+    return "/".join(part for part in stack.split("/") if part)
+
+
+def _function(line: tuple[str, int, str] | None) -> str:
+    """Plain functions have no scopes: what a line of ``layer`` made belongs to ``layer``."""
+    return "" if line is None else line[2].rpartition(".")[2]

@@ -18,8 +18,8 @@ from remat.core.graph import Graph, Op, Tensor
 from remat.jax.context import Tie
 from remat.jax.emit.evaluate import named_run
 from remat.jax.peak import compile_quickly
-from remat.jax.scans.bodies import BODY_NAME
-from remat.jax.trace.function import resized
+from remat.jax.scans.loops import BODY_NAME
+from remat.jax.trace.graph import resized
 from remat.jax.trace.program import Program
 
 _COLLECTIVE = re.compile(
@@ -35,16 +35,16 @@ def is_sharded(shapes: Sequence[jax.ShapeDtypeStruct]) -> bool:
     return any(shape.sharding is not None and len(shape.sharding.device_set) > 1 for shape in shapes)
 
 
-def communications(text: str) -> int:
+def arrays_sent(text: str) -> int:
     """How many arrays a compiled program sends; collectives that the compiler has combined count by their operands."""
     return sum(1 + found["operands"].count(",") for found in _COLLECTIVE.finditer(text))
 
 
-def talking_bodies(run: Any, shapes: Sequence[jax.ShapeDtypeStruct], tie: Tie) -> dict[int, frozenset[int]]:
+def received_in_bodies(run: Any, shapes: Sequence[jax.ShapeDtypeStruct], tie: Tie) -> dict[int, frozenset[int]]:
     """By the number of a loop, the values of its body that the compiled function gets from other devices.
 
     Args:
-        run: the flat function, its loops written by ``remat.jax.scans.bodies``.
+        run: the flat function, its loops written by ``remat.jax.scans.loops``.
         shapes: of its arguments, with their shardings.
         tie: of the compilation.
     """

@@ -1,38 +1,88 @@
-"""One training run in a process of its own: ``python -m remat.demo.worker <request.json> <folder>``.
+"""The demo's training runs, each in a process of its own.
 
 A fresh process is the fair way to measure: no memory, no compiled function and no random state of an earlier run.
+``train`` starts one; ``python -m remat.demo.training FOLDER`` is one.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
+
+import numpy as np
 
 from remat.core.errors import RematError
-from remat.core.files import write_json
-from remat.demo.results import FAILURE_FILE, GRAPH_FILE, PLAN_FILE, RESULT_FILE, WEIGHTS_FILE, RunResult
+from remat.core.files import read_json, write_json
+from remat.core.graph import load_graph
+from remat.core.plan import load_plan
+from remat.demo.results import Run, RunResult
+from remat.running.process import JobFailed, answer_job, run_job
+
+_RESULT_FILE: Final = "result.json"
+_WEIGHTS_FILE: Final = "weights.npz"
+_PLAN_FILE: Final = "plan.json"
+_GRAPH_FILE: Final = "graph.json.gz"
+_TIME_LIMIT_S: Final = 900.0  # The README's eight runs took 126 s together: one that takes 15 minutes hangs.
+# The counter of CPU memory works with oneDNN only, which is the default on most machines but not on all.
+_ENVIRONMENT: Final = {"TF_CPP_MIN_LOG_LEVEL": "3", "TF_ENABLE_ONEDNN_OPTS": "1", "KERAS_BACKEND": "tensorflow"}
+
+
+def train(model: str, budget: str | None, *, quick: bool) -> Run:
+    """Train one model in a fresh process.
+
+    Args:
+        model: "residual" or "transformer".
+        budget: as ``remat.keras.limit_memory`` takes it, or None for plain training.
+        quick: a small model and few steps.
+
+    Raises:
+        JobFailed: if the process fails or takes too long; the message ends with what it said last.
+    """
+    return run_job(
+        "remat.demo.training",
+        {"model": model, "budget": budget, "quick": quick},
+        _collect,
+        doing=_described(model, budget),
+        time_limit_s=_TIME_LIMIT_S,
+        environment=_ENVIRONMENT,
+    )
 
 
 def main() -> int:
-    """Train as the request says; write the result, the weights and the plan into the folder."""
-    request, folder = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    """Do the run that the folder on the command line asks for; returns the exit code."""
+    return answer_job(_work)
+
+
+def _described(model: str, budget: str | None) -> str:
+    return f"training {model} {'plainly' if budget is None else f'under {budget}'}"
+
+
+def _collect(folder: Path) -> Run:
+    fields: Any = read_json(folder / _RESULT_FILE)
+    result = RunResult(**{**fields, "losses": tuple(fields["losses"])})
+    with np.load(folder / _WEIGHTS_FILE) as archive:
+        weights = {name: archive[name] for name in archive.files}
+    planned = result.budget is not None
+    return Run(
+        result,
+        weights,
+        load_plan(folder / _PLAN_FILE) if planned else None,
+        load_graph(folder / _GRAPH_FILE) if planned else None,
+    )
+
+
+def _work(request: dict[str, Any], folder: Path) -> None:
     try:
         _train(request["model"], request["budget"], bool(request["quick"]), folder)
     except RematError as error:
-        write_json(folder / FAILURE_FILE, {"error": str(error)})
-        return 2
-    return 0
+        raise JobFailed(f"{_described(request['model'], request['budget'])}: {error}") from error
 
 
 def _train(name: str, budget: str | None, quick: bool, folder: Path) -> None:
-    os.environ["KERAS_BACKEND"] = "tensorflow"
     import keras
-    import numpy as np
     import tensorflow as tf
 
     import remat.keras
@@ -81,9 +131,9 @@ def _train(name: str, budget: str | None, quick: bool, folder: Path) -> None:
         plan, graph = remat.keras.plan_of(work.model), remat.keras.graph_of(work.model)
         assert plan is not None
         assert graph is not None
-        plan.save(folder / PLAN_FILE)
-        graph.save(folder / GRAPH_FILE)
-    np.savez(folder / WEIGHTS_FILE, **{weight.path: weight.numpy() for weight in work.model.weights})
+        plan.save(folder / _PLAN_FILE)
+        graph.save(folder / _GRAPH_FILE)
+    np.savez(folder / _WEIGHTS_FILE, **{weight.path: weight.numpy() for weight in work.model.weights})
     result = RunResult(
         model=name,
         budget=budget,
@@ -95,7 +145,7 @@ def _train(name: str, budget: str | None, quick: bool, folder: Path) -> None:
         final_accuracy=history["accuracy"][-1],
         versions={"tensorflow": tf.__version__, "keras": keras.__version__, "numpy": np.__version__},
     )
-    write_json(folder / RESULT_FILE, asdict(result))
+    write_json(folder / _RESULT_FILE, asdict(result))
 
 
 if __name__ == "__main__":

@@ -1,25 +1,157 @@
-"""A call whose activations are dropped: an operation of JAX with a backward pass of its own.
+"""``recompute``: a function whose activations are dropped, and made again when the backward pass needs them.
 
-The backward pass reads the arguments through ties to the incoming gradients, so that no compiler can merge the second
-computation with the first, or run it early.
+A call of such a function is an operation of JAX with a backward pass of its own. That pass reads the arguments through
+ties to the incoming gradients, so that no compiler can merge the second computation with the first, or run it early.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias, TypeVar, overload
 
 import jax
 
+from remat.core.errors import UnsupportedStep
 from remat.jax import _private
 from remat.jax._private import ClosedJaxpr, JaxprEqn, Zero
-from remat.jax.context import current_tie
+from remat.jax.context import current_tie, plan_decides
 from remat.jax.emit import ties
 from remat.jax.trace import op_facts
 from remat.jax.trace.program import Flattener, alive
+from remat.running.recompute_switch import is_switched_off
 
-Policy = Callable[..., Any]
+F = TypeVar("F", bound=Callable[..., Any])
+
+Policy: TypeAlias = Callable[..., Any]
+"""One of ``jax.checkpoint_policies``, which say what results are kept."""
+
+
+@overload
+def recompute(
+    fun: F,
+    *,
+    policy: Policy | None = None,
+    prevent_cse: bool = True,
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Iterable[str] = (),
+    enabled: bool | Callable[[], bool] = True,
+) -> F: ...
+@overload
+def recompute(
+    fun: None = None,
+    *,
+    policy: Policy | None = None,
+    prevent_cse: bool = True,
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Iterable[str] = (),
+    enabled: bool | Callable[[], bool] = True,
+) -> Callable[[F], F]: ...
+
+
+def recompute(
+    fun: Any = None,
+    *,
+    policy: Policy | None = None,
+    prevent_cse: bool = True,
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Iterable[str] = (),
+    enabled: bool | Callable[[], bool] = True,
+) -> Any:
+    """``jax.checkpoint`` that saves memory on every platform: activations are dropped and recomputed.
+
+    On a CPU, XLA undoes ``jax.checkpoint`` unless its region is the body of a loop. Here the second computation hangs
+    on the incoming gradient, which no compiler undoes. Works under ``jit``, ``grad``, ``vmap``, ``scan`` and
+    ``shard_map``, in forward mode and for higher derivatives; calls may be nested. What must not run twice
+    (collectives, callbacks, kernels of one's own) runs once, and its results are kept.
+
+    Inside a function that remat plans (``value_and_grad`` or ``jit`` with a budget, ``trace``) the region dissolves, as
+    those of ``jax.checkpoint`` do: the plan decides what is computed again.
+
+    Args:
+        fun: any function of pytrees. Arrays are traced; whatever else an argument holds (None, numbers, flags, names,
+            functions) is part of the function, so Python may decide by it. Arrays that it closes over are found. None
+            to use it as a decorator with arguments.
+        policy: which results to keep, one of ``jax.checkpoint_policies``; None keeps the arguments only.
+        prevent_cse: as in ``jax.checkpoint``: False says that nothing can be merged here, in the body of a loop.
+        static_argnums: positional arguments that are part of the function although they are arrays.
+        static_argnames: likewise, by name.
+        enabled: False to run plainly, or a function that says so at each call. ``REMAT_RECOMPUTE=0`` in the environment
+            switches all off.
+
+    Returns:
+        A function with the same signature.
+
+    Raises:
+        TypeError: where ``fun`` is no function.
+        UnsupportedStep: at a call, where the function has effects other than debugging output.
+    """
+    options: dict[str, Any] = {
+        "policy": policy,
+        "prevent_cse": prevent_cse,
+        "static_argnums": static_argnums,
+        "static_argnames": static_argnames,
+        "enabled": enabled,
+    }
+    if fun is None:
+        return functools.partial(recompute, **options)
+    if not callable(fun):
+        raise TypeError(f"recompute takes a function, not {type(fun).__name__}")
+    names = frozenset((static_argnames,) if isinstance(static_argnames, str) else static_argnames)
+    numbers = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
+
+    @functools.wraps(fun)
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        if plan_decides() or is_switched_off() or not (enabled() if callable(enabled) else enabled):
+            return fun(*args, **kwargs)
+        static = {_position(number, len(args)) for number in numbers}
+        return _call(fun, args, kwargs, static | names, policy, prevent_cse)
+
+    return recomputed
+
+
+def _position(number: int, count: int) -> int:
+    if not -count <= number < count:
+        raise ValueError(f"static_argnums names argument {number}, but {count} positional arguments were given")
+    return number % count
+
+
+def _call(
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    static: set[int | str],
+    policy: Policy | None,
+    is_held: bool,
+) -> Any:
+    places: dict[int | str, Any] = dict(enumerate(args))
+    places.update(kwargs)
+    given = [place for place in places if place not in static]
+    leaves, structure = jax.tree.flatten([places[place] for place in given])
+    traced = [n for n, leaf in enumerate(leaves) if isinstance(leaf, jax.Array)]
+
+    def flat(*arrays: Any) -> Any:
+        merged = list(leaves)
+        for n, array in zip(traced, arrays, strict=True):
+            merged[n] = array
+        own = {**places, **dict(zip(given, jax.tree.unflatten(structure, merged), strict=True))}
+        return fun(*(own[n] for n in range(len(args))), **{name: own[name] for name in kwargs})
+
+    arrays = [leaves[n] for n in traced]
+    closed, shapes = jax.make_jaxpr(flat, return_shape=True)(*arrays)
+    _check_effects(fun, closed)
+    results = RecomputedCall(_private.with_constants_as_arguments(closed), policy, is_held)(*closed.consts, *arrays)
+    return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+
+def _check_effects(fun: Callable[..., Any], closed: Any) -> None:
+    unsupported = _private.effects_that_forbid_recomputation(closed)
+    if unsupported:
+        raise UnsupportedStep(
+            f"{getattr(fun, '__name__', fun)!r} has effects that must happen once ({', '.join(unsupported)}), so it "
+            "cannot be recomputed; take them out of the function"
+        )
 
 
 # Compared by identity: it travels beside the residuals, as part of their structure.
@@ -42,8 +174,8 @@ class RecomputedCall(_private.VJPHiPrimitive):
 
     Args:
         jaxpr: the function; it captures nothing.
-        policy: what to keep besides, as of ``jax.checkpoint``; None for nothing.
-        is_held: is the second computation to be kept apart from the first? Not needed inside of loops.
+        policy: what to keep besides, as in ``jax.checkpoint``; None for nothing.
+        is_held: must ties keep the second computation apart from the first? In the body of a loop they need not.
     """
 
     jaxpr: ClosedJaxpr
@@ -179,12 +311,12 @@ def _held(closed: ClosedJaxpr, arguments: Sequence[Any], kept: int) -> list[Any]
     equations read is enough.
     """
     arguments = list(arguments)
-    triggers = [value for value in arguments[kept:] if ties.can_trigger(jax.typeof(value))]
+    late_places = [n for n in range(kept, len(arguments)) if ties.can_trigger(jax.typeof(arguments[n]))]
+    triggers = [arguments[place] for place in late_places]
     places = [place for place in range(kept) if ties.can_tie(jax.typeof(arguments[place]))]
     if not triggers or not places:
         return arguments
     if current_tie() == "barrier":
-        late_places = [n for n in range(kept, len(arguments)) if ties.can_trigger(jax.typeof(arguments[n]))]
         values, held = ties.tie_by_barrier([arguments[place] for place in places], triggers)
         # Left unread, their places in the barrier would be dropped as dead.
         for place, value in zip(late_places, held, strict=True):
@@ -205,13 +337,13 @@ def _enough(closed: ClosedJaxpr, places: Sequence[int], kept: int) -> list[int]:
     can_tie = {inputs[place]: place for place in places}
     late = set(inputs[kept:])
     tied: dict[int, None] = {}
-    for step in alive(flattener.steps, outputs):
-        if not any(value in late for value in step.reads):
-            able = [value for value in step.reads if value in can_tie]
+    for equation in alive(flattener.equations, outputs):
+        if not any(value in late for value in equation.reads):
+            able = [value for value in equation.reads if value in can_tie]
             if not able:
                 continue
             smallest = min(able, key=lambda value: op_facts.size_bytes(flattener.avals[value]))
             tied[can_tie[smallest]] = None
             late.add(smallest)
-        late.update(step.outputs)
+        late.update(equation.outputs)
     return list(tied)
