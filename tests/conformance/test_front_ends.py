@@ -54,19 +54,19 @@ class _Wrapped(Step):
 
 
 class InexactGradients(Jax):
-    def step(self, loss, *, budget=None, plan=None):
+    def step(self, loss, *, budget=None, plan=None, **planning):
         class Scaled(_Wrapped):
             def __call__(self, params, *batch):
                 value, gradients = self.step(params, *batch)
                 return value, [g * (1.001 if budget else 1) for g in gradients]
 
-        return Scaled(super().step(loss, budget=budget, plan=plan))
+        return Scaled(super().step(loss, budget=budget, plan=plan, **planning))
 
 
 class IgnoredBudget(Jax):
     """Reports a plan and runs the plain step."""
 
-    def step(self, loss, *, budget=None, plan=None):
+    def step(self, loss, *, budget=None, plan=None, **planning):
         plain = super().step(loss)
 
         class Plain(_Wrapped):
@@ -78,11 +78,11 @@ class IgnoredBudget(Jax):
             def lower(self):
                 return plain.lower
 
-        return Plain(super().step(loss, budget=budget, plan=plan))
+        return Plain(super().step(loss, budget=budget, plan=plan, **planning))
 
 
 class FreshDraws(Jax):
-    def step(self, loss, *, budget=None, plan=None):
+    def step(self, loss, *, budget=None, plan=None, **planning):
         class Redrawn(_Wrapped):
             def __call__(self, params, x, *source):
                 if budget and source:
@@ -90,22 +90,18 @@ class FreshDraws(Jax):
                 return self.step(params, x, *source)
 
         Redrawn.random = self.jax.random
-        return Redrawn(super().step(loss, budget=budget, plan=plan))
+        return Redrawn(super().step(loss, budget=budget, plan=plan, **planning))
 
 
 class MeanOfMeans(Jax):
-    def micro_batched(self, loss, count, reduction):
-        whole = self.jax.value_and_grad(lambda *args: self.value(loss(*args)))
+    def micro_batched(self, values, count, reduction, **planning):
+        whole = self.whole(values, reduction)
 
         def run(params, *data):
-            pieces = [whole(params, *part) for part in zip(*(np.array_split(d, count) for d in data), strict=True)]
+            pieces = [whole(params, *one) for one in zip(*(np.array_split(d, count) for d in data), strict=True)]
             return self.jax.tree.map(lambda *parts: sum(parts) / count, *pieces)
 
         return run
-
-    @staticmethod
-    def value(result):
-        return result[0] / result[1] if isinstance(result, tuple) else result
 
 
 class CheckpointThatSavesNothing(Jax):
