@@ -128,7 +128,7 @@ def plan_inner(
         everything = (*shapes, *(array for group in arrays for array in group))
         return PeakRange.exactly(peak_of(compile_quickly(flat, everything, tie, donated).memory_analysis()))
 
-    plain_bytes = None if plain is None else _plain_peak(plain, structure, shapes, tie)
+    plain_bytes = None if plain is None else _plain_peak(plain, structure, shapes, tie, donated)
     plan = FunctionCandidate(main.variants, compiled_peak).planned(request, plain_bytes)
     plans = plans_for(plan)
     return InnerPlan(main.variant(plan).graph, plan, emitted(plans, captured(plans)))
@@ -179,13 +179,13 @@ def _smaller_plan(part: _Part, plan: Plan, request: Request) -> Plan:
         return cheapest_plan(part.variants, error.minimum_bytes, request)
 
 
-def _plain_peak(plain: Function, structure: Any, shapes: Sequence[Any], tie: Tie) -> int:
+def _plain_peak(plain: Function, structure: Any, shapes: Sequence[Any], tie: Tie, donated: Sequence[int]) -> int:
     def flat(*values: Any) -> Any:
         some, named = jax.tree.unflatten(structure, values)
         return plain(*some, **named)
 
     with for_a_plan():
-        return peak_of(compile_quickly(flat, shapes, tie).memory_analysis())
+        return peak_of(compile_quickly(flat, shapes, tie, donated).memory_analysis())
 
 
 class InnerJitted(Follower):
@@ -195,15 +195,19 @@ class InnerJitted(Follower):
         whole: the function.
         request: the budget; without one nothing is planned.
         donate_argnums: as of ``jax.jit``.
+        plain: as in ``plan_inner``.
 
     Attributes:
         plan: the plan of the newest trace; None before, or without a budget.
         graph: the part that the plan is for.
     """
 
-    def __init__(self, whole: Whole, request: Request, donate_argnums: Sequence[int] = ()) -> None:
+    def __init__(
+        self, whole: Whole, request: Request, donate_argnums: Sequence[int] = (), plain: Function | None = None
+    ) -> None:
         super().__init__(request)
         self._whole = whole
+        self._plain = plain
         self._donated = tuple(donate_argnums)
         self._compiled: dict[Any, Function] = {}
 
@@ -237,7 +241,14 @@ class InnerJitted(Follower):
                     first.append(first[-1] + len(jax.tree.leaves(arg)))
                 donated = [leaf for place in self._donated for leaf in range(first[place], first[place + 1])]
                 self._newest = plan_inner(
-                    self._whole, args, {}, self._request, "barrier", shapes=shapes, donated=donated
+                    self._whole,
+                    args,
+                    {},
+                    self._request,
+                    "barrier",
+                    shapes=shapes,
+                    donated=donated,
+                    plain=self._plain,
                 )
                 run = self._newest.run
 

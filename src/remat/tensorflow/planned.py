@@ -14,7 +14,7 @@ from remat.tensorflow.api.checkpoints import chosen_plan
 from remat.tensorflow.emit.write import Emitted, emit
 from remat.tensorflow.peak.candidates import CompiledFunction, ExecutedFunction, FunctionCandidate
 from remat.tensorflow.peak.device import current_device
-from remat.tensorflow.peak.resident import resident_elsewhere_bytes
+from remat.tensorflow.peak.resident import appended_bytes, resident_elsewhere_bytes
 from remat.tensorflow.trace.func_graph import FunctionToPlan, TracedStep, trace_func_graph
 
 _log = logging.getLogger("remat")
@@ -95,4 +95,7 @@ def _executed(function: FunctionToPlan, step: TracedStep) -> ExecutedFunction:
 
 
 def _resident_bytes(function: FunctionToPlan) -> int:
-    return resident_elsewhere_bytes(function.func_graph, function.input_shapes, function.carried)
+    elsewhere_bytes = resident_elsewhere_bytes(function.func_graph, function.input_shapes, function.carried)
+    if not function.carried:
+        return elsewhere_bytes
+    return elsewhere_bytes + function.iterations * appended_bytes(function.func_graph, function.input_shapes)

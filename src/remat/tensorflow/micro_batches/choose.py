@@ -83,7 +83,7 @@ class Pieces:
         if size not in self._candidates:
             traced = self._traced(size)
             known = self._real_shapes(traced.body, traced.leaves, traced.pieces, size)
-            function = FunctionToPlan(traced.body, known, self._in_xla, carried=carried_inputs(traced.body))
+            function = self._function_to_plan(traced.body, known, size)
             self._candidates[size] = candidate_of(function)
         return self._candidates[size]
 
@@ -132,11 +132,17 @@ class Pieces:
             def finish(succeeded: bool) -> None:
                 if succeeded:
                     known = self._real_shapes(body, leaves, pieces, size)
-                    rewrite(FunctionToPlan(body, known, self._in_xla, carried=carried_inputs(body)), request)
+                    rewrite(self._function_to_plan(body, known, size), request)
 
             _private.call_when_traced(finish)
 
         return self._function(size, on_body)
+
+    def _function_to_plan(
+        self, body: _private.FuncGraph, known: Mapping[str, Sequence[int]], size: int
+    ) -> FunctionToPlan:
+        count = -(-self._shapes[0][0] // size)
+        return FunctionToPlan(body, known, self._in_xla, carried=carried_inputs(body), iterations=count)
 
     def _function(self, size: int, on_body: OnBody) -> Any:
         rows = TIMED_PIECES * size if self._in_xla else None

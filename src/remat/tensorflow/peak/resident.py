@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from remat.tensorflow import _private
 from remat.tensorflow.peak.device import current_device
-from remat.tensorflow.trace.sizes import handle_bytes, shape_bytes
+from remat.tensorflow.trace.sizes import Sizes, handle_bytes, shape_bytes
 
 _HANDLES = (tf.resource, tf.variant, tf.string)
 
@@ -44,3 +44,21 @@ def carried_inputs(body: _private.FuncGraph) -> frozenset[str]:
     return frozenset(
         tensor.name for tensor in body.inputs if tensor.name not in captured and tensor.dtype not in _HANDLES
     )
+
+
+def appended_bytes(body: _private.FuncGraph, input_shapes: Mapping[str, Sequence[int]]) -> int:
+    """Bytes that one iteration of a loop appends to the lists that it hands on.
+
+    Args:
+        body: of the loop.
+        input_shapes: real shapes of inputs traced with unknown dimensions, by tensor name.
+    """
+    items = [
+        op.inputs[2]
+        for op in body.get_operations()
+        if op.type == "TensorListSetItem" and op.inputs[0].op.type == "Placeholder"
+    ]
+    if not items:
+        return 0
+    sizes, counted = Sizes(body, input_shapes), current_device().allocator.counted
+    return sum(counted(sizes.bytes(item) or 0) for item in items)

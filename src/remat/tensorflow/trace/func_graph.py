@@ -34,6 +34,7 @@ class FunctionToPlan:
         outputs: what it returns, where its trace has not ended yet; every operation then counts as needed.
         forward_ends: how many operations it had when its gradients were asked for; for checkpoints.
         carried: for a loop's body, names of the inputs that one iteration hands to the next.
+        iterations: for a loop's body, how often it runs: what it appends to lists lives until the loop ends.
     """
 
     func_graph: _private.FuncGraph
@@ -42,6 +43,7 @@ class FunctionToPlan:
     outputs: Sequence[tf.Tensor] | None = None
     forward_ends: int | None = None
     carried: Collection[str] = frozenset()
+    iterations: int = 1
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The training step of Keras on PyTorch as functions that can be traced: its loss and its update."""
+"""Keras on PyTorch: the training step of Keras as functions that can be traced, its loss and its update."""
 
 from __future__ import annotations
 
@@ -8,9 +8,34 @@ from typing import Any
 import keras
 import torch
 
+from remat.core.graph import Graph
 from remat.keras import _private
 from remat.torch.api.plan import EagerCandidate
 from remat.torch.trace.record import record_step
+
+
+def graph_of_step(model: keras.Model, spec: tuple[Any, Any], device: str) -> Graph:
+    """The graph of one training step.
+
+    Args:
+        model: compiled.
+        spec: of the batch (inputs, targets), as ``keras.KerasTensor``.
+        device: profile for the predicted times.
+    """
+    x, y = keras.tree.map_structure(
+        lambda one: torch.empty(tuple(one.shape), dtype=getattr(torch, keras.backend.standardize_dtype(one.dtype))),
+        spec,
+    )
+    build(model, (x, y))
+    return traced_step(model, loss_of(model), (x, y, None), device=device).graph
+
+
+def build(model: keras.Model, batch: tuple[Any, Any]) -> None:
+    """Make every variable of a model and its optimizer."""
+    if not model.built:
+        model(batch[0])
+    model._symbolic_build(data_batch=batch)
+    model.optimizer.build(model.trainable_variables)
 
 
 def traced_step(
