@@ -120,7 +120,7 @@ def random_draws_are_those_of_the_plain_step(front_end: FrontEnd, folder: Path) 
                 x = drop(front_end.tanh(x @ w), *source)
             return front_end.mean(x * x)
 
-        step = front_end.step(loss, budget=budget)
+        step = front_end.step(loss, budget=budget, planner="peak_greedy")
         return step(*args, *source), step.plan
 
     expected, _ = run(3, None)
@@ -135,23 +135,26 @@ def random_draws_are_those_of_the_plain_step(front_end: FrontEnd, folder: Path) 
 def a_budget_that_nothing_fits_is_refused_with_one_that_does(front_end: FrontEnd, folder: Path) -> None:
     args = weights(front_end), batch(front_end)
     with pytest.raises(remat.InfeasibleBudget) as caught:
-        front_end.step(chain(front_end), budget=1000)(*args)
+        front_end.step(chain(front_end), budget=1000, planner="peak_greedy")(*args)
     minimum = caught.value.minimum_bytes
     assert caught.value.budget_bytes == 1000
     assert "1000 bytes" in str(caught.value)
     assert str(minimum) in str(caught.value)
-    step = front_end.step(chain(front_end), budget=minimum)
+    step = front_end.step(chain(front_end), budget=minimum, planner="peak_greedy")
     assert_close(front_end, step(*args), front_end.step(chain(front_end))(*args))
     assert front_end.peak_bytes(step, *args) <= minimum
 
 
 def a_plan_for_another_step_is_refused(front_end: FrontEnd, folder: Path) -> None:
     x = batch(front_end)
-    plan = remat.plan(front_end.traced(chain(front_end), weights(front_end), x), "70%", time_limit_s=0.5)
+    plan = remat.plan(front_end.traced(chain(front_end), weights(front_end), x), "70%", planner="peak_greedy")
     with pytest.raises(remat.PlanMismatch, match="plan again for this graph"):
         front_end.step(chain(front_end), plan=plan)(weights(front_end, LAYERS - 1), x)
+
+
+def a_budget_that_cannot_be_read_is_refused(front_end: FrontEnd, folder: Path) -> None:
     with pytest.raises(remat.InvalidBudget, match="plenty"):
-        front_end.step(chain(front_end), budget="plenty")(weights(front_end), x)
+        front_end.step(chain(front_end), budget="plenty")(weights(front_end, 2), batch(front_end, 8))
 
 
 def times_are_those_of_the_device_that_the_environment_names(front_end: FrontEnd, folder: Path) -> None:
@@ -160,7 +163,7 @@ def times_are_those_of_the_device_that_the_environment_names(front_end: FrontEnd
     def plain_time_s(device: str) -> float:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("REMAT_DEVICE", device)
-            step = front_end.step(chain(front_end), budget="100%")
+            step = front_end.step(chain(front_end), budget="100%", planner="peak_greedy")
             step(*args)
         return float(step.plan.baseline_time_s)
 
@@ -214,7 +217,7 @@ def nothing_is_measured_in_no_runs(front_end: FrontEnd, folder: Path) -> None:
 
 def no_time_is_no_time(front_end: FrontEnd, folder: Path) -> None:
     with noted_time_limits() as limits:
-        step = front_end.step(chain(front_end), budget="70%", planner=NOTING, time_limit_s=0)
+        step = front_end.step(chain(front_end), budget="80%", planner=NOTING, time_limit_s=0)
         step(weights(front_end), batch(front_end))
         assert step.plan.recomputed > 0
     assert {kind for kind, _ in limits} == {"find", "prove"}
@@ -286,12 +289,11 @@ def a_share_with_micro_batches_is_one_of_the_whole_batch(front_end: FrontEnd, fo
     def values(params: Any, x: Any) -> Any:
         return squares(front_end)(params, x) / WIDTH
 
-    for share, recomputes in ((0.6, False), (0.25, True)):
-        step = front_end.micro_batched(values, 3, "mean", budget=f"{share:.0%}", planner="peak_greedy")
-        assert_close(front_end, step(*args), expected)
-        assert step.plan.budget_bytes == pytest.approx(share * plain_bytes, rel=0.05)
-        assert (step.plan.recomputed > 0) == recomputes
-        assert front_end.peak_bytes(step, *args) <= step.plan.budget_bytes
+    step = front_end.micro_batched(values, 3, "mean", budget="60%", planner="peak_greedy")
+    assert_close(front_end, step(*args), expected)
+    assert step.plan.budget_bytes == pytest.approx(0.6 * plain_bytes, rel=0.05)
+    assert step.plan.recomputed == 0  # Each piece takes some 40 % of what the whole batch does.
+    assert front_end.peak_bytes(step, *args) <= step.plan.budget_bytes
 
 
 CHECKS: tuple[Callable[[FrontEnd, Path], None], ...] = (
@@ -300,6 +302,7 @@ CHECKS: tuple[Callable[[FrontEnd, Path], None], ...] = (
     a_saved_plan_is_followed,
     random_draws_are_those_of_the_plain_step,
     a_budget_that_nothing_fits_is_refused_with_one_that_does,
+    a_budget_that_cannot_be_read_is_refused,
     a_plan_for_another_step_is_refused,
     times_are_those_of_the_device_that_the_environment_names,
     recompute_saves_memory_and_takes_any_arguments,

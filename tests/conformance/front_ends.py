@@ -22,7 +22,7 @@ Loss = Callable[..., Any]
 Values = Callable[[Any, Any], Any]
 """(parameters, x) to one number for each sample."""
 
-# For steps of a dozen layers.
+# "auto" searches steps of a dozen layers; a check that is not about the search names a quicker planner.
 PLANNING: dict[str, Any] = {"time_limit_s": 0.5}
 
 

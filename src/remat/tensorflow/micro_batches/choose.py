@@ -167,7 +167,7 @@ class Pieces:
         return known
 
 
-def choose_micro_batches(
+def choose_count(
     whole: FunctionCandidate,
     pieces: Callable[[], Pieces],
     batch_size: int,
@@ -246,6 +246,3 @@ def _unchanged(variables: Sequence[tf.Variable]) -> Iterator[None]:
 def _run(function: Any, batch: Sequence[tf.Tensor]) -> None:
     function(*batch)
     tf.test.experimental.sync_devices()
-
-
-joint_plan = choose_micro_batches
