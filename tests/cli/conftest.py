@@ -22,7 +22,7 @@ RunScript: TypeAlias = Callable[..., "subprocess.CompletedProcess[str]"]
 
 @pytest.fixture
 def graph() -> Graph:
-    return chain(24, size_bytes=2**20, time_s=1e-3)
+    return chain(8, size_bytes=2**20, time_s=1e-3)
 
 
 @pytest.fixture

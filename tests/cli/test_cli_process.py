@@ -54,14 +54,20 @@ def test_help_names_the_commands(run_script, arguments):
         (["simulate", "a.json", "b.json"], "b.json"),
     ],
 )
-def test_wrong_command_line_is_one_line_and_exit_code_2(run_script, tmp_path, arguments, expected):
-    result = run_script(*arguments, cwd=tmp_path)
+def test_wrong_command_line_is_one_line_and_exit_code_2(fails, tmp_path, monkeypatch, arguments, expected):
+    monkeypatch.chdir(tmp_path)
+
+    assert expected in fails(*arguments)
+
+
+def test_the_script_ends_with_one_line_and_exit_code_2(run_script, tmp_path):
+    result = run_script("plam", cwd=tmp_path)
 
     assert result.returncode == 2
     assert result.stdout == ""
     assert len(result.stderr.splitlines()) == 1
     assert result.stderr.startswith("remat: ")
-    assert expected in result.stderr
+    assert "'plan'" in result.stderr
 
 
 def test_plan_then_simulate_through_files(run_script, graph_file, tmp_path):

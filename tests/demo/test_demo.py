@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 from remat import demo
 from remat.cli import app
 from remat.demo.results import TOLERANCE, Run, weight_difference
-from remat.demo.runs import DemoFailed, train
+from remat.demo.training import train
+from remat.running.process import JobFailed
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -132,13 +133,13 @@ def test_runs_of_different_models_cannot_be_compared(runs: dict[str | None, Run]
 
 @pytest.mark.slow
 def test_a_budget_that_no_schedule_keeps_is_named_with_the_smallest_that_does() -> None:
-    with pytest.raises(DemoFailed, match=r"training residual under 1MiB: .*smallest budget that can be kept is \d+"):
+    with pytest.raises(JobFailed, match=r"training residual under 1MiB: .*smallest budget that can be kept is \d+"):
         train("residual", "1MiB", quick=True)
 
 
 def test_a_process_that_dies_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONHOME", "nowhere")
-    with pytest.raises(DemoFailed, match="training residual plainly ended with exit code"):
+    with pytest.raises(JobFailed, match="training residual plainly ended with exit code"):
         train("residual", None, quick=True)
 
 

@@ -7,21 +7,21 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import Final, Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from remat.core.budget import parse_budget
+from remat.core.budget import check_budget
 from remat.core.files import write_json
 from remat.demo import show
 from remat.demo.results import TOLERANCE, Line, compare
-from remat.demo.runs import DemoFailed, train
+from remat.demo.training import train
 
-__all__ = ["DemoFailed", "run_demo"]
+__all__ = ["run_demo"]
 
-_MODELS = ("residual", "transformer")
-_WIDTH_IN_FILES = 150
+_MODELS: Final = ("residual", "transformer")
+_WIDTH_IN_FILES: Final = 150  # Columns that the tables need to show each run in one line.
 
 
 def run_demo(out: Path, *, json_output: bool, budgets: Sequence[str], quick: bool = False) -> int:
@@ -42,14 +42,14 @@ def run_demo(out: Path, *, json_output: bool, budgets: Sequence[str], quick: boo
 
     Raises:
         InvalidBudget: if a budget cannot be read.
-        DemoFailed: if a run does not come to its end, for example because its budget cannot be kept.
+        JobFailed: if a run does not come to its end, for example because its budget cannot be kept.
         OSError: if the folder cannot be made.
     """
     budgets = list(dict.fromkeys(budgets))
     if not budgets:
         raise ValueError('the demo needs at least one budget, such as "60%"')
     for budget in budgets:
-        parse_budget(budget, baseline_peak_bytes=1 << 60)
+        check_budget(budget)
     models = _MODELS[:1] if quick else _MODELS
     if quick:
         budgets = budgets[:1]

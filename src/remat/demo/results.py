@@ -12,12 +12,6 @@ from remat.core.budget import format_bytes
 from remat.core.graph import Graph
 from remat.core.plan import Plan
 
-RESULT_FILE: Final = "result.json"
-WEIGHTS_FILE: Final = "weights.npz"
-PLAN_FILE: Final = "plan.json"
-GRAPH_FILE: Final = "graph.json.gz"
-FAILURE_FILE: Final = "failure.json"
-
 # A plan runs the same kernels on the same numbers, so the weights come out equal to the bit where the kernels and
 # the graph optimizer are deterministic. Some 80 units in the last place of a float32 (1.2e-7) are left for
 # platforms where they are not quite, after the few steps of the demo. One dropout mask drawn again, or one

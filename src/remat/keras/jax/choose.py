@@ -12,7 +12,7 @@ import keras
 from remat.core.budget import parse_budget
 from remat.core.plan import Plan
 from remat.jax.api.jit import Jitted
-from remat.jax.planned_part import InnerJitted
+from remat.jax.planned_part import PartlyPlanned
 from remat.keras.jax.step import MicroBatchedStep
 from remat.keras.shared.batch_statistics import coupling_layers
 from remat.micro_batches.choose import choose_for_batch
@@ -22,13 +22,13 @@ from remat.micro_batches.timing import least_times_s
 _ANY_STEP_BYTES: Final = 1 << 60
 """A budget that any step keeps as it is, so that its plan tells the plain peak. No machine has as much memory."""
 
-Compiled = Callable[[int, int | str], Jitted | InnerJitted]
+Compiled = Callable[[int, int | str], Jitted | PartlyPlanned]
 """A training step that cuts a batch into so many pieces, within a budget."""
 
 
 def choose_micro_batches(
     model: keras.Model, state: Any, data: Any, budget: int | str, compiled: Compiled
-) -> tuple[MicroBatchChoice, Jitted | InnerJitted]:
+) -> tuple[MicroBatchChoice, Jitted | PartlyPlanned]:
     """The number of micro-batches for a model's training step, and the step that follows it. Nothing of it trains.
 
     Args:
@@ -48,7 +48,7 @@ def choose_micro_batches(
         return compiled(count, _ANY_STEP_BYTES).plan_for(state, data)
 
     budget_bytes = parse_budget(budget, max(1, plain(1).peak_bytes))
-    steps: dict[int, Jitted | InnerJitted] = {}
+    steps: dict[int, Jitted | PartlyPlanned] = {}
 
     def plan_for(count: int) -> Plan:
         steps[count] = compiled(count, budget_bytes)

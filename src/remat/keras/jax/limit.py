@@ -15,7 +15,7 @@ from remat.core.plan import Plan
 from remat.fit.auto_budget import auto_budget_bytes
 from remat.fit.request import Request
 from remat.jax.api.jit import Jitted
-from remat.jax.planned_part import InnerJitted, Transform
+from remat.jax.planned_part import PartlyPlanned, Transform
 from remat.keras import _private
 from remat.keras.jax.choose import choose_micro_batches
 from remat.keras.jax.kept_layers import KeptLayers
@@ -54,8 +54,8 @@ class Limit(ModelLimit):
         return auto_budget_bytes(str(device), memory_bytes)
 
     def _forget(self) -> None:
-        self._main: Jitted | InnerJitted | None = None
-        self._smaller: Jitted | InnerJitted | None = None
+        self._main: Jitted | PartlyPlanned | None = None
+        self._smaller: Jitted | PartlyPlanned | None = None
         self._largest_bytes = -1
 
     def _make_train_function(self, force: bool = False) -> None:
@@ -88,7 +88,7 @@ class Limit(ModelLimit):
             _private.give_state_back(self._required_model(), state)
             raise
 
-    def _step_for(self, state: Any, data: Any) -> Jitted | InnerJitted:
+    def _step_for(self, state: Any, data: Any) -> Jitted | PartlyPlanned:
         """The step for a batch. It is planned for the largest one, of whose plain peak a percentage is one."""
         data_bytes = sum(int(getattr(leaf, "nbytes", 0)) for leaf in jax.tree.leaves(data))
         if data_bytes > self._largest_bytes:
@@ -106,7 +106,7 @@ class Limit(ModelLimit):
             self._smaller = self._compiled(self._micro_batches, plan.budget_bytes if plan is not None else None)
         return self._smaller
 
-    def _step_chosen_for(self, state: Any, data: Any) -> Jitted | InnerJitted:
+    def _step_chosen_for(self, state: Any, data: Any) -> Jitted | PartlyPlanned:
         """The step with the number of micro-batches that costs least for batches of this size."""
         model, budget = self._required_model(), self._budgeted().budget
         assert budget is not None
@@ -116,7 +116,7 @@ class Limit(ModelLimit):
             self._steps[choice.micro_batches].warn(model)
         return step
 
-    def _compiled(self, count: int, budget: int | str | None) -> Jitted | InnerJitted:
+    def _compiled(self, count: int, budget: int | str | None) -> Jitted | PartlyPlanned:
         """The training step that cuts a batch into so many pieces, within a budget."""
         model = self._required_model()
         request = dataclasses.replace(self._request, budget=budget, checkpoints=None)
@@ -133,4 +133,4 @@ class Limit(ModelLimit):
             return lambda state, data: micro_step(model, state, data, lambda part: transform(naming(part)))
 
         plain = model.train_step if is_share(budget) else None
-        return InnerJitted(whole, request, donate_argnums=(0,), plain=plain)
+        return PartlyPlanned(whole, request, donate_argnums=(0,), plain=plain)

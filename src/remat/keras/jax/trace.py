@@ -10,8 +10,7 @@ import keras
 
 from remat.core.graph import Graph
 from remat.jax.peak import shape_of
-from remat.jax.trace.function import graph_of_program
-from remat.jax.trace.labels import label_graph
+from remat.jax.trace.graph import graph_of_program, label_graph
 from remat.jax.trace.program import program_of, trace_jaxpr
 from remat.running.cost_model import get_profile
 

@@ -1,7 +1,7 @@
 """Cuts a batch into micro-batches and runs one loop over them.
 
-The pieces are those of ``numpy.array_split``: where the count does not divide the batch, the first pieces have one
-sample more. Static sizes stay static (two loops, one per size): XLA compiles them, and a planner knows their bytes.
+The sizes are those of :func:`remat.micro_batches.cut.cut`. Static sizes stay static (two loops, one per size): XLA
+compiles them, and a planner knows their bytes.
 """
 
 from __future__ import annotations
@@ -12,28 +12,13 @@ from typing import Any, TypeAlias
 import tensorflow as tf
 
 from remat.core.errors import UnsupportedStep
+from remat.micro_batches.cut import count_samples
 from remat.tensorflow import _private
 
 Size: TypeAlias = Any  # An int where the trace knows it, else a scalar tensor.
 Carried = list[tf.Tensor]
 # The micro-batch's tensors, how many samples it has, what the loop carries -> what the loop carries on.
 Body = Callable[[list[tf.Tensor], Size, Carried], Sequence[tf.Tensor]]
-
-
-def check_count(micro_batches: object) -> int:
-    """The number of micro-batches, checked.
-
-    Raises:
-        ValueError: unless it is a whole number of at least 1.
-    """
-    if isinstance(micro_batches, bool) or not isinstance(micro_batches, int) or micro_batches < 1:
-        raise ValueError(f"micro_batches must be a whole number of at least 1, not {micro_batches!r}")
-    return micro_batches
-
-
-def largest_size(batch_size: int, count: int) -> int:
-    """Samples of the largest micro-batch."""
-    return -(-batch_size // min(count, batch_size))
 
 
 def batch_size_of(leaves: Sequence[tf.Tensor], names: Sequence[str]) -> Size:
@@ -44,29 +29,16 @@ def batch_size_of(leaves: Sequence[tf.Tensor], names: Sequence[str]) -> Size:
         names: what each is called in an error.
 
     Raises:
-        UnsupportedStep: for a tensor with no first dimension, and where the first dimensions differ.
+        UnsupportedStep: for a tensor that is not dense or has no first dimension, or where first dimensions differ.
     """
-    if not leaves:
-        raise UnsupportedStep("there is no tensor to split into micro-batches; say which arguments are batched")
     for leaf, name in zip(leaves, names, strict=True):
         if not isinstance(leaf, tf.Tensor):
             raise UnsupportedStep(
                 f"{name} is a {type(leaf).__name__}, which cannot be split into micro-batches; give a dense tensor"
             )
-        if leaf.shape.rank is None or leaf.shape.rank == 0:
-            raise UnsupportedStep(
-                f"{name} has the shape {leaf.shape}, so it cannot be split into micro-batches; give it a first "
-                "dimension of the batch's size, or leave it out of what is batched"
-            )
-    known = [(leaf.shape[0], name) for leaf, name in zip(leaves, names, strict=True) if leaf.shape[0] is not None]
-    for size, name in known[1:]:
-        if size != known[0][0]:
-            raise UnsupportedStep(
-                f"{known[0][1]} has {known[0][0]} samples and {name} has {size}; everything that is split into "
-                "micro-batches must have the same number"
-            )
-    if len(known) == len(leaves):
-        return int(known[0][0])
+    shapes = [None if leaf.shape.rank is None else tuple(leaf.shape) for leaf in leaves]
+    if (known := count_samples(shapes, names)) is not None:
+        return known
     size = tf.shape(leaves[0])[0]
     if _private.in_xla_context(tf.compat.v1.get_default_graph()):
         return size  # Known, but only to the compiler; assertions do not exist there.
