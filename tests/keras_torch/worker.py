@@ -23,6 +23,7 @@ from keras import layers
 
 import remat.keras
 import remat.torch
+from remat.keras.torch import choose
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -203,5 +204,30 @@ def outcome(spec: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def choose_as_if_all_took_a_second() -> dict[str, Any]:
+    """What is chosen by such a clock; each computation that would be timed is run once."""
+
+    def seconds(runs: Any, *_: Any) -> dict[int, float]:
+        for run in runs.values():
+            run()
+        return dict.fromkeys(runs, 1.0)
+
+    own = choose._least_times_s
+    choose._least_times_s = seconds
+    try:
+        size = 900
+        spec = {"model": "dense", "budget": "70%", "micro_batches": "auto", "batch": size, "samples": size}
+        return dict(chosen(train(spec, limited=True)[1]) or {})
+    finally:
+        choose._least_times_s = own
+
+
 if __name__ == "__main__":
-    serve({"outcome": outcome, "checked": checked, "plain_peak_bytes": plain_peak_bytes})
+    serve(
+        {
+            "choose_as_if_all_took_a_second": choose_as_if_all_took_a_second,
+            "outcome": outcome,
+            "checked": checked,
+            "plain_peak_bytes": plain_peak_bytes,
+        }
+    )
