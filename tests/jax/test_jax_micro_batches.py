@@ -139,16 +139,16 @@ def test_grad_with_micro_batches():
 @pytest.mark.parametrize(
     ("options", "kind", "message"),
     [
-        ({"micro_batches": 0}, ValueError, "micro_batches=0 is not a number of parts; give an int, 1 or more"),
-        ({"micro_batches": True}, ValueError, "micro_batches=True"),
+        ({"micro_batches": 0}, ValueError, "micro_batches must be a whole number of at least 1, not 0"),
+        ({"micro_batches": True}, ValueError, "not True"),
         (
             {"micro_batches": 2, "reduction": "max"},
             ValueError,
-            "reduction='max' is unknown; choose one of mean, sum, ratio",
+            "reduction must be one of 'mean', 'sum', 'ratio', not 'max'",
         ),
         ({"micro_batches": 2, "batch_argnums": (0, 1)}, ValueError, "argument 0 is in argnums and in batch_argnums"),
-        ({"micro_batches": 2, "batch_argnums": 7}, ValueError, "names argument 7, but 3 positional arguments"),
-        ({"micro_batches": 2, "batch_argnums": ()}, ValueError, "micro_batches needs an argument that holds the batch"),
+        ({"micro_batches": 2, "batch_argnums": 7}, ValueError, "names argument 7, and the function got 3 positional"),
+        ({"micro_batches": 2, "batch_argnums": ()}, ValueError, "there is no tensor to split"),
     ],
 )
 def test_bad_options(options, kind, message):
@@ -157,10 +157,10 @@ def test_bad_options(options, kind, message):
 
 
 def test_batches_that_do_not_agree():
-    with pytest.raises(remat.UnsupportedStep, match=r"argument 1 of shape \(8, 32\) and argument 2 of shape \(9, 32\)"):
+    with pytest.raises(remat.UnsupportedStep, match=r"argument 1 has 8 samples and argument 2 has 9"):
         remat.jax.value_and_grad(mean_loss, micro_batches=2)(weights(), batch(8)[0], batch(9)[1])
     scaled = functools.partial(lambda params, x, scale: jnp.mean(hidden(params, x)) * scale)
-    with pytest.raises(remat.UnsupportedStep, match="argument 2 holds a value without a batch axis"):
+    with pytest.raises(remat.UnsupportedStep, match=r"argument 2 has the shape \(\), so it cannot be split"):
         remat.jax.value_and_grad(scaled, micro_batches=2)(weights(), batch(8)[0], 2.0)
 
 

@@ -10,7 +10,7 @@ from jax_models import mlp, transformer
 
 import remat
 import remat.jax
-from remat.jax.trace.function import after_donation, graph_of_program
+from remat.jax.trace.graph import after_donation, graph_of_program
 from remat.jax.trace.program import program_of, trace_jaxpr
 from remat.planners import planner_names
 from remat.running.cost_model import get_profile

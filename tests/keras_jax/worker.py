@@ -22,7 +22,7 @@ from keras import layers
 
 import remat
 import remat.keras
-from remat.keras.jax.step import JaxMicroBatchedStep
+from remat.keras.jax.step import MicroBatchedStep
 
 WIDTH, BATCH = 32, 128
 PLANNING: dict[str, Any] = {"time_limit_s": 0.3}
@@ -189,7 +189,7 @@ def step_bytes(model: keras.Model, micro_batches: int, *batch: Any) -> int:
     )
     step: Any = model.train_step
     if micro_batches > 1:
-        in_pieces = JaxMicroBatchedStep(model, micro_batches)
+        in_pieces = MicroBatchedStep(model, micro_batches)
         step = lambda state, data: in_pieces(model, state, data, lambda function: function)  # noqa: E731
     state = tuple([variable.value for variable in part] for part in parts)
     compiled = jax.jit(step, donate_argnums=0).lower(state, batch).compile()

@@ -9,10 +9,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from conformance import check_planner
-from remat import Graph, InvalidSchedule, Op, Tensor, simulate
+from remat import Graph, InvalidSchedule, Op, Tensor, plan, simulate, validate
 from remat.planners import get_planner, planner_names, register
-from remat.testing import chain, graphs
+from remat.planners.linear import highs
+from remat.planners.walk.annealing import Walk
+from remat.testing import chain, graphs, residual_blocks
 
+BLOCKS = residual_blocks(5)
 SOME = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 all_planners = pytest.mark.parametrize("name", planner_names())
 
@@ -61,6 +64,33 @@ def test_half_of_a_chain_is_met_by_every_method(name: str) -> None:
     timeline = simulate(graph, get_planner(name)(graph, budget_bytes, time_limit_s=3))
     assert timeline.peak_bytes <= budget_bytes
     assert graph.time_s < timeline.time_s <= 1.5 * graph.time_s
+
+
+@all_planners
+@pytest.mark.parametrize("share", [0.4, 0.7, 1.0])
+def test_no_time_is_no_search(name: str, share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not ten seconds either: no model is solved and no walk is taken, and what comes back is legal."""
+    graph, planner = BLOCKS, get_planner(name)
+    # The smallest peak is worked out once for a graph, whatever the time.
+    smallest_bytes = validate(graph, planner(graph, 1, time_limit_s=0))
+
+    def searches(*_: object, **__: object) -> None:
+        raise AssertionError(f"{name} searched, though it was given no time")
+
+    monkeypatch.setattr(highs, "_solver", searches)
+    monkeypatch.setattr(Walk, "run", searches)
+    budget_bytes = int(share * simulate(graph, graph.plain_schedule).peak_bytes)
+    reached_bytes = validate(graph, planner(graph, budget_bytes, time_limit_s=0))
+    assert reached_bytes <= max(budget_bytes, smallest_bytes)
+    if share == 1.0:
+        assert planner(graph, budget_bytes, time_limit_s=0) == graph.plain_schedule
+
+
+def test_a_plan_without_time_has_no_proven_bound() -> None:
+    hurried = plan(BLOCKS, "60%", time_limit_s=0)
+    assert hurried.overhead > 0
+    assert hurried.overhead_lower_bound == 0.0
+    assert "trivial" in hurried.lower_bound_meaning
 
 
 def forgets_an_op(graph: Graph, budget_bytes: int, *, time_limit_s: float | None = None) -> tuple[int, ...]:

@@ -62,7 +62,7 @@ class Breakdown:
 
 
 def breakdown(graph: Graph, schedule: Sequence[int] | None = None, *, largest: int = 10) -> Breakdown:
-    """What is in memory at the peak of a schedule.
+    """The bytes that are in memory at the peak of a schedule, by category, and the largest tensors.
 
     Args:
         graph: the training step. Roles and phases come from the front end that traced it; where they are missing, bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,8 @@ from remat.core.graph import Graph
 from remat.core.schedule import view_source
 
 _Ints: TypeAlias = npt.NDArray[np.int64]
-_CACHE_KEY = "_simulator_arrays"
+_CACHE_KEY: Final = "_simulator_arrays"
+"""Where a graph's arrays are kept in the instance's own dictionary."""
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ block = remat.jax.recompute(block)                         # in place of jax.che
 
 from remat.jax.api.jit import Jitted, jit
 from remat.jax.api.value_and_grad import Grad, Gradient, grad, value_and_grad
-from remat.jax.check import check
 from remat.jax.measure import measure
-from remat.jax.recompute.decorator import recompute
-from remat.jax.trace.function import trace
+from remat.jax.recompute import recompute
+from remat.jax.trace.graph import trace
+from remat.jax.workload import check
 from remat.running.measurement import Measurement
 
 __all__ = [

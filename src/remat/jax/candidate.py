@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final
@@ -20,11 +20,11 @@ from remat.fit.loop import Rounds
 from remat.fit.peaks import PeakRange
 from remat.fit.request import Request
 from remat.jax.peak import REFUSED
-from remat.jax.scans.menu import Talking, scan_menu
-from remat.jax.trace.function import graph_of_program
-from remat.jax.trace.named import plan_with_names
-from remat.jax.trace.program import Program, program_of, trace_jaxpr
+from remat.jax.scans.variants import FindReceived, scan_variants
+from remat.jax.trace.graph import graph_of_program
+from remat.jax.trace.program import Program, name_of, program_of, trace_jaxpr
 from remat.planners.view.problem import Problem
+from remat.planning.checkpoints import plan_with_checkpoints
 from remat.planning.find import find
 from remat.running.cost_model import device_here, get_profile
 
@@ -34,6 +34,8 @@ from remat.running.cost_model import device_here, get_profile
 _SECONDS_PER_OP: Final = 2e-3
 _LEAST_S: Final = 0.5
 _MOST_S: Final = 4.0
+
+_SHOWN: Final = 8  # Names in an error, which is one line.
 
 _SMALLEST_TIME_S: Final = 1e-300  # In place of a plain step that takes no time, by which nothing can be divided.
 
@@ -56,7 +58,7 @@ class Variant:
 def variants_of(
     function: Callable[..., Any],
     arguments: Sequence[Any],
-    talking: Talking | None = None,
+    find_received: FindReceived | None = None,
     kept_names: Sequence[str] = (),
 ) -> tuple[list[Variant], Any]:
     """A function as it is, then with loops that keep less and less; and the structure of what it returns.
@@ -64,13 +66,13 @@ def variants_of(
     Args:
         function: takes the flat arguments.
         arguments: arrays, tracers or shapes.
-        talking: as in ``scan_menu``, where the arguments lie on several devices.
+        find_received: as in ``scan_variants``, where the arguments lie on several devices.
         kept_names: as in ``program_of``.
     """
     closed, structure = trace_jaxpr(function, arguments)
     profile = get_profile(device_here("cpu" if jax.default_backend() == "cpu" else "a100"))
     variants = []
-    for one in (closed, *scan_menu(closed, profile, talking)):
+    for one in (closed, *scan_variants(closed, profile, find_received)):
         program = program_of(one, kept_names)
         graph = graph_of_program(program, profile)
         variants.append(Variant(program, graph, Problem.of(graph).turning_point))
@@ -230,3 +232,23 @@ def _time_limit_s(graph: Graph, request: Request) -> float:
     if request.time_limit_s is not None:
         return request.time_limit_s
     return max(_LEAST_S, min(_MOST_S, _SECONDS_PER_OP * len(graph.ops)))
+
+
+def plan_with_names(program: Program, graph: Graph, names: Collection[str]) -> Plan:
+    """The plan that keeps the values of these names; its figures are those of the trace.
+
+    Raises:
+        UnsupportedStep: where a name is given to no value of the program.
+    """
+    named: dict[str, list[int]] = {}
+    for equation in (equation for instruction in program.instructions for equation in instruction.equations):
+        if (given := name_of(equation)) is not None:
+            named.setdefault(given, []).append(equation.outputs[0])
+    for name in names:
+        if name not in named:
+            known = ", ".join(sorted(named)[:_SHOWN]) or "none"
+            raise UnsupportedStep(
+                f"the checkpoint {name!r} names no value that the gradients need (named there: {known}); name values "
+                "on the way from the arguments to the loss with jax.ad_checkpoint.checkpoint_name, outside of loops"
+            )
+    return plan_with_checkpoints(graph, [value for name in names for value in named[name]])

@@ -1,7 +1,8 @@
-"""Plans a part of a function, such as one micro-batch's gradient inside of a loop, so that the whole keeps a budget."""
+"""Plans a part of a function, such as the gradient of a micro-batch in a loop, so that the whole keeps a budget."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -11,29 +12,27 @@ import jax
 from remat.core.errors import InfeasibleBudget
 from remat.core.graph import Graph
 from remat.core.plan import Plan
-from remat.core.simulator import simulate
 from remat.fit.peaks import PeakRange
 from remat.fit.request import Request
-from remat.jax.candidate import FunctionCandidate, Variant, cheapest_plan, variants_of
+from remat.jax.candidate import FunctionCandidate, Variant, cheapest_plan, plan_with_names, variants_of
 from remat.jax.context import Tie, barriers_stay, for_a_plan
 from remat.jax.emit.evaluate import emit
 from remat.jax.peak import compile_quickly, compiler_options, peak_of, shape_of
-from remat.jax.planned import Follower
-from remat.jax.trace.named import plan_with_names
+from remat.jax.planned import Follower, leaves_of
 
 Function: TypeAlias = Callable[..., Any]
 Transform: TypeAlias = Callable[[Function], Function]
 Whole: TypeAlias = Callable[[Transform], Function]
-"""Gives the whole function, in which each call of the part goes through what it is given."""
+"""Gives the whole function, in which each call of the part goes through a transform: the plan's, or none."""
 
 
 @dataclass(frozen=True)
-class InnerPlan:
-    """A function of which a part is planned.
+class PlannedPart:
+    """A function of which one part keeps a plan.
 
     Attributes:
         graph: of the part.
-        plan: for it; its peak is that of the whole.
+        plan: for the part; its ``peak_bytes`` are those of the whole function.
         run: the whole function.
     """
 
@@ -48,7 +47,7 @@ class InnerPlan:
 
 @dataclass(frozen=True)
 class _Part:
-    """The part for arguments of some shapes.
+    """The part for arguments of one set of shapes.
 
     Attributes:
         variants: the ways to write it.
@@ -61,8 +60,18 @@ class _Part:
     def variant(self, plan: Plan) -> Variant:
         return next(one for one in self.variants if one.graph.fingerprint == plan.fingerprint)
 
+    def plan_within(self, budget_bytes: int, request: Request) -> Plan:
+        """The plan of the request's checkpoints, the cheapest plan within bytes of the trace, or the smallest one."""
+        if request.checkpoints is not None:
+            plain = self.variants[0]
+            return plan_with_names(plain.program, plain.graph, request.checkpoints)
+        try:
+            return cheapest_plan(self.variants, budget_bytes, request)
+        except InfeasibleBudget as error:
+            return cheapest_plan(self.variants, error.minimum_bytes, request)
 
-def plan_inner(
+
+def plan_part(
     whole: Whole,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
@@ -72,10 +81,10 @@ def plan_inner(
     shapes: Sequence[jax.ShapeDtypeStruct],
     donated: Sequence[int] = (),
     plain: Function | None = None,
-) -> InnerPlan:
-    """Plan the part for the shapes of its first call, so that the whole computation keeps the budget.
+) -> PlannedPart:
+    """Plan the part for the shapes of its first call, so that the whole function keeps the budget.
 
-    Calls of other shapes (a smaller last micro-batch) may use the bytes that the first one needs.
+    Calls with other shapes (a smaller last micro-batch) may use the bytes that the first one needs.
 
     Args:
         whole: the function; its part may read what the whole one captured, but no value of its own trace.
@@ -84,8 +93,9 @@ def plan_inner(
         request: the budget or the plan.
         tie: how recomputations are held back.
         shapes: of the flat arguments, with shardings where known.
-        donated: numbers of the flat arguments whose buffers the results may take over.
-        plain: the function of which a share of the budget is a share; None for the whole one, its part unplanned.
+        donated: which flat arguments' buffers the results may take over.
+        plain: the function whose compiled peak a share of the budget is a share of; None for the whole one, its part
+            not planned.
 
     Raises:
         InfeasibleBudget: with the smallest budget for which this function succeeds.
@@ -95,8 +105,13 @@ def plan_inner(
     parts = _parts_of(whole, args, kwargs, request.checkpoints or ())
     main = next(iter(parts.values()))
 
+    @functools.cache  # So that the plan which is followed is the one whose program was compiled.
+    def plan_of_other(key: Any, allowed_bytes: int) -> Plan:
+        return parts[key].plan_within(allowed_bytes, request)
+
     def plans_for(plan: Plan) -> dict[Any, Plan]:
-        return {key: plan if part is main else _smaller_plan(part, plan, request) for key, part in parts.items()}
+        allowed_bytes = plan.peak_bytes if plan.traced_peak_bytes is None else plan.traced_peak_bytes
+        return {key: plan if part is main else plan_of_other(key, allowed_bytes) for key, part in parts.items()}
 
     def emitted(plans: Mapping[Any, Plan], arrays: Mapping[Any, Sequence[Any]]) -> Function:
         def transform(_: Function) -> Function:
@@ -128,10 +143,10 @@ def plan_inner(
         everything = (*shapes, *(array for group in arrays for array in group))
         return PeakRange.exactly(peak_of(compile_quickly(flat, everything, tie, donated).memory_analysis()))
 
-    plain_bytes = None if plain is None else _plain_peak(plain, structure, shapes, tie)
+    plain_bytes = None if plain is None else _plain_peak_bytes(plain, structure, shapes, tie, donated)
     plan = FunctionCandidate(main.variants, compiled_peak).planned(request, plain_bytes)
     plans = plans_for(plan)
-    return InnerPlan(main.variant(plan).graph, plan, emitted(plans, captured(plans)))
+    return PlannedPart(main.variant(plan).graph, plan, emitted(plans, captured(plans)))
 
 
 def _parts_of(
@@ -167,44 +182,36 @@ def _key_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], 
     return leaves, (structure, tuple((jax.numpy.shape(leaf), str(jax.typeof(leaf).dtype)) for leaf in leaves))
 
 
-def _smaller_plan(part: _Part, plan: Plan, request: Request) -> Plan:
-    """For a part of other shapes: the bytes that the first one may use are enough."""
-    if request.checkpoints is not None:
-        return plan_with_names(part.variants[0].program, part.variants[0].graph, request.checkpoints)
-    plain = simulate(part.variants[0].graph, part.variants[0].graph.plain_schedule).peak_bytes
-    allowed = plan.traced_peak_bytes or plan.peak_bytes if plan.recomputed else plain
-    try:
-        return cheapest_plan(part.variants, max(1, allowed), request)
-    except InfeasibleBudget as error:
-        return cheapest_plan(part.variants, error.minimum_bytes, request)
-
-
-def _plain_peak(plain: Function, structure: Any, shapes: Sequence[Any], tie: Tie) -> int:
+def _plain_peak_bytes(plain: Function, structure: Any, shapes: Sequence[Any], tie: Tie, donated: Sequence[int]) -> int:
     def flat(*values: Any) -> Any:
         some, named = jax.tree.unflatten(structure, values)
         return plain(*some, **named)
 
     with for_a_plan():
-        return peak_of(compile_quickly(flat, shapes, tie).memory_analysis())
+        return peak_of(compile_quickly(flat, shapes, tie, donated).memory_analysis())
 
 
-class InnerJitted(Follower):
-    """``jax.jit`` of a function of which a part is planned.
+class PartlyPlanned(Follower):
+    """``jax.jit`` of a function of which one part is planned.
 
     Args:
         whole: the function.
         request: the budget; without one nothing is planned.
-        donate_argnums: as of ``jax.jit``.
+        donate_argnums: as in ``jax.jit``.
+        plain: as in ``plan_part``.
 
     Attributes:
         plan: the plan of the newest trace; None before, or without a budget.
         graph: the part that the plan is for.
     """
 
-    def __init__(self, whole: Whole, request: Request, donate_argnums: Sequence[int] = ()) -> None:
+    def __init__(
+        self, whole: Whole, request: Request, donate_argnums: Sequence[int] = (), plain: Function | None = None
+    ) -> None:
         super().__init__(request)
         self._whole = whole
         self._donated = tuple(donate_argnums)
+        self._plain = plain
         self._compiled: dict[Any, Function] = {}
 
     def __call__(self, *args: Any) -> Any:
@@ -232,12 +239,16 @@ class InnerJitted(Follower):
         with barriers_stay():
             if self._request.plans:
                 shapes = [shape_of(leaf) for leaf in jax.tree.leaves(args)]
-                first = [0]
-                for arg in args:
-                    first.append(first[-1] + len(jax.tree.leaves(arg)))
-                donated = [leaf for place in self._donated for leaf in range(first[place], first[place + 1])]
-                self._newest = plan_inner(
-                    self._whole, args, {}, self._request, "barrier", shapes=shapes, donated=donated
+                donated = leaves_of(args, self._donated)
+                self._newest = plan_part(
+                    self._whole,
+                    args,
+                    {},
+                    self._request,
+                    "barrier",
+                    shapes=shapes,
+                    donated=donated,
+                    plain=self._plain,
                 )
                 run = self._newest.run
 

@@ -1,9 +1,9 @@
-"""A JAX function as a training step that ``remat plan``, ``measure`` and ``check`` can use."""
+"""A JAX function as a training step to plan, run and check: for the command line and ``remat.jax.check``."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +12,32 @@ import numpy as np
 from remat.core.graph import Graph
 from remat.jax.api.jit import jit as planned_jit
 from remat.jax.measure import measure
-from remat.jax.trace.function import graph_of_program
-from remat.jax.trace.labels import label_graph
+from remat.jax.trace.graph import graph_of_program, label_graph
 from remat.jax.trace.program import program_of, trace_jaxpr
+from remat.running.check import CheckResult, check_workload
 from remat.running.cost_model import get_profile
 from remat.running.workload import Array, NotAStep, StepOptions, Training, Workload, nudge
 
-_SEED = 11
+_SEED: Final = 11
+"""Draws the arrays in place of shapes, so that a plain and a planned run get the same ones. Any number will do."""
+
+
+def check(loss_fn: Callable[..., Any], *args: Any, budget: int | str = "60%", steps: int = 3) -> CheckResult:
+    """Run a loss and its gradients plainly and under a budget; compare values, gradients and peaks.
+
+    ``print`` the result for one line that says what differs and why.
+
+    Args:
+        loss_fn: returns a scalar; differentiated with respect to its first argument.
+        *args: its arguments.
+        budget: as ``remat.jax.value_and_grad`` takes it.
+        steps: how often to run it.
+
+    Raises:
+        NotAStep: if the function returns no scalar.
+        InfeasibleBudget: where no schedule fits; it names the smallest budget.
+    """
+    return check_workload(make_workload((loss_fn, *args), StepOptions()), budget, steps)
 
 
 def make_workload(made: tuple[Any, ...], options: StepOptions) -> Workload:

@@ -8,22 +8,18 @@ print(remat.keras.plan_of(model))
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from remat.keras.check import check
-from remat.keras.limit import graph_of, joint_plan_of, limit_memory, plan_of
+from remat.keras.limit import graph_of, joint_plan_of, limit_memory, micro_batch_choice_of, plan_of
 from remat.keras.recompute import recompute
+from remat.keras.workload import trace_model
 
-if TYPE_CHECKING:
-    from remat.keras.tensorflow.model_trace import trace_model
-
-__all__ = ["check", "graph_of", "joint_plan_of", "limit_memory", "plan_of", "recompute", "trace_model"]
-
-
-def __getattr__(name: str) -> Any:
-    # It traces by TensorFlow, which Keras on JAX does without.
-    if name == "trace_model":
-        from remat.keras.tensorflow.model_trace import trace_model
-
-        return trace_model
-    raise AttributeError(f"module 'remat.keras' has no attribute {name!r}")
+__all__ = [
+    "check",
+    "graph_of",
+    "joint_plan_of",
+    "limit_memory",
+    "micro_batch_choice_of",
+    "plan_of",
+    "recompute",
+    "trace_model",
+]

@@ -4,41 +4,30 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import keras
 
-from remat.core.budget import parse_budget
 from remat.core.errors import UnsupportedStep
 from remat.core.graph import Graph
 from remat.core.plan import Plan
-from remat.micro_batches.options import JointPlan
+from remat.fit.request import Request
+from remat.keras.shared.backend import of_backend
+from remat.micro_batches.cut import AUTO, check_count_or_auto
+from remat.micro_batches.options import MicroBatchChoice
 
+if TYPE_CHECKING:
+    from remat.keras.shared.limit import ModelLimit
 
-class Limit(Protocol):
-    """What a backend attaches to a model."""
+_limits: weakref.WeakKeyDictionary[Any, ModelLimit] = weakref.WeakKeyDictionary()
 
-    @property
-    def plan(self) -> Plan | None:
-        """The plan in force, None before the first training step."""
-
-    @property
-    def graph(self) -> Graph | None:
-        """The step that the plan is for, None before the first training step."""
-
-    def detach(self) -> None:
-        """Give the model its own training step back."""
-
-
-_limits: weakref.WeakKeyDictionary[Any, Limit] = weakref.WeakKeyDictionary()
-
-
-_DEFAULT = "default"
+_NOT_GIVEN: Final = "not given"
+"""The default of ``budget``, which None is not: None takes a limit off. It is no budget that anybody would write."""
 
 
 def limit_memory(
     model: keras.Model,
-    budget: int | str | None = _DEFAULT,
+    budget: int | str | None = _NOT_GIVEN,
     *,
     checkpoints: Sequence[Any] | None = None,
     micro_batches: int | str = 1,
@@ -54,10 +43,10 @@ def limit_memory(
 
     Args:
         model: a Functional, Sequential or subclassed model, compiled or not. Its own ``train_step`` is kept.
-        budget: peak device bytes of a training step, everything counted: an int, "4GiB", "60%" of the plain step's
-            predicted peak, "auto" for a GPU's memory less a margin. With a number of micro-batches a percentage is one
-            of the plain peak of one of them, and None recomputes nothing; otherwise None takes a limit off again. Not
-            given, it is "60%", or None with a number of micro-batches or with checkpoints.
+        budget: peak device bytes of a training step, everything counted: an int, "4GiB", "60%" of the predicted peak of
+            the plain step of a whole batch, with micro-batches too, or "auto" for a GPU's memory less a margin. None
+            takes a limit off again; with a number of micro-batches or with checkpoints it recomputes nothing for a
+            budget. Not given, it is "60%", or None with a number of micro-batches or with checkpoints.
         checkpoints: your own cut points instead of a budget: names of layers at any depth, layers, or names of tensors.
             What they return is kept and everything else between them is recomputed where that is exact, with any
             optimizer. On JAX, names of tensors are those of ``jax.ad_checkpoint.checkpoint_name``, with a slash or a
@@ -75,8 +64,8 @@ def limit_memory(
 
     Raises:
         InvalidBudget: if the budget cannot be read.
-        ValueError: for both a budget and checkpoints, a layer that the model does not have, or ``micro_batches`` that
-            is neither a whole number of at least 1 nor "auto" with a budget.
+        ValueError: for both a budget and checkpoints, a layer that the model does not have, an unknown planner, or
+            ``micro_batches`` that is neither a whole number of at least 1 nor "auto" with a budget.
         UnsupportedStep: for another backend than TensorFlow, JAX and PyTorch, a budget on several replicas, or
             ``run_eagerly`` on the first two; on PyTorch for a model with its own ``train_step``, or a checkpoint that
             names a tensor; with a number of micro-batches likewise, and by ``fit`` for a loss of which it cannot be
@@ -85,84 +74,21 @@ def limit_memory(
     """
     if not isinstance(model, keras.Model):
         raise _no_model(model)
-    count = None if micro_batches == "auto" else _count(micro_batches)
     if checkpoints is not None:
         _check_checkpoints(checkpoints, budget)
-    if budget == _DEFAULT:
-        budget = "60%" if count in (1, None) and checkpoints is None else None
-    if count is None and (budget is None or checkpoints is not None):
-        raise ValueError("micro_batches='auto' chooses what a budget costs least with; give one, for example \"4GiB\"")
-    if budget is None and count == 1 and checkpoints is None:
-        if model in _limits:
-            _limits.pop(model).detach()
-        return model
-    if budget not in (None, "auto"):
-        parse_budget(budget, baseline_peak_bytes=1 << 60)
-    backend = keras.backend.backend()
-    if backend not in ("tensorflow", "jax", "torch"):
-        raise UnsupportedStep(
-            f"limit_memory supports Keras on TensorFlow, JAX and PyTorch, and the active backend is {backend!r}; set "
-            "KERAS_BACKEND=tensorflow, jax or torch before keras is imported"
-        )
-    if model in _limits:
-        _limits.pop(model).detach()
-    if backend == "tensorflow":
-        from remat.fit.request import Request
-        from remat.keras.tensorflow.limit import TensorFlowLimit
-
-        plans = budget is not None or checkpoints is not None
-        request = Request(budget, planner=planner, time_limit_s=time_limit_s, options=options) if plans else None
-        _limits[model] = TensorFlowLimit(model, request, checkpoints, count)
-    elif backend == "torch":
-        from remat.keras.torch.limit import TorchLimit
-
-        _limits[model] = TorchLimit(model, budget, checkpoints, count, planner, time_limit_s, options)
+    if budget == _NOT_GIVEN:
+        budget = "60%" if micro_batches in (1, AUTO) and checkpoints is None else None
+    count = check_count_or_auto(micro_batches, budget)
+    request = Request(
+        budget, checkpoints=checkpoints, planner=planner, time_limit_s=time_limit_s, options=options
+    ).check("limit_memory")
+    if request.plans or count != 1:
+        limits = of_backend("limit", "limit_memory")
+        _take_off(model)
+        _limits[model] = limits.Limit(model, request, count)
     else:
-        from remat.fit.request import Request as JaxRequest
-        from remat.keras.jax.limit import JaxLimit
-
-        jax_request = JaxRequest(budget, None, None, planner, time_limit_s, options) if budget is not None else None
-        _limits[model] = JaxLimit(model, jax_request, checkpoints, count)
+        _take_off(model)
     return model
-
-
-def joint_plan_of(model: keras.Model) -> JointPlan | None:
-    """What ``micro_batches="auto"`` has chosen, and from what; None before the first training step, or with a number.
-
-    Raises:
-        ValueError: if the model has no limit.
-    """
-    return getattr(_limit_of(model), "joint_plan", None)
-
-
-def _count(micro_batches: object) -> int:
-    if isinstance(micro_batches, bool) or not isinstance(micro_batches, int) or micro_batches < 1:
-        raise ValueError(f"micro_batches must be a whole number of at least 1, not {micro_batches!r}")
-    return micro_batches
-
-
-def _check_checkpoints(checkpoints: Sequence[Any], budget: int | str | None) -> None:
-    if budget not in (None, _DEFAULT):
-        raise ValueError(f"limit_memory takes a budget or checkpoints, not both (budget={budget!r}); leave one out")
-    if isinstance(checkpoints, str):
-        raise TypeError(f"checkpoints takes a list of names, not the string {checkpoints!r}; write [{checkpoints!r}]")
-
-
-def _no_model(model: Any) -> Exception:
-    if type(model).__module__.partition(".")[0] == "tf_keras" or any(
-        base.__module__.partition(".")[0] == "tf_keras" for base in type(model).__mro__
-    ):
-        return UnsupportedStep(
-            f"{getattr(model, 'name', model)!r} is a tf_keras model, and limit_memory needs Keras 3; build the model "
-            "with keras, or use remat.tensorflow.recompute on its layers, or remat.tensorflow.GradientTape in its "
-            "train_step"
-        )
-    return TypeError(f"limit_memory takes a keras.Model, not {type(model).__name__}")
-
-
-def is_limited(model: keras.Model) -> bool:
-    """Has ``limit_memory`` been called on the model?"""
-    return model in _limits
 
 
 def plan_of(model: keras.Model) -> Plan | None:
@@ -185,7 +111,49 @@ def graph_of(model: keras.Model) -> Graph | None:
     return _limit_of(model).graph
 
 
-def _limit_of(model: keras.Model) -> Limit:
+def micro_batch_choice_of(model: keras.Model) -> MicroBatchChoice | None:
+    """What ``micro_batches="auto"`` has chosen, and from what; None before the first training step, or with a number.
+
+    Raises:
+        ValueError: if the model has no limit.
+    """
+    return _limit_of(model).choice
+
+
+joint_plan_of = micro_batch_choice_of
+"""The earlier name of ``micro_batch_choice_of``; it stays for programs that call it."""
+
+
+def is_limited(model: keras.Model) -> bool:
+    """Has ``limit_memory`` been called on the model?"""
+    return model in _limits
+
+
+def _limit_of(model: keras.Model) -> ModelLimit:
     if model not in _limits:
         raise ValueError(f"{model.name!r} has no memory limit; call remat.keras.limit_memory(model, budget=...) first")
     return _limits[model]
+
+
+def _take_off(model: keras.Model) -> None:
+    if model in _limits:
+        _limits.pop(model).detach()
+
+
+def _check_checkpoints(checkpoints: Sequence[Any], budget: int | str | None) -> None:
+    if budget not in (None, _NOT_GIVEN):
+        raise ValueError(f"limit_memory takes a budget or checkpoints, not both (budget={budget!r}); leave one out")
+    if isinstance(checkpoints, str):
+        raise TypeError(f"checkpoints takes a list of names, not the string {checkpoints!r}; write [{checkpoints!r}]")
+
+
+def _no_model(model: Any) -> Exception:
+    if type(model).__module__.partition(".")[0] == "tf_keras" or any(
+        base.__module__.partition(".")[0] == "tf_keras" for base in type(model).__mro__
+    ):
+        return UnsupportedStep(
+            f"{getattr(model, 'name', model)!r} is a tf_keras model, and limit_memory needs Keras 3; build the model "
+            "with keras, or use remat.tensorflow.recompute on its layers, or remat.tensorflow.GradientTape in its "
+            "train_step"
+        )
+    return TypeError(f"limit_memory takes a keras.Model, not {type(model).__name__}")

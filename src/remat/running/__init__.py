@@ -1,1 +1,7 @@
-"""Steps that run: workloads, their comparison, calibrations, the machine, fresh processes."""
+"""Training steps that are really run, whatever the framework.
+
+Read in this order: ``workload`` (a step that ``remat plan``, ``measure`` and ``check`` can run), ``check`` (plain
+against planned training), ``measurement`` (what ``measure`` returns), ``cost_model`` and ``calibration`` (seconds per
+operation, predicted and timed), ``process`` (jobs in a process of their own), ``machine`` (memory and versions),
+``recompute_switch`` (the environment's switch for ``recompute``).
+"""

@@ -1,4 +1,4 @@
-"""Times operations for the cost model: what to time, and how to time it, whatever the framework."""
+"""Times operations for the cost model, whatever the framework; ``remat measure`` makes a device profile of them."""
 
 from __future__ import annotations
 
@@ -9,20 +9,34 @@ from typing import Any, Final, Protocol
 
 from remat.running.cost_model import OpSample
 
-_LEAST_TIME_S: Final = 0.02
-_ROUNDS: Final = 5
-# Edges of square matrices, elements of vectors, and the length of a chain of tiny products, which shows launch times.
+# All of these are judgements. Together they keep a calibration to a few seconds on two cores.
+_LEAST_TIME_S: Final = (
+    0.02  # An operation is repeated until it takes this long, so that reading the clock does not count.
+)
+_ROUNDS: Final = 5  # Of which the quickest counts.
+
 MATRICES: Final = (256, 512, 1024, 2048)
+"""Edges of the square matrices that are multiplied. Below 256 launches weigh more than arithmetic; 2048 fills a GPU."""
+
 VECTORS: Final = (2**20, 2**22, 2**24)
+"""Elements of the vectors that are added: 4 to 64 MiB each, more than the caches of most machines hold."""
+
 TINY: Final = 8
+"""Edge of matrices whose product takes no time beside its launch."""
+
 CHAIN: Final = 64
+"""How many of those products run in a row, so that what is timed is the launch and not the call from Python."""
 
 
 class Kernels(Protocol):
-    """The operations of one framework that are timed. Each returns a function that runs the op and does not wait."""
+    """The operations of one framework that are timed.
+
+    Each method makes an operation: a function without arguments that starts it and returns its result, for which
+    ``wait`` then waits.
+    """
 
     def dtypes(self) -> Sequence[str]:
-        """Dtypes of arithmetic that matter on this device."""
+        """The types of numbers that models compute with on this device: "float32", "bfloat16"."""
 
     def product(self, edge: int, dtype: str) -> Callable[[], Any]:
         """A product of two square matrices."""
@@ -31,14 +45,16 @@ class Kernels(Protocol):
         """A sum of two float32 vectors."""
 
     def chain(self, edge: int, length: int) -> Callable[[], Any]:
-        """As many products of small matrices, one after the other, in one compiled step."""
+        """``length`` products of square matrices, each with the result of the one before, in one compiled step."""
 
     def wait(self, result: Any) -> None:
         """Wait until the device has computed a result."""
 
 
 @dataclass(frozen=True)
-class _Timed:
+class _Operation:
+    """An operation to time, and what one of its ``times`` repetitions computes and moves."""
+
     run: Callable[[], Any]
     flops: float
     bytes_moved: float
@@ -51,35 +67,36 @@ def op_samples(kernels: Kernels, on_sample: Callable[[int, int], None] | None = 
 
     Args:
         kernels: of the framework.
-        on_sample: called with how many were timed, and of how many.
+        on_sample: called after each operation with the number timed so far and the number of all.
     """
     todo = []
     for dtype in kernels.dtypes():
         size = 8 if dtype == "float64" else 4 if dtype == "float32" else 2
         for edge in MATRICES:
-            todo.append(_Timed(kernels.product(edge, dtype), 2.0 * edge**3, 3.0 * size * edge**2, dtype))
+            todo.append(_Operation(kernels.product(edge, dtype), 2.0 * edge**3, 3.0 * size * edge**2, dtype))
     for elements in VECTORS:
-        todo.append(_Timed(kernels.addition(elements), float(elements), 12.0 * elements, "float32"))
-    chain = _Timed(kernels.chain(TINY, CHAIN), 2.0 * TINY**3, 12.0 * TINY**2, "float32", CHAIN)
+        todo.append(_Operation(kernels.addition(elements), float(elements), 12.0 * elements, "float32"))
+    chain = _Operation(kernels.chain(TINY, CHAIN), 2.0 * TINY**3, 12.0 * TINY**2, "float32", CHAIN)
     found = []
-    for number, timed in enumerate([*todo, chain]):
-        seconds = _seconds(timed.run, kernels.wait) / timed.times
-        found.append(OpSample(timed.flops, timed.bytes_moved, timed.dtype, seconds))
+    for number, one in enumerate([*todo, chain]):
+        time_s = _least_time_s(one.run, kernels.wait) / one.times
+        found.append(OpSample(one.flops, one.bytes_moved, one.dtype, time_s))
         if on_sample is not None:
             on_sample(number + 1, len(todo) + 1)
     return found
 
 
-def _seconds(run: Callable[[], Any], wait: Callable[[Any], None]) -> float:
-    """The least seconds of a run over some rounds: what disturbs a run only makes it longer."""
-    wait(run())
+def _least_time_s(run: Callable[[], Any], wait: Callable[[Any], None]) -> float:
+    """The least seconds of a run over some rounds. Whatever disturbs a run makes it longer, never shorter."""
+    wait(run())  # The first run may compile.
     repeats = 1
-    while (spent := _timed(run, wait, repeats)) < _LEAST_TIME_S:
+    while (spent_s := _time_of_s(run, wait, repeats)) < _LEAST_TIME_S:
         repeats *= 2
-    return min(spent, *(_timed(run, wait, repeats) for _ in range(_ROUNDS - 1))) / repeats
+    return min(spent_s, *(_time_of_s(run, wait, repeats) for _ in range(_ROUNDS - 1))) / repeats
 
 
-def _timed(run: Callable[[], Any], wait: Callable[[Any], None], repeats: int) -> float:
+def _time_of_s(run: Callable[[], Any], wait: Callable[[Any], None], repeats: int) -> float:
+    """Wall seconds of some runs, one after the other."""
     started = time.perf_counter()
     for _ in range(repeats):
         result = run()

@@ -1,4 +1,10 @@
-"""Whether a planned step trains as the plain one does: gradients, weights, statistics, random states, peaks."""
+"""``remat check``: does a planned step train as the plain one does?
+
+Both train for a few steps from the same weights on the same batches. Gradients, weights, optimizer state, running
+statistics and losses must be equal but for rounding; seeds and counters must be equal; the measured peak must be within
+the budget. How large rounding may be is measured on the model itself, by plain training from weights that were moved by
+half a rounding.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +18,30 @@ import numpy as np
 from remat.core.budget import format_bytes
 from remat.running.workload import Array, Training, Workload
 
-# In units of the last place of the numbers compared. Two programs for the same sums may add in another order.
 _ROUNDINGS: Final = 64
-# How many times as far as plain training from weights half a rounding off the planned one may be from plain training.
+"""A difference of this many units in the last place always counts as rounding. Two programs may add the same terms in
+another order, and a sum of n terms is then off by some sqrt(n) roundings: 64 stands for sums of 4,000 terms. Too small,
+a step without defect is called different; too large, a small defect passes."""
+
 _SENSITIVITY: Final = 4.0
-# Plain training whose first gradients move by more than this draws other random numbers in each run.
+"""A difference is rounding, too, up to this many times what half a rounding in the weights does to plain training. A
+judgement: the two are of one size, but neither is the largest that could be."""
+
 _NOT_REPEATABLE: Final = 1e-2
+"""Where half a rounding in the weights moves the first gradients, or the first loss, by more than this share, plain
+training draws other random numbers in each run, and nothing can be compared. A judgement: far more than what rounding
+moves in float32, far less than what another dropout mask moves."""
+
 _KINDS: Final = {
     "gradient": "gradients",
     "weight": "weights",
     "slot": "optimizer state",
     "statistic": "running statistics",
 }
+"""The kinds of numbers that rounding may change, as the names of values begin, with what a user calls them."""
+
 _EXACT: Final = "state"
+"""The kind that must be equal to the bit."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +51,9 @@ class Comparison:
     Attributes:
         what: "gradients", "weights", "optimizer state", "running statistics", "losses" or "random states and counters".
         count: how many arrays were compared.
-        difference: the largest, relative to the largest plain value of the kind; of states, how many are unequal.
-        allowed: how large rounding may make it.
+        difference: the largest difference as a share of the largest plain value of the kind; for random states and
+            counters, how many of them are unequal.
+        allowed: the largest difference that counts as rounding.
         worst: the name of the array that differs most.
     """
 
@@ -47,7 +65,7 @@ class Comparison:
 
     @property
     def is_equal(self) -> bool:
-        """Equal but for rounding? A difference that is not a number is none."""
+        """Are the numbers equal but for rounding? They are not where a difference is not a number (NaN)."""
         return self.difference <= self.allowed
 
 
@@ -56,13 +74,13 @@ class CheckResult:
     """Plain against planned training of one step.
 
     Attributes:
-        comparisons: by kind of numbers.
-        steps: how many were run.
-        budget_bytes: of the plan.
-        recomputed: extra runs of the plan.
-        plain_peak_bytes: measured.
-        planned_peak_bytes: measured.
-        predicted_peak_bytes: of the plan.
+        comparisons: one for each kind of numbers.
+        steps: how many steps of training were run each way.
+        budget_bytes: the budget of the plan.
+        recomputed: how many operations the plan runs again.
+        plain_peak_bytes: the measured peak of plain training.
+        planned_peak_bytes: the measured peak of planned training.
+        predicted_peak_bytes: the peak that the plan promises.
         is_repeatable: does plain training give the same numbers twice? Otherwise nothing can be compared.
     """
 
@@ -115,13 +133,12 @@ class CheckResult:
 def check_workload(workload: Workload, budget: int | str = "60%", steps: int = 3) -> CheckResult:
     """Train some steps plainly and planned, from the same weights on the same batches, and compare everything.
 
-    How far apart rounding may bring two ways to compute the same is measured on the model itself: plain training runs a
-    second time from weights that are half a rounding off. Weights and states are set back at the end, whatever happens.
+    Weights and states are set back at the end, whatever happens.
 
     Args:
         workload: the step.
         budget: as everywhere: bytes, "4GiB", or "60%" of the plain step's predicted peak.
-        steps: of training, 1 or more.
+        steps: how many steps of training, 1 or more.
 
     Raises:
         ValueError: for fewer than one step.
@@ -181,10 +198,13 @@ def _compare(
 
 
 def _difference(plain: Mapping[str, Array], other: Mapping[str, Array]) -> tuple[float, str]:
-    """The largest difference relative to the largest plain value of all, and where; infinite for another shape."""
+    """The largest difference as a share of the largest plain value of all arrays, and the name of the array.
+
+    Infinite where the arrays have other names or shapes.
+    """
     if {name: value.shape for name, value in plain.items()} != {name: value.shape for name, value in other.items()}:
         return math.inf, next(iter(set(plain) ^ set(other)), "another shape")
-    # Some arrays are zero but for rounding, such as the bias of attention's keys: none is compared with itself alone.
+    # Some gradients are zero but for rounding (the bias of attention's keys), so that no array can be its own scale.
     scale = max((float(np.max(np.abs(value), initial=0)) for value in plain.values()), default=0.0)
     found, worst = 0.0, ""
     for name, value in plain.items():
@@ -215,7 +235,7 @@ def _is_repeatable(
 
 
 def _reason(unequal: Mapping[str, Comparison]) -> tuple[Comparison, str]:
-    """The difference that explains the others, and what makes such a one."""
+    """The difference that the others follow from, and what may have caused it."""
     if states := unequal.get("random states and counters"):
         return (
             states,

@@ -21,13 +21,23 @@ from remat.core.errors import InvalidFile
 from remat.core.files import JsonReader, read_json, write_json
 
 MEASURED: Final = "measured"
+"""The name of the profile that ``remat measure`` made on this machine."""
+
 DEVICE_VARIABLE: Final = "REMAT_DEVICE"
+"""The environment variable that names the profile of the device a step is planned for."""
+
 _FORMAT: Final = "remat.device_profile"
 _VERSION: Final = 1
 _FALLBACK_DTYPE: Final = "float32"
+
 _MOST_ROUNDS: Final = 20
-# An op this many times slower than its roofline was waiting for its launch, not working.
+"""Rounds of fitting after which ``calibrate`` stops although something still changes; it may swing between two fits. A
+judgement: each round costs microseconds."""
+
 _LAUNCH_BOUND: Final = 3.0
+"""An op that takes this many times what its roofline says was waiting for its launch, not working. A judgement: well
+above the factor of 2 by which a busy kernel may miss its roofline. Too small, slow kernels pass for launches; too
+large, the launch time is fitted as 0."""
 
 
 @dataclass(frozen=True)
@@ -83,8 +93,8 @@ class OpSample:
 
 
 def _gpu(name: str, flops_per_s: Mapping[str, float], bytes_per_s: float, memory_gib: int) -> DeviceProfile:
-    # A kernel follows the last one after about 3 us; large matrix products reach some 60 % of the dense peak and
-    # streaming kernels some 80 % of the bandwidth.
+    # Estimates, not measured here: a kernel starts about 3 us after the one before; large matrix products reach some
+    # 60 % of the dense peak, and kernels that stream memory some 80 % of the bandwidth.
     return DeviceProfile(
         name,
         flops_per_s,
@@ -299,7 +309,7 @@ def load_measured(path: str | Path | None = None) -> DeviceProfile:
     except FileNotFoundError:
         raise FileNotFoundError(
             f"no measured device profile at {source}; `remat measure SOURCE` makes one, and so does "
-            "remat.running.cost_model.save_measured(remat.cost_model.calibrate(samples)), or choose one of "
+            "remat.running.cost_model.save_measured(remat.running.cost_model.calibrate(samples)), or choose one of "
             f"{', '.join(_PROFILES)}"
         ) from None
     reader = JsonReader(str(source), data)

@@ -1,4 +1,4 @@
-"""The machine that this runs on: its memory, and what to write beside figures that were measured on it."""
+"""The machine that remat runs on: its memory, and what belongs beside figures that were measured on it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import platform
 from typing import Final
 
 _PACKAGES: Final = ("remat", "tensorflow", "tensorflow-cpu", "keras", "jax", "torch", "numpy")
+"""The packages whose version may change a measured figure."""
 
 
 def memory_bytes() -> int | None:
@@ -19,7 +20,7 @@ def memory_bytes() -> int | None:
 
 
 def available_bytes() -> int | None:
-    """Main memory that is free for a new process, None where the system does not say."""
+    """Main memory that a new process can have; where only the size of all memory is known, half of that."""
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:
             for line in lines:
@@ -32,7 +33,7 @@ def available_bytes() -> int | None:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of those packages that matter for a measurement and are installed."""
+    """Versions of Python and of the installed packages that may change a measured figure."""
     found = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:

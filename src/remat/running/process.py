@@ -1,4 +1,4 @@
-"""Jobs in processes of their own: no memory, no compiled function and no random state of anything that ran before."""
+"""Runs a job in a process of its own, where nothing is left of what ran before: memory, compiled functions, seeds."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from typing import Any, Final, TypeVar
 from remat.core.errors import RematError
 from remat.core.files import read_json, write_json
 
+# Files in the folder that the two processes share.
 _REQUEST: Final = "request.json"
 _FAILURE: Final = "failure.json"
 T = TypeVar("T")
 
 
 class JobFailed(RematError, RuntimeError):
-    """A job did not come to its end; the message says why, and ends with what it said last."""
+    """A job failed, was killed or took too long; the message says which, with the last line that it wrote."""
 
 
 def run_job(
@@ -37,16 +38,16 @@ def run_job(
     """Run ``python -m module FOLDER`` in a fresh process and collect what it leaves in the folder.
 
     Args:
-        module: calls ``answer_job`` when it is run.
-        request: JSON-ready values for it.
-        collect: reads the results from the folder, which is gone afterwards.
+        module: a module that calls ``answer_job`` when it is run.
+        request: what the job is to do, as JSON.
+        collect: reads the results from the folder, which is deleted afterwards.
         doing: the job in words, for messages: "training the plain step".
-        time_limit_s: wall seconds until it is stopped.
-        show_log: let it write to stderr.
-        environment: variables that it needs whatever the user's own say.
+        time_limit_s: wall seconds after which the job is stopped.
+        show_log: does what the job writes to stderr appear? Otherwise only a failure's last line does.
+        environment: variables that the job needs, whatever the user's own say.
 
     Raises:
-        JobFailed: if it fails, is killed or takes too long.
+        JobFailed: if the job fails, is killed or takes too long.
     """
     with tempfile.TemporaryDirectory(prefix="remat-") as name:
         folder = Path(name)
@@ -73,11 +74,11 @@ def run_job(
 
 
 def answer_job(work: Callable[[Any, Path], None], describe: Callable[[BaseException], str] = str) -> int:
-    """What the module of a job calls: do the work that its folder asks for; returns the exit code.
+    """Do the work that ``run_job`` asked for; the module of a job calls this and exits with the code it returns.
 
     Args:
         work: takes the request and the folder for the results.
-        describe: an error as one line.
+        describe: turns an error into one line for the user.
     """
     folder = Path(sys.argv[1])
     request = json.loads((folder / _REQUEST).read_text())

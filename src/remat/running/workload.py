@@ -1,7 +1,8 @@
 """A training step that can be traced and run: what ``remat plan``, ``measure`` and ``check`` need of a framework.
 
-Each front end has one module ``remat.<framework>.workload`` with ``make_workload(made, options)``, which turns what a
-user's callable returned into such a step. Nothing else in the command line knows frameworks apart.
+A user points the command line at a callable, which returns a model, or a function and its arguments. Each front end has
+a module ``remat.<framework>.workload`` whose ``make_workload(made, options)`` turns that into a ``Workload``. Nothing
+else in the command line tells frameworks apart.
 """
 
 from __future__ import annotations
@@ -20,15 +21,21 @@ from remat.core.plan import Plan
 Array = npt.NDArray[Any]
 
 DEFAULT_BATCH_SIZE: Final = 32
+"""Samples in a batch where the user does not say, as in ``fit`` of Keras."""
 
 
 class NotAStep(RematError, ValueError):
-    """What a callable returned is no training step; the message says what to return instead."""
+    """The user's callable returned something that is no training step; the message says what to return instead."""
 
 
 @dataclass(frozen=True)
 class InputShape:
-    """An input as the user wrote it: its shape without the batch, and its dtype, None for the framework's default."""
+    """An input of a model, as the user wrote it on the command line.
+
+    Attributes:
+        shape: its shape without the batch.
+        dtype: its type; None for the framework's default.
+    """
 
     shape: tuple[int, ...]
     dtype: str | None = None
@@ -36,14 +43,15 @@ class InputShape:
 
 @dataclass(frozen=True)
 class StepOptions:
-    """What the user says about a step beside the callable; None where nothing.
+    """What the user says about a step besides the callable; None, or nothing, where the user does not say.
 
     Attributes:
         batch_size: samples in a batch.
         inputs: shapes of the inputs, for models that do not say what they take.
-        loss: name of a loss that the framework knows.
-        optimizer: name of an optimizer that the framework knows.
-        whole_step: is the function a whole training step, gradients and update included, instead of a loss?
+        loss: the name of a loss that the framework knows.
+        optimizer: the name of an optimizer that the framework knows.
+        whole_step: does the function do a whole training step, gradients and update included? Otherwise it returns a
+            loss.
     """
 
     batch_size: int | None = None
@@ -58,10 +66,14 @@ class StepOptions:
         return DEFAULT_BATCH_SIZE if self.batch_size is None else self.batch_size
 
     def refuse(self, framework: str, *names: str) -> None:
-        """Make sure that options were not given which a framework has no use for.
+        """Refuse options that a framework has no use for.
+
+        Args:
+            framework: its name, for the error.
+            *names: of the attributes that must not have been given.
 
         Raises:
-            NotAStep: for the first one given.
+            NotAStep: for the first of them that was given.
         """
         flags = {"inputs": "--input", "loss": "--loss", "optimizer": "--optimizer", "batch_size": "--batch-size"}
         for name in names:
@@ -78,12 +90,13 @@ class Training:
 
     Attributes:
         peak_bytes: the largest measured peak of a step, by the framework's own counter.
-        step_time_s: median wall seconds of a step, the first left out.
-        losses: of each step.
-        values: what the steps left behind, by kind and name: ``"weight/dense/kernel"``. Kinds are "weight", "slot"
-            (of the optimizer), "statistic" (running means) and "state" (seeds and counters, compared exactly).
-        plan: the plan in force, None for plain training.
-        graph: the step that the plan is for.
+        step_time_s: median wall seconds of a step; the first step, which compiles, is left out.
+        losses: the loss of each step.
+        values: what the steps left behind, by name. A name begins with the kind of the value:
+            ``"weight/dense/kernel"``. Kinds are "weight", "slot" (of the optimizer), "statistic" (running means) and
+            "state" (seeds and counters, which must be equal to the bit).
+        plan: the plan in force; None for plain training.
+        graph: the step that the plan is for; None for plain training.
     """
 
     peak_bytes: int
@@ -95,31 +108,43 @@ class Training:
 
 
 class Workload(Protocol):
-    """A training step of some framework. Every method starts from the same first weights, states and batches."""
+    """A training step of some framework that can be traced, and run again and again.
+
+    Every method starts from the weights, optimizer state, seeds and batches that the workload was made with, so that
+    two runs can be compared. A budget of None means the plain step. ``nudged`` starts from weights that were moved by
+    half a rounding (see ``nudge``), which shows what rounding alone does to the results.
+    """
 
     @property
     def framework(self) -> str:
-        """The framework's name, "keras"."""
+        """The framework's name: "keras"."""
 
     @property
     def batch_size(self) -> int | None:
-        """Samples in a batch, None where the callable alone knows."""
+        """Samples in a batch; None where only the user's callable knows."""
 
     def graph(self, device: str) -> Graph:
-        """The step, traced; nothing is run and no activation is allocated."""
+        """The traced step. Nothing is run, and no activation is allocated.
+
+        Args:
+            device: the profile for the predicted times, see ``remat.running.cost_model.get_profile``.
+        """
 
     def train(self, budget: int | str | None, steps: int, *, nudged: bool = False) -> Training:
-        """Run some steps, plainly or under a budget; ``nudged`` from weights that are half a rounding off."""
+        """Run some steps of training."""
 
     def gradients(self, budget: int | str | None, *, nudged: bool = False) -> Mapping[str, Array]:
         """The gradients of the first step by name; empty where the framework does not give them out."""
 
     def restore(self) -> None:
-        """Set everything back to how it was found."""
+        """Give the user's model its weights and states back."""
 
 
 def nudge(values: Array, random: np.random.Generator) -> Array:
-    """Values moved by half a rounding, up or down: no two ways to compute the same can be expected to agree better."""
+    """Values moved by half a rounding, each up or down by chance; what is no floating-point number stays.
+
+    Two correct ways to compute the same cannot be expected to agree better than training from two such sets of weights.
+    """
     if not np.issubdtype(values.dtype, np.floating):
         return values
     moved = values * (1 + np.finfo(values.dtype).eps * random.choice([-0.5, 0.5], values.shape))

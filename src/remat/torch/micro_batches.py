@@ -20,7 +20,7 @@ from remat.micro_batches.reduce import MEAN, RATIO, SUM, check_reduction, sum_an
 from remat.torch import _private
 from remat.torch.api.apply import Applied, apply
 from remat.torch.api.plan import EagerCandidate
-from remat.torch.trace.record import record_step
+from remat.torch.trace.fake_step import record_step
 
 
 def micro_batches(
@@ -111,6 +111,7 @@ class MicroBatches:
         self._beside = beside
         self._device = device
         self._applied: dict[Any, Applied] = {}
+        self._whole_bytes: dict[Any, int] = {}
 
     @property
     def plans(self) -> list[Plan]:
@@ -162,21 +163,31 @@ class MicroBatches:
         """What the forward pass of a piece runs in."""
         if not self._request.plans:
             return nullcontext()
-        key = tuple(tuple(one.shape) if isinstance(one, torch.Tensor) else repr(one) for one in piece)
+        key = _shapes(piece)
         if key not in self._applied:
             candidate = self._candidate(piece, accumulates=True)
-            whole_bytes = None
-            if "%" in str(self._request.budget):
-                whole_bytes = self._candidate(args, accumulates=False).plain_peak.expected_bytes
-            found = fit(candidate, self._request, share_of_bytes=whole_bytes)
+            share_of_bytes = self._plain_bytes(args) if "%" in str(self._request.budget) else None
+            found = fit(candidate, self._request, share_of_bytes=share_of_bytes)
             self._applied[key] = apply(candidate.following(found))
         return self._applied[key]
+
+    def _plain_bytes(self, args: Sequence[Any]) -> int:
+        """The plain peak of the whole batch."""
+        key = _shapes(args)
+        if key not in self._whole_bytes:
+            self._whole_bytes[key] = self._candidate(args, accumulates=False).plain_peak.expected_bytes
+        return self._whole_bytes[key]
 
     def _candidate(self, args: Sequence[Any], *, accumulates: bool) -> EagerCandidate:
         recording = record_step(
             lambda *some: self._sum_and_denominator(*some)[0], args, accumulates=accumulates, **self._beside
         )
         return EagerCandidate(recording, self._device)
+
+
+def _shapes(args: Sequence[Any]) -> tuple[Any, ...]:
+    """What tells calls apart that need plans of their own."""
+    return tuple(tuple(arg.shape) if isinstance(arg, torch.Tensor) else repr(arg) for arg in args)
 
 
 class _Total:

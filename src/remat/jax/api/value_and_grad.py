@@ -15,10 +15,11 @@ from remat.fit.request import Request
 from remat.jax import _private
 from remat.jax.api.jit import jit
 from remat.jax.context import current_tie
-from remat.jax.micro_batches import Split, loss_in_parts, summed_value_and_grad
+from remat.jax.micro_batches import Split, loss_of_piece, quotient, summed_value_and_grad
 from remat.jax.peak import shape_of
 from remat.jax.planned import Follower, plan_function
-from remat.jax.planned_part import Transform, plan_inner
+from remat.jax.planned_part import Transform, plan_part
+from remat.micro_batches.reduce import RATIO, sum_and_denominator
 
 
 def value_and_grad(
@@ -51,11 +52,11 @@ def value_and_grad(
         budget: peak device bytes of the compiled function, everything that it sees counted (arguments, gradients, what
             lies between): an int, "4GiB", or "60%" of the plain function's own.
         plan: a plan made earlier for ``jax.value_and_grad(fun)``, instead of a budget.
-        micro_batches: into how many parts the batch is split, one after the other.
+        micro_batches: how many pieces the batch is cut into, as ``numpy.array_split`` cuts; one runs after the other.
         batch_argnums: positional arguments whose arrays have the batch as their first axis; None means all that are not
             differentiated. Only used with micro_batches.
         reduction: how ``fun`` combines samples, for micro-batches: "mean" over the batch, "sum", or "ratio" of what it
-            returns as (sum, denominator).
+            returns as (sum, denominator); the ratio of a batch whose denominators are all 0 is 0.
         planner: a planner's name.
         time_limit_s: wall seconds for each round of planning.
         holomorphic: as in ``jax.value_and_grad``.
@@ -76,7 +77,7 @@ def value_and_grad(
     request.check("remat.jax.value_and_grad")
     split = Split(
         micro_batches,
-        None if batch_argnums is None else _as_tuple(batch_argnums),
+        batch_argnums,
         reduction,
         _as_tuple(argnums),
         has_aux,
@@ -84,7 +85,7 @@ def value_and_grad(
     split.check()
     if micro_batches > 1 and (holomorphic or allow_int):
         raise UnsupportedStep("micro_batches does not go together with holomorphic and allow_int; leave it at 1")
-    plain = _quotient(fun, has_aux) if reduction == "ratio" else fun
+    plain = _as_quotient(fun, has_aux) if reduction == RATIO else fun
     gradient = jax.value_and_grad(plain, argnums, has_aux, holomorphic=holomorphic, allow_int=allow_int)
     return Gradient(gradient, fun, request, split, argnums)
 
@@ -93,16 +94,14 @@ def _as_tuple(numbers: int | Sequence[int]) -> tuple[int, ...]:
     return (numbers,) if isinstance(numbers, int) else tuple(numbers)
 
 
-def _quotient(fun: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
+def _as_quotient(fun: Callable[..., Any], has_aux: bool) -> Callable[..., Any]:
     """The loss of a function that returns (sum, denominator)."""
 
     @functools.wraps(fun)
     def loss(*args: Any, **kwargs: Any) -> Any:
         result = fun(*args, **kwargs)
         main, aux = result if has_aux else (result, None)
-        if not isinstance(main, tuple) or len(main) != 2:
-            raise TypeError('with reduction="ratio" the function returns a pair (sum, denominator)')
-        value = main[0] / main[1]
+        value = quotient(*sum_and_denominator(main, RATIO))
         return (value, aux) if has_aux else value
 
     return loss
@@ -163,14 +162,14 @@ class Gradient(Follower):
         key = (structure, tuple(map(str, shapes)), tuple(map(repr, constant)), current_tie())
         if self._split.count > 1:
             args, kwargs = jax.tree.unflatten(structure, _merged(constant, numeric))
-            return self._in_parts(args, kwargs, constant, shapes, key, is_planned)
+            return self._in_pieces(args, kwargs, constant, shapes, key, is_planned)
         planned = self._followed(
             key,
             lambda request: plan_function(function, numeric, request, current_tie(), shapes=shapes),
         )
         return planned(numeric)
 
-    def _in_parts(
+    def _in_pieces(
         self,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
@@ -185,11 +184,10 @@ class Gradient(Follower):
                 "flags and names through a closure (functools.partial)"
             )
         split = self._split
-        one_part = jax.value_and_grad(loss_in_parts(self._fun, split), split.argnums, has_aux=True)
+        gradient_of_piece = jax.value_and_grad(loss_of_piece(self._fun, split), split.argnums, has_aux=True)
 
         def whole(transform: Transform) -> Callable[..., Any]:
-            own = transform(one_part)
-            return summed_value_and_grad(self._fun, split, lambda _: own)
+            return summed_value_and_grad(self._fun, split, transform(gradient_of_piece))
 
         if not is_planned:
             value, gradients = whole(lambda function: function)(*args, **kwargs)
@@ -197,7 +195,7 @@ class Gradient(Follower):
             tie = current_tie()
             planned = self._followed(
                 key,
-                lambda request: plan_inner(whole, args, kwargs, request, tie, shapes=shapes, plain=self._gradient),
+                lambda request: plan_part(whole, args, kwargs, request, tie, shapes=shapes, plain=self._gradient),
             )
             value, gradients = planned(*args, **kwargs)
         return value, gradients[0] if self._one_gradient else gradients

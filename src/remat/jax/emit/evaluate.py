@@ -1,9 +1,15 @@
-"""A plan -> the function, evaluated in the plan's order."""
+"""A plan -> the function, evaluated in the plan's order, with each recomputation held back.
+
+A compiler merges equal computations and runs early what it can, which would undo a plan. So what a region of
+recomputations reads is tied to a late value: a *hold* says before which step of the schedule the tie stands, and to
+which value. How the two kinds of tie work stands in ``remat.jax.emit.ties``.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
 
 import jax
 
@@ -11,25 +17,39 @@ from remat.core.schedule import Schedule
 from remat.jax import _private
 from remat.jax.context import Tie
 from remat.jax.emit import ties
-from remat.jax.emit.holds import Hold, find_holds
+from remat.jax.trace import op_facts
 from remat.jax.trace.program import Program
 
 FlatFunction: TypeAlias = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
 """A function of the flat arguments and of the captured arrays that returns the flat results; meant for tracing."""
+
+_STRETCH: Final = 24
+"""So many steps of the backward part share one tie for what they read of the forward part.
+
+A judgement, not measured. Fewer: more ties, each by data a pass over what it ties. More: what the later steps read is
+tied to an earlier value, so that the compiler may prepare its broadcasts and copies somewhat sooner.
+"""
+
+_MOST_TRIGGERS: Final = 64
+"""How many values of first runs are remembered as triggers; beyond it, only the deeper half is kept.
+
+It bounds the search for the deepest one. A judgement, not measured: were all that is kept read for the last time, a
+region would stay without a tie, and the compiled peak would show it.
+"""
 
 
 def emit(program: Program, schedule: Schedule, turning_point: int, tie: Tie) -> FlatFunction:
     """The function that evaluates the program by the schedule.
 
     A second run of an instruction computes its values again, and what the schedule runs afterwards reads the new ones.
-    What a region of recomputations reads from outside is tied to the newest value of the first runs before it, so that
-    no compiler can run it early or merge it with the first run.
+    What a region of recomputations reads from outside is tied to the newest value of the first runs before it. No
+    compiler can then run the region early, or merge it with the first run.
 
     Args:
         program: the traced function.
         schedule: instruction numbers; an instruction that occurs again is recomputed.
         turning_point: the instruction that ends the forward part.
-        tie: "barrier" where the compiler keeps ``optimization_barrier``, "data" for everywhere.
+        tie: "barrier" where the compiler keeps ``optimization_barrier``; "data" works everywhere.
 
     Returns:
         The function; captured arrays come in the order of ``program.constants``.
@@ -37,7 +57,7 @@ def emit(program: Program, schedule: Schedule, turning_point: int, tie: Tie) -> 
     holds: dict[int, Hold] = {}
     shardings: Mapping[int, Any] = {}
     if len(schedule) > len(program.instructions):
-        holds = {hold.step: hold for hold in find_holds(program, schedule, turning_point, tie)}
+        holds = {hold.step: hold for hold in _find_holds(program, schedule, turning_point, tie)}
         shardings = program.shardings
     last_read: dict[int, int] = {}
     for step, number in enumerate(schedule):
@@ -95,11 +115,145 @@ def named_run(program: Program, prefix: str) -> FlatFunction:
 def _execute(program: Program, number: int, values: Mapping[int, Any]) -> list[Any]:
     inside: dict[int, Any] = {}
     made: list[Any] = []
-    for step in program.instructions[number].steps:
+    for equation in program.instructions[number].equations:
         read = [
             atom.val if not isinstance(atom, int) else inside[atom] if atom in inside else values[atom]
-            for atom in step.inputs
+            for atom in equation.inputs
         ]
-        made = _private.evaluate(step.eqn, read)
-        inside.update(zip(step.outputs, made, strict=True))
+        made = _private.evaluate(equation.eqn, read)
+        inside.update(zip(equation.outputs, made, strict=True))
     return made
+
+
+@dataclass(frozen=True)
+class Hold:
+    """A place in a schedule where values are tied to another one: nothing reads them before that one exists.
+
+    Attributes:
+        step: the step of the schedule before which the tie stands.
+        trigger: id of the value that has to exist, the deepest of the first runs so far that is still read later.
+        values: ids of what is tied.
+    """
+
+    step: int
+    trigger: int
+    values: tuple[int, ...]
+
+
+def _find_holds(program: Program, schedule: Schedule, turning_point: int, tie: Tie) -> list[Hold]:
+    """Where a schedule needs ties, in its order.
+
+    A region, a contiguous run of recomputations, gets one tie. So does what the backward part reads of the forward
+    part: left alone, the compiler makes broadcasts and copies of a value as soon as the value exists.
+
+    Args:
+        program: the traced function.
+        schedule: instruction numbers.
+        turning_point: the instruction that ends the forward part.
+        tie: a barrier is free, so it ties arguments, too. A tie by data is a pass over what it ties, so it ties an
+            argument only where a recomputation reads nothing else.
+    """
+    return _Finder(program, schedule, turning_point, tie).run()
+
+
+class _Finder:
+    def __init__(self, program: Program, schedule: Schedule, turning_point: int, tie: Tie) -> None:
+        self.program = program
+        self.schedule = schedule
+        self.turning_point = turning_point
+        self.barriers = tie == "barrier"
+        self.depth = _depths(program)
+        self.size = [op_facts.size_bytes(aval) for aval in program.avals]
+        self.made_forward = {
+            value for instruction in program.instructions[: turning_point + 1] for value in instruction.outputs
+        }
+        self.arguments = {*program.inputs, *program.constants}
+        self.last_read: dict[int, int] = {}
+        ran: set[int] = set()
+        self.is_first: list[bool] = []
+        for step, number in enumerate(schedule):
+            self.is_first.append(number not in ran)
+            if number not in ran:
+                self.last_read.update(dict.fromkeys(program.instructions[number].reads, step))
+            ran.add(number)
+
+    def run(self) -> list[Hold]:
+        holds: list[Hold] = []
+        newest: list[int] = []  # Values of first runs, the deepest last.
+        held: set[int] = set()
+        step = 0
+        while step < len(self.schedule):
+            number = self.schedule[step]
+            stop = step + 1
+            if not self.is_first[step]:
+                while stop < len(self.schedule) and not self.is_first[stop]:
+                    stop += 1
+                wanted = self._read_by_region(step, stop)
+            else:
+                wanted = []
+                if number > self.turning_point and any(v not in held for v in self._forward_reads(step)):
+                    wanted = [v for v in self._forward_reads_ahead(step) if v not in held]
+            trigger = self._trigger(newest, step)
+            if wanted and trigger is not None:
+                wanted = [value for value in wanted if value != trigger]
+                holds.append(Hold(step, trigger, tuple(wanted)))
+                held.update(wanted)
+            for at in range(step, stop):
+                outputs = self.program.instructions[self.schedule[at]].outputs
+                if self.is_first[at]:
+                    self._remember(newest, outputs)
+                held.update(outputs)
+            step = stop
+        return holds
+
+    def _remember(self, newest: list[int], outputs: tuple[int, ...]) -> None:
+        for value in outputs:
+            if ties.can_trigger(self.program.avals[value]) and value in self.last_read:
+                newest.append(value)
+        if len(newest) > _MOST_TRIGGERS:
+            newest.sort(key=lambda v: self.depth[v])
+            del newest[: _MOST_TRIGGERS // 2]
+
+    def _trigger(self, newest: list[int], step: int) -> int | None:
+        """The deepest value that a first run has made and one later on reads."""
+        waiting = [v for v in newest if self.last_read[v] >= step]
+        return max(reversed(waiting), key=lambda v: self.depth[v], default=None)
+
+    def _forward_reads(self, step: int) -> list[int]:
+        """What a backward instruction reads of the forward part."""
+        reads = dict.fromkeys(self.program.instructions[self.schedule[step]].reads)
+        return [v for v in reads if v in self.made_forward and ties.can_tie(self.program.avals[v])]
+
+    def _forward_reads_ahead(self, step: int) -> list[int]:
+        """What the backward instructions of the next steps read of the forward part, up to a recomputation."""
+        found: dict[int, None] = {}
+        for at in range(step, min(len(self.schedule), step + _STRETCH)):
+            if not self.is_first[at]:
+                break
+            if self.schedule[at] > self.turning_point:
+                found.update(dict.fromkeys(self._forward_reads(at)))
+        return list(found)
+
+    def _read_by_region(self, start: int, stop: int) -> list[int]:
+        """What the recomputations from one step to another read and do not make themselves, as far as it is tied."""
+        made: set[int] = set()
+        chosen: dict[int, None] = {}
+        for step in range(start, stop):
+            instruction = self.program.instructions[self.schedule[step]]
+            outside = [
+                v for v in dict.fromkeys(instruction.reads) if v not in made and ties.can_tie(self.program.avals[v])
+            ]
+            chosen.update(dict.fromkeys(v for v in outside if self.barriers or v not in self.arguments))
+            if outside and not any(v in made or v in chosen for v in instruction.reads):
+                chosen[min(outside, key=lambda v: self.size[v])] = None
+            made.update(instruction.outputs)
+        return list(chosen)
+
+
+def _depths(program: Program) -> dict[int, int]:
+    """For each value, the number of instructions on the longest way to it."""
+    depth = dict.fromkeys((*program.inputs, *program.constants), 0)
+    for instruction in program.instructions:
+        own = 1 + max((depth[value] for value in instruction.reads), default=0)
+        depth.update(dict.fromkeys(instruction.outputs, own))
+    return depth

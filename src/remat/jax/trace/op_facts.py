@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import cache
-from typing import Any
+from typing import Any, Final
 
 from remat.core.errors import UnsupportedStep
 from remat.jax import _private
@@ -139,7 +139,8 @@ _REDUCTIONS = frozenset(
     {"reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod", "reduce_sum", "argmax", "argmin"}
 )
 
-# Rough floating-point operations per element, where it is not one.
+# Floating-point operations for each element, where it is not one. Rough guesses, not measured. Too high, recomputing
+# such an operation looks dear where it is not; memory bounds most of them, and then these counts do not matter.
 _FLOPS_PER_ELEMENT = {
     **dict.fromkeys(("div", "rsqrt", "sqrt", "rem", "cbrt"), 4.0),
     **dict.fromkeys(("exp", "exp2", "expm1", "log", "log1p", "sin", "cos", "tan", "tanh", "logistic", "erfc"), 12.0),
@@ -147,8 +148,15 @@ _FLOPS_PER_ELEMENT = {
     **dict.fromkeys(("random_bits", "threefry2x32", "rng_bit_generator"), 60.0),
 }
 
-# Runs of a loop whose length depends on values.
-_ASSUMED_ITERATIONS = 10
+_ASSUMED_ITERATIONS: Final = 10
+"""How often a ``while`` loop runs, whose length depends on values. A guess: too low, recomputing one looks cheap."""
+
+INFLATION: Final = 4
+"""A broadcast to at least so many times the bytes is made anew wherever it is read, and never stored.
+
+A judgement, not measured. Too low, the graph leaves out tensors that the compiler stores; too high, it counts tensors
+that the compiler fuses into their readers.
+"""
 
 
 @cache
@@ -231,7 +239,7 @@ def viewed_input(eqn: JaxprEqn) -> int | None:
         return 0
     if name == "transpose" and _keeps_order(_shape(source), eqn.params["permutation"]):
         return 0
-    return 0 if name == "broadcast_in_dim" and (made == read or made >= 4 * read) else None
+    return 0 if name == "broadcast_in_dim" and (made == read or made >= INFLATION * read) else None
 
 
 def _same_dtype(eqn: JaxprEqn) -> bool:

@@ -1,13 +1,18 @@
-"""A jaxpr as a flat list of instructions: calls inlined, equal computations merged, dead ones gone.
+"""A jaxpr as a flat list of instructions: what planning works on, and what a plan evaluates.
 
-Planning works on this list: value ids are the tensor ids of the graph, instruction numbers its op indices.
+Calls are inlined, equal computations merged, dead ones dropped. Then two things are done that the compiler will do
+later, as far as memory depends on them: cheap values are computed where they are read, and chains of element-wise
+equations become one instruction, whose inner values never reach memory. A graph without the second would hold many
+tensors that do not exist.
+
+The ids of values are the tensor ids of the graph, the numbers of instructions are its op indices.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import jax
 
@@ -15,18 +20,25 @@ from remat.jax import _private
 from remat.jax._private import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from remat.jax.context import for_a_plan
 from remat.jax.trace import op_facts
-from remat.jax.trace.fusion import fused, sunk
+
+_NEAR: Final = 12
+"""An equation joins the kernel that reads it if at most so many equations lie between the two, whatever they make.
+
+Farther apart, it joins only where that keeps no more bytes alive. A judgement, not measured: the compiler itself looks
+at no distance. Too large, the graph keeps tensors alive that the compiler frees; too small, it holds tensors that the
+compiler fuses away. The compiled peak corrects both, at the price of a round or two.
+"""
 
 Atom: TypeAlias = int | Literal
 """A value id, or a scalar that stands in the program itself."""
 
 
 @dataclass(frozen=True)
-class Step:
-    """One equation with its values.
+class Equation:
+    """One equation of a jaxpr, its variables replaced by the ids of values.
 
     Attributes:
-        eqn: the equation, for its primitive and parameters; its variables no longer mean anything.
+        eqn: as JAX traced it, for its primitive and its parameters. Its own variables no longer mean anything.
         inputs: what it reads.
         outputs: ids of the values that it makes.
     """
@@ -43,22 +55,22 @@ class Step:
 
 @dataclass(frozen=True)
 class Instruction:
-    """Equations that the compiler fuses into one kernel, mostly a single one.
+    """Equations that the compiler fuses into one kernel; most often one equation alone.
 
     Attributes:
-        steps: in program order.
-        reads: ids of the values read from outside.
-        outputs: ids of the values that are read outside; the last step makes them.
+        equations: in program order.
+        reads: ids of the values that come from other instructions, or are given to the program.
+        outputs: ids of the values that other instructions read, or that are returned; the last equation makes them.
     """
 
-    steps: tuple[Step, ...]
+    equations: tuple[Equation, ...]
     reads: tuple[int, ...]
     outputs: tuple[int, ...]
 
     @property
     def root(self) -> JaxprEqn:
         """The equation that makes the outputs."""
-        return self.steps[-1].eqn
+        return self.equations[-1].eqn
 
 
 @dataclass(frozen=True)
@@ -71,7 +83,7 @@ class Program:
         inputs: ids of the arguments.
         constants: arrays that the function captured, by value id.
         outputs: what it returns.
-        shardings: over several devices, where the values lie that a plan makes again; by value id.
+        shardings: by value id, how a value is laid out over several devices; empty on one device.
     """
 
     instructions: tuple[Instruction, ...]
@@ -87,41 +99,45 @@ def program_of(closed: ClosedJaxpr, kept_names: Collection[str] = ()) -> Program
 
     Calls (``jit`` without shardings of its own, ``closed_call``) are inlined. So are regions under ``jax.checkpoint``:
     what their backward part computes again is merged with what the forward part computed, and the plan decides anew.
-    Functions with a derivative rule of their own stay one instruction, so that the rule is not lost. Values with one of
-    ``kept_names`` are results of instructions, not inside of one.
+    A function with a derivative rule of its own stays one instruction, so that the rule is not lost.
+
+    Args:
+        closed: the traced function.
+        kept_names: a value to which ``jax.ad_checkpoint.checkpoint_name`` gave one of these names ends its instruction,
+            so that a plan can keep it.
     """
     flattener = Flattener()
     inputs = tuple(flattener.value(var.aval) for var in closed.jaxpr.invars)
     outputs = flattener.add(closed, inputs)
-    steps = alive(flattener.steps, outputs)
-    steps = sunk(steps, flattener.avals, (*inputs, *flattener.constants), outputs)
-    return program_of_steps(flattener, steps, inputs, outputs, values_named(steps, kept_names))
+    equations = alive(flattener.equations, outputs)
+    equations = _sunk(equations, flattener.avals, (*inputs, *flattener.constants), outputs)
+    return program_of_equations(flattener, equations, inputs, outputs, _values_named(equations, kept_names))
 
 
-def program_of_steps(
+def program_of_equations(
     flattener: Flattener,
-    steps: Sequence[Step],
+    equations: Sequence[Equation],
     inputs: Sequence[int],
     outputs: Sequence[Atom],
     kept: Sequence[int] = (),
 ) -> Program:
-    """The program of some of a flattener's steps, fused as the compiler will; ``kept`` values stay between kernels."""
-    instructions = tuple(Instruction(*parts) for parts in fused(steps, flattener.avals, (*outputs, *kept)))
+    """The program of some of a flattener's equations, fused as the compiler will; ``kept`` values end their kernels."""
+    instructions = _fused(equations, flattener.avals, (*outputs, *kept))
     return Program(instructions, tuple(flattener.avals), tuple(inputs), flattener.constants, tuple(outputs))
 
 
 class Flattener:
-    """Writes jaxprs into one flat list of steps; equal computations are merged.
+    """Writes jaxprs into one flat list of equations; equal computations are merged.
 
     Attributes:
         avals: for each value id, its shape and dtype.
-        steps: in program order.
+        equations: in program order.
         constants: arrays that the jaxprs captured, by value id.
     """
 
     def __init__(self) -> None:
         self.avals: list[Any] = []
-        self.steps: list[Step] = []
+        self.equations: list[Equation] = []
         self.constants: dict[int, Any] = {}
         self.constant_ids: dict[int, int] = {}
         self.known: dict[Any, tuple[int, ...]] = {}
@@ -167,7 +183,7 @@ class Flattener:
         if key is not None and key in self.known:
             return self.known[key]
         outputs = tuple(self.value(var.aval) for var in eqn.outvars)
-        self.steps.append(Step(eqn, inputs, outputs))
+        self.equations.append(Equation(eqn, inputs, outputs))
         if key is not None:
             self.known[key] = outputs
         return outputs
@@ -202,25 +218,102 @@ def _identity(eqn: JaxprEqn, inputs: tuple[Atom, ...]) -> Any:
     return key
 
 
-def alive(steps: Sequence[Step], outputs: Sequence[Atom]) -> list[Step]:
-    """The steps that an output or an effect needs."""
+def alive(equations: Sequence[Equation], outputs: Sequence[Atom]) -> list[Equation]:
+    """The equations that an output or an effect needs."""
     needed = {atom for atom in outputs if isinstance(atom, int)}
     kept = []
-    for step in reversed(steps):
-        if step.eqn.effects or any(value in needed for value in step.outputs):
-            kept.append(step)
-            needed.update(step.reads)
+    for equation in reversed(equations):
+        if equation.eqn.effects or any(value in needed for value in equation.outputs):
+            kept.append(equation)
+            needed.update(equation.reads)
     return kept[::-1]
 
 
-def values_named(steps: Sequence[Step], names: Collection[str]) -> list[int]:
+def _sunk(
+    equations: Sequence[Equation], avals: Sequence[Any], pinned: Sequence[int], outputs: Sequence[Atom]
+) -> list[Equation]:
+    """Program order, with cheap equations moved down to where they are first read.
+
+    Differentiation writes what only the backward part reads (``3 * x**2``) into the forward part. An equation moves
+    where that keeps no more bytes alive: its inputs are read later anyway, or are no larger than what it makes.
+    """
+    count = len(equations)
+    end = count + 1
+    first_read = {value: end for equation in equations for value in equation.outputs}
+    last_read = dict.fromkeys(pinned, end)
+    place = [(number, 0) for number in range(count)]
+    for atom in outputs:
+        if isinstance(atom, int):
+            first_read[atom] = last_read[atom] = end
+    for number in reversed(range(count)):
+        equation = equations[number]
+        at = number
+        reads = dict.fromkeys(equation.reads)
+        if op_facts.may_sink(equation.eqn) and equation.outputs:
+            target = min(first_read[value] for value in equation.outputs)
+            made = sum(op_facts.size_bytes(avals[value]) for value in equation.outputs)
+            extended = sum(op_facts.size_bytes(avals[v]) for v in reads if last_read.get(v, -1) < target)
+            if at < target < end and extended <= made:
+                at = target
+                place[number] = (target, -1)
+        for value in reads:
+            first_read[value] = min(first_read.get(value, end), at)
+            last_read[value] = max(last_read.get(value, -1), at)
+    return [equations[number] for number in sorted(range(count), key=lambda number: (place[number], number))]
+
+
+def _fused(equations: Sequence[Equation], avals: Sequence[Any], outputs: Sequence[Atom]) -> tuple[Instruction, ...]:
+    """Group equations into kernels, in a topological order.
+
+    An element-wise equation joins the kernel that alone reads it, unless that is far away and the inputs of the
+    equation would have to live longer for it. Such a merge cannot close a cycle: all that the equation makes goes into
+    that kernel.
+    """
+    returned = {atom for atom in outputs if isinstance(atom, int)}
+    readers: dict[int, set[int]] = {}
+    last_read: dict[int, int] = {}
+    for number, equation in enumerate(equations):
+        for value in equation.reads:
+            readers.setdefault(value, set()).add(number)
+            last_read[value] = number
+    root = list(range(len(equations)))
+    for number in reversed(range(len(equations))):
+        equation = equations[number]
+        if not op_facts.may_join(equation.eqn) or any(value in returned for value in equation.outputs):
+            continue
+        into = {root[reader] for value in equation.outputs for reader in readers.get(value, ())}
+        if len(into) != 1:
+            continue
+        (target,) = into
+        if not op_facts.takes_producers(equations[target].eqn):
+            continue
+        extended = sum(op_facts.size_bytes(avals[v]) for v in dict.fromkeys(equation.reads) if last_read[v] < target)
+        made = sum(op_facts.size_bytes(avals[v]) for v in equation.outputs)
+        if target - number > _NEAR and extended > made:
+            continue
+        root[number] = target
+        for value in equation.reads:
+            last_read[value] = max(last_read[value], target)
+    groups: dict[int, list[Equation]] = {}
+    for number, equation in enumerate(equations):
+        groups.setdefault(root[number], []).append(equation)
+    result = []
+    for target in sorted(groups):
+        group = tuple(groups[target])
+        inside = {value for equation in group for value in equation.outputs}
+        reads = dict.fromkeys(value for equation in group for value in equation.reads if value not in inside)
+        result.append(Instruction(group, tuple(reads), equations[target].outputs))
+    return tuple(result)
+
+
+def _values_named(equations: Sequence[Equation], names: Collection[str]) -> list[int]:
     """Ids of the values to which ``jax.ad_checkpoint.checkpoint_name`` gave one of these names."""
-    return [step.outputs[0] for step in steps if (name := name_of(step)) is not None and name in names]
+    return [equation.outputs[0] for equation in equations if (name := name_of(equation)) is not None and name in names]
 
 
-def name_of(step: Step) -> str | None:
-    """The name that a step gives to its value, which it leaves as it is."""
-    return step.eqn.params["name"] if step.eqn.primitive.name == "name" else None
+def name_of(equation: Equation) -> str | None:
+    """The name that an equation gives to its value, which it leaves as it is."""
+    return equation.eqn.params["name"] if equation.eqn.primitive.name == "name" else None
 
 
 def trace_jaxpr(function: Any, arguments: Sequence[Any]) -> tuple[ClosedJaxpr, Any]:

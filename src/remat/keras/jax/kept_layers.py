@@ -1,4 +1,4 @@
-"""Names the outputs of layers on JAX, where a checkpoint is a value that has a name."""
+"""Keras on JAX: a checkpoint is a value that has a name."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from remat.jax.planned_part import Function
-from remat.keras.recompute import find_layers
-from remat.keras.shared.layer_calls import calls_pass, is_tensor_name
+from remat.keras.shared.kept_layers import NamedLayers
 
 
-class NamedLayers:
+class KeptLayers(NamedLayers):
     """Gives what chosen layers return the layers' names, while a training step is traced.
 
     Args:
@@ -30,16 +29,15 @@ class NamedLayers:
     """
 
     def __init__(self, model: Any, wanted: Sequence[Any]) -> None:
-        self._layers = find_layers(model, [name for name in wanted if not is_tensor_name(name)])
-        given = [name for name in wanted if is_tensor_name(name)]
-        self.names = tuple(dict.fromkeys([*(layer.name for layer in self._layers), *given]))
+        super().__init__(model, wanted)
+        self.names = tuple(dict.fromkeys([*(layer.name for layer in self.layers), *self.tensor_names]))
 
     def naming(self, function: Function) -> Function:
         """The function, in which the layers' outputs have names whenever it is traced."""
 
         @functools.wraps(function)
         def traced(*args: Any, **kwargs: Any) -> Any:
-            with calls_pass(self._layers, lambda number, result: _named(result, self._layers[number].name)):
+            with self._calls_pass(lambda number, result: _named(result, self.layers[number].name)):
                 return function(*args, **kwargs)
 
         return traced

@@ -1,21 +1,20 @@
-"""Finds the tensors that a user names as checkpoints: by layer, or by the name that TensorFlow gave them."""
+"""Keras on TensorFlow: a checkpoint is a tensor of the traced step, named by its layer or by TensorFlow."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Final
 
 import tensorflow as tf
 
 from remat.core.errors import UnsupportedStep
-from remat.keras.recompute import find_layers
-from remat.keras.shared.layer_calls import calls_pass, is_tensor_name, not_called
+from remat.keras.shared.kept_layers import NamedLayers
 
-_SHOWN = 8
+_SHOWN: Final = 8  # Names in an error: enough to see how they look; more would bury the message.
 
 
-class LayerOutputs:
+class KeptLayers(NamedLayers):
     """What named layers return while a training step is traced.
 
     Args:
@@ -27,15 +26,14 @@ class LayerOutputs:
     """
 
     def __init__(self, model: Any, wanted: Sequence[Any]) -> None:
-        self._tensor_names = [name for name in wanted if is_tensor_name(name)]
-        self._layers = find_layers(model, [name for name in wanted if not is_tensor_name(name)])
+        super().__init__(model, wanted)
         self._outputs: dict[int, list[tf.Tensor]] = {}
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
         """Note what the layers return inside."""
-        self._outputs = {number: [] for number in range(len(self._layers))}
-        with calls_pass(self._layers, self._note):
+        self._outputs = {number: [] for number in range(len(self.layers))}
+        with self._calls_pass(self._note):
             yield
 
     def tensors_in(self, graph: Any) -> list[tf.Tensor]:
@@ -45,14 +43,12 @@ class LayerOutputs:
             UnsupportedStep: where a layer was not called, or no tensor has a name.
         """
         found = []
-        for number, layer in enumerate(self._layers):
+        for number in range(len(self.layers)):
             own = [t for t in self._outputs[number] if t.graph is graph]
             if not own:
-                raise not_called(layer)
+                raise self._not_called(number)
             found += own
-        for name in self._tensor_names:
-            found.append(_tensor_named(graph, name))
-        return found
+        return found + [_tensor_named(graph, name) for name in self.tensor_names]
 
     def _note(self, number: int, result: Any) -> Any:
         leaves = tf.nest.flatten(result)

@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
 import tensorflow as tf
@@ -17,54 +17,35 @@ from remat.core.graph import Graph
 from remat.core.plan import Plan
 from remat.fit.request import Request
 from remat.keras._private import unbuilt_parts
-from remat.keras.shared.attachment import Attachment
+from remat.keras.shared.limit import ModelLimit, in_bytes, is_share
 from remat.keras.tensorflow.choose import choose_micro_batches
-from remat.keras.tensorflow.kept_layers import LayerOutputs
-from remat.keras.tensorflow.model_trace import label_model
+from remat.keras.tensorflow.kept_layers import KeptLayers
 from remat.keras.tensorflow.step import MicroBatchedStep
-from remat.micro_batches.options import JointPlan
+from remat.keras.tensorflow.trace import label_model, traced_step
+from remat.micro_batches.cut import largest_size
 from remat.tensorflow import _private
-from remat.tensorflow.micro_batches.loop import largest_size
-from remat.tensorflow.peak.resident import carried_inputs
-from remat.tensorflow.planned import Rewritten, rewrite
-from remat.tensorflow.trace.func_graph import FunctionToPlan
+from remat.tensorflow.emit.emit import Rewritten
+from remat.tensorflow.peak.device import current_device
+from remat.tensorflow.planned import rewrite
+from remat.tensorflow.trace.func_graph import FunctionToPlan, carried_inputs
 
-_Shapes = list[tuple[int, ...]]
+_Shapes: TypeAlias = list[tuple[int, ...]]
 
 
-class TensorFlowLimit(Attachment):
-    """A memory limit on one model.
+class Limit(ModelLimit):
+    """A memory limit on one model: the graph of its training step is rewritten when its trace ends."""
 
-    Keras builds its training function in ``make_train_function``; this replaces that method on the instance.
-    The function that results runs the model's own ``train_step``, whatever it is; with micro-batches one that does the
-    same as Keras' own.
+    step_in_micro_batches = MicroBatchedStep
+    kept_layers = KeptLayers
 
-    Args:
-        model: the model.
-        request: the budget; None plans nothing.
-        checkpoints: layers or names of what to keep, instead of a budget.
-        micro_batches: how many pieces a batch is cut into; None to choose when the first batch comes, for which the
-            request has a budget.
-    """
-
-    def __init__(
-        self,
-        model: keras.Model,
-        request: Request | None,
-        checkpoints: Sequence[Any] | None = None,
-        micro_batches: int | None = 1,
-    ) -> None:
-        self._chooses = micro_batches is None
-        self._joint: JointPlan | None = None
-        self._micro_batches = micro_batches or 1
-        self._micro_step = MicroBatchedStep(model, self._micro_batches) if self._micro_batches > 1 else None
-        self._asked = self._request = request
-        self._checkpoints = None if checkpoints is None else LayerOutputs(model, checkpoints)
+    def __init__(self, model: keras.Model, request: Request, micro_batches: int | None) -> None:
+        self._run: Callable[[Any], Any] = model.train_function
+        super().__init__(model, request, micro_batches)
+        self._in_force = request
+        self._whole_peak_bytes: int | None = None
         self._shapes: _Shapes = []
         self._rewritten: Rewritten | None = None
         self._known_iterator: weakref.ref[tf.data.Iterator] | None = None
-        self._run: Callable[[Any], Any] = model.train_function
-        super().__init__(model)
 
     @property
     def plan(self) -> Plan | None:
@@ -73,18 +54,16 @@ class TensorFlowLimit(Attachment):
 
     @property
     def graph(self) -> Graph | None:
-        """The step that the plan is for, None before the first training step."""
+        """The step that the plan is for, None before the first training step; with micro-batches, one piece of it."""
         return label_model(self._rewritten.step, self._required_model()) if self._rewritten is not None else None
-
-    @property
-    def joint_plan(self) -> JointPlan | None:
-        """What was chosen from which numbers of micro-batches; None before the first step, or where it was given."""
-        return self._joint
 
     @property
     def rewritten(self) -> Rewritten | None:
         """What was planned and written at the newest trace."""
         return self._rewritten
+
+    def _auto_budget_bytes(self) -> int:
+        return current_device().auto_budget_bytes()
 
     def _make_train_function(self, force: bool = False) -> Callable[..., Any]:
         model = self._required_model()
@@ -96,7 +75,7 @@ class TensorFlowLimit(Attachment):
                 "planned; compile it with run_eagerly=False, or do not limit its memory"
             )
         replicas = model.distribute_strategy.num_replicas_in_sync
-        if replicas > 1 and self._asked is not None:
+        if replicas > 1 and self._request.plans:
             raise UnsupportedStep(
                 f"{model.name!r} trains on {replicas} replicas, and limit_memory plans for one device; give a number "
                 "of micro_batches and neither a budget nor checkpoints, or train on one device"
@@ -133,8 +112,7 @@ class TensorFlowLimit(Attachment):
                 self._make_train_function(force=True)
             self._shapes = largest
             build(model, batches[0])
-            if self._chooses:
-                self._choose(model, batches[0])
+            self._plan_anew(model, _unpacked(batches[0]))
         if not is_dataset:
             return self._run(iter(batches))
         again = _same_type_of_iterator(batches, iterator.element_spec)
@@ -143,33 +121,30 @@ class TensorFlowLimit(Attachment):
         self._known_iterator = weakref.ref(iterator)
         return result
 
-    def _choose(self, model: keras.Model, batch: Any) -> None:
-        """Settle the number of micro-batches for batches of the sizes that are known now, and say why."""
-        assert self._asked is not None
-        joint = choose_micro_batches(model, model.train_step, _unpacked(batch), self._shapes, self._asked)
-        print(joint, flush=True)
-        self._joint = joint
-        self._micro_batches = joint.micro_batches
-        self._micro_step = MicroBatchedStep(model, joint.micro_batches) if joint.micro_batches > 1 else None
-        self._request = dataclasses.replace(self._asked, budget=joint.budget_bytes, known=joint.chosen.plan)
+    def _plan_anew(self, model: keras.Model, batch: tuple[Any, Any, Any]) -> None:
+        """For a batch that is larger than those before: choose again, or learn again what a percentage is one of."""
+        if self._chooses:
+            choice = choose_micro_batches(model, model.train_step, batch, self._shapes, self._budgeted())
+            self._chosen(model, choice)
+            self._in_force = dataclasses.replace(self._request, budget=choice.budget_bytes, known=choice.chosen.plan)
+        elif self._micro_step is not None and is_share(self._request.budget):
+            data = keras.utils.pack_x_y_sample_weight(*batch)
+            whole = traced_step(model, model.train_step, data, self._shapes)
+            self._whole_peak_bytes = whole.plain_peak.expected_bytes + whole.resident_bytes
+            self._in_force = in_bytes(self._request, self._whole_peak_bytes)
 
     def _train_step(self, own_train_step: Callable[[Any], Any], data: Any) -> Any:
+        """In place of the model's ``train_step``, while it is traced."""
         self._rewritten = None
+        watched = contextlib.nullcontext() if self._kept is None else self._kept.watched()
         if self._micro_step is not None:
-            on_body = self._plan_micro_batch if self._request is not None else None
-            with self._checkpoints_watched():
+            on_body = self._plan_micro_batch if self._in_force.plans else None
+            with watched:
                 return self._micro_step(self._required_model(), data, on_body)
         symbols = _leaves(data)
-
-        def shapes(_: Any) -> dict[str, tuple[int, ...]]:
-            return self._real_shapes(symbols, self._shapes)
-
-        self._plan_when_traced(shapes)
-        with self._checkpoints_watched():
+        self._plan_when_traced(lambda _: self._real_shapes(symbols, self._shapes))
+        with watched:
             return own_train_step(data)
-
-    def _checkpoints_watched(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self._checkpoints is None else self._checkpoints.watched()
 
     def _plan_micro_batch(self, symbols: Sequence[tf.Tensor], pieces: Sequence[tf.Tensor]) -> None:
         """Plan the body of the loop over the micro-batches, in which this is called."""
@@ -189,32 +164,50 @@ class TensorFlowLimit(Attachment):
         """Plan the innermost function and write the plan into it when its trace ends."""
         graph = tf.compat.v1.get_default_graph()
         in_xla = _private.in_xla_context(graph)
-        request = self._request
-        assert request is not None
 
         def finish(succeeded: bool) -> None:
             if succeeded:
-                asked = request
-                if self._checkpoints is not None:
-                    asked = dataclasses.replace(request, checkpoints=self._checkpoints.tensors_in(graph))
+                is_piece = self._micro_step is not None
                 function = FunctionToPlan(
                     graph,
                     real_shapes(graph),
                     in_xla,
                     forward_ends=_forward_ends(graph),
-                    carried=carried_inputs(graph) if self._micro_step is not None else frozenset(),
+                    carried=carried_inputs(graph) if is_piece else frozenset(),
+                    iterations=self._micro_batches,
                 )
-                rewritten = rewrite(function, asked)
-                if self._rewritten is None or rewritten.plan.peak_bytes > self._rewritten.plan.peak_bytes:
-                    self._rewritten = rewritten  # Pieces of two sizes have a plan each.
+                request = self._in_force
+                if self._kept is not None:
+                    request = dataclasses.replace(request, checkpoints=self._kept.tensors_in(graph))
+                self._remember(rewrite(function, request))
 
         _private.call_when_traced(finish)
+
+    def _remember(self, rewritten: Rewritten) -> None:
+        if self._whole_peak_bytes is not None:
+            plan = dataclasses.replace(rewritten.plan, baseline_peak_bytes=self._whole_peak_bytes)
+            rewritten = dataclasses.replace(rewritten, plan=plan)
+        # Pieces of two sizes have a plan each.
+        if self._rewritten is None or rewritten.plan.peak_bytes > self._rewritten.plan.peak_bytes:
+            self._rewritten = rewritten
 
     @staticmethod
     def _real_shapes(symbols: Sequence[tf.Tensor], shapes: _Shapes) -> dict[str, tuple[int, ...]]:
         if len(symbols) != len(shapes):
             return {}
         return {symbol.name: shape for symbol, shape in zip(symbols, shapes, strict=True)}
+
+
+def build(model: keras.Model, batch: Any) -> None:
+    """Make every variable now.
+
+    What is created while a function is traced is allocated in the middle of its first step, where no plan can
+    account for it.
+    """
+    if unbuilt_parts(model):
+        model._symbolic_build(data_batch=_unpacked(batch))
+    if model.optimizer is not None and not model.optimizer.built:
+        model.optimizer.build(model.trainable_variables)
 
 
 def _forward_ends(graph: Any) -> int | None:
@@ -233,18 +226,6 @@ def _largest(batches: Iterable[Any]) -> _Shapes:
     """For each tensor of a batch, the largest shape among the batches."""
     per_batch = [[tuple(tf.convert_to_tensor(leaf).shape) for leaf in _leaves(batch)] for batch in batches]
     return [tuple(max(sizes) for sizes in zip(*shapes, strict=True)) for shapes in zip(*per_batch, strict=True)]
-
-
-def build(model: keras.Model, batch: Any) -> None:
-    """Make every variable now.
-
-    What is created while a function is traced is allocated in the middle of its first step, where no plan can
-    account for it.
-    """
-    if unbuilt_parts(model):
-        model._symbolic_build(data_batch=_unpacked(batch))
-    if model.optimizer is not None and not model.optimizer.built:
-        model.optimizer.build(model.trainable_variables)
 
 
 def _unpacked(batch: Any) -> tuple[Any, Any, Any]:

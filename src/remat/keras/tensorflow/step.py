@@ -1,4 +1,4 @@
-"""A training step of Keras that runs a batch in micro-batches and updates once, with the full batch's numbers."""
+"""Keras on TensorFlow: a training step that runs a batch in micro-batches and updates once."""
 
 from __future__ import annotations
 
@@ -10,243 +10,201 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from remat.core.errors import UnsupportedStep
 from remat.keras import _private
 from remat.keras.shared.batch_statistics import BatchStatistics
-from remat.keras.shared.loss_terms import LossTerm, loss_terms
-from remat.keras.shared.micro_batches import CheckedStep, check_variables, groups_of, names_of, summand
-from remat.tensorflow._private import FuncGraph
-from remat.tensorflow.micro_batches.loop import (
-    Carried,
-    Size,
-    added,
-    batch_size_of,
-    empty_accumulators,
-    for_each_micro_batch,
+from remat.keras.shared.step import (
+    CheckedStep,
+    LossGroups,
+    LossTerm,
+    PieceLoss,
+    check_variables,
+    loss_terms,
+    names_of,
+    report_loss,
 )
+from remat.tensorflow._private import FuncGraph
+from remat.tensorflow.micro_batches.gradients import GradientSums, may_be_sparse
+from remat.tensorflow.micro_batches.loop import Carried, Size, batch_size_of, for_each_micro_batch
 
 # Called while a micro-batch's computation is traced, with the batch's tensors and the pieces cut from them.
 OnBody = Callable[[Sequence[tf.Tensor], Sequence[tf.Tensor]], None]
 
 
+class MicroBatchedStep(CheckedStep):
+    """In place of ``train_step``: ``count`` micro-batches in one loop of the graph, then one update."""
+
+    _instead = "remat.tensorflow.value_and_grad"
+
+    def __call__(self, model: keras.Model, data: Any, on_body: OnBody | None) -> dict[str, Any]:
+        """One training step on a batch; returns the logs.
+
+        Raises:
+            UnsupportedStep: for a batch whose parts do not agree on its size, or a loss of which it cannot be known
+                what it divides by.
+        """
+        self._check(model)
+        return CutBatch(model, data, self._count, self._statistics(model), on_body).run()
+
+    def without_update(self, model: keras.Model, data: Any, on_body: OnBody) -> list[tf.Tensor]:
+        """Everything but the update: what the micro-batches sum up to.
+
+        Raises:
+            UnsupportedStep: as above.
+        """
+        self._check(model)
+        sums, rows = CutBatch(model, data, self._count, BatchStatistics(model), on_body).accumulated()
+        return [*sums.flat(), *rows]
+
+
 @dataclass
-class _Totals:
-    """What the loop over the micro-batches sums up."""
+class _Sums:
+    """What the loop hands from one micro-batch to the next.
+
+    Attributes:
+        values: one for each term of the loss.
+        denominators: one for each counted term.
+        bounds: what the gradients of these are divided by meanwhile.
+        additional: what layers add to the loss.
+        statistics: of the layers that couple the samples of a batch.
+        gradients: see ``GradientSums``.
+    """
 
     values: list[tf.Tensor]
     denominators: list[tf.Tensor]
     bounds: list[tf.Tensor]
     additional: tf.Tensor
     statistics: list[tf.Tensor]
-    gradients: list[list[tf.Tensor]]
+    gradients: list[tf.Tensor]
 
     def flat(self) -> Carried:
         return list(tf.nest.flatten(list(vars(self).values())))
 
-    def like(self, flat: Sequence[tf.Tensor]) -> _Totals:
-        return _Totals(*tf.nest.pack_sequence_as(list(vars(self).values()), list(flat)))
+    def like(self, flat: Sequence[tf.Tensor]) -> _Sums:
+        return _Sums(*tf.nest.pack_sequence_as(list(vars(self).values()), list(flat)))
 
 
-@dataclass(frozen=True)
-class _Sums:
-    """The totals, and what they are made of.
+class CutBatch:
+    """A batch, its micro-batches, and what they come to.
 
-    Attributes:
-        totals: over all micro-batches.
-        terms: of the loss.
-        counted: numbers of the terms whose denominator is counted on the way.
-        has_known: is the first group of gradients that of the terms whose denominator is known beforehand?
-        has_gradient: per group, which variables have a gradient.
+    Args:
+        model: compiled and built.
+        data: the batch.
+        count: how many micro-batches.
+        statistics: of the model's layers.
+        on_body: told of the loop's body while it is traced.
+
+    Raises:
+        UnsupportedStep: for a batch whose parts do not agree on its size, or a loss of which it cannot be known what it
+            divides by.
     """
 
-    totals: _Totals
-    terms: list[LossTerm]
-    counted: list[int]
-    has_known: bool
-    has_gradient: list[list[bool]]
-
-
-class MicroBatchedStep(CheckedStep):
-    """In place of ``train_step``: ``count`` micro-batches, then one update.
-
-    Gradients of terms whose denominator is known beforehand (samples, none) share one accumulator per variable; a term
-    that divides by what a mask or weights count has its own, which is divided once, at the end.
-    """
-
-    _instead = "remat.tensorflow.value_and_grad"
-
-    def __init__(self, model: keras.Model, count: int) -> None:
-        super().__init__(model, count)
-        self._warned_of_sparse = False
-
-    def __call__(self, model: keras.Model, data: Any, on_body: OnBody | None) -> dict[str, Any]:
-        """One training step on a batch; returns the logs."""
-        self._check(model)
-        step = _Step(model, data, self._count, self._statistics(model), on_body)
-        logs = step.run()
-        if step.sparse and not self._warned_of_sparse and not _sums_rows(model.optimizer):
-            self._warned_of_sparse = True
-            warnings.warn(
-                f"{type(model.optimizer).__name__} of Keras works on each row of a sparse gradient by itself, as if a "
-                f"word that occurs twice were two; with micro_batches={self._count} it gets the gradients of "
-                f"{', '.join(sorted(step.sparse))} summed, so these are updated as by a dense gradient",
-                stacklevel=2,
-            )
-        return logs
-
-    def without_update(self, model: keras.Model, data: Any, on_body: OnBody) -> list[tf.Tensor]:
-        """Everything but the update: what the micro-batches sum up to."""
-        self._check(model)
-        return _Step(model, data, self._count, BatchStatistics(model), on_body).accumulated().totals.flat()
-
-
-class _Step:
     def __init__(
         self, model: keras.Model, data: Any, count: int, statistics: BatchStatistics, on_body: OnBody | None
     ) -> None:
-        self.model = model
-        self.data = keras.utils.unpack_x_y_sample_weight(data)
-        self.count = count
-        self.statistics = statistics
-        self.on_body = on_body
-        self.variables = model.trainable_weights
-        self.dtype = tf.as_dtype(keras.config.floatx())
-        self.sparse: set[str] = set()
-        flat = tf.nest.flatten(self.data)
-        self.leaves = [leaf for leaf in flat if leaf is not None]
-        self.batch_size = batch_size_of(self.leaves, names_of(self.data))
-        check_variables(self.variables)
+        self._model = model
+        self._data = keras.utils.unpack_x_y_sample_weight(data)
+        self._count = count
+        self._statistics = statistics
+        self._on_body = on_body
+        self._dtype = tf.as_dtype(keras.config.floatx())
+        self._leaves = [leaf for leaf in tf.nest.flatten(self._data) if leaf is not None]
+        self._batch_size = batch_size_of(self._leaves, names_of(self._data))
+        check_variables(model.trainable_weights)
+        self._terms, self._groups, self._gradients = self._inspected()
 
     def run(self) -> dict[str, Any]:
         """Compute, update, and return the logs."""
-        before = self.statistics.values()
-        sums = self.accumulated()
-        totals = sums.totals
-        self.statistics.move(before, totals.statistics)
-        factors = [tf.math.divide_no_nan(b, d) for b, d in zip(totals.bounds, totals.denominators, strict=True)]
-        self._update(totals.gradients, ([None] if sums.has_known else []) + factors, sums.has_gradient)
-        for n, denominator in zip(sums.counted, totals.denominators, strict=True):
-            totals.values[n] = tf.math.divide_no_nan(totals.values[n], denominator)
-        return self._logs(sums.terms, totals.values, totals.additional)
+        before = self._statistics.values()
+        sums, rows = self.accumulated()
+        self._statistics.move(before, sums.statistics)
+        factors = self._groups.factors(sums.bounds, sums.denominators)
+        self._update(self._gradients.totals(sums.gradients, rows, factors))
+        # Keras counts a batch of unknown size once.
+        static_size = self._batch_size if isinstance(self._batch_size, int) else None
+        return report_loss(
+            self._model,
+            self._terms,
+            self._groups,
+            sums.values,
+            sums.denominators,
+            sums.additional,
+            (static_size, self._batch_size),
+        )
 
-    def accumulated(self) -> _Sums:
-        """Run the micro-batches; what they sum up to."""
-        model = self.model
-        terms, has_additional = self._inspected()
-        groups, counted = groups_of(terms, has_additional=has_additional)
-        has_known = len(groups) > len(counted)
-        if not groups:
-            raise UnsupportedStep(f"{model.name!r} has no loss; give compile() one")
-        has_gradient = [[False] * len(self.variables) for _ in groups]
-        zero = tf.zeros((), self.dtype)
-        empty = _Totals(
-            values=[zero] * len(terms),
-            denominators=[zero] * len(counted),
-            bounds=[zero] * len(counted),
+    def accumulated(self) -> tuple[_Sums, list[tf.Tensor]]:
+        """Run the micro-batches; what they sum up to, and the joined rows of sparse gradients."""
+        zero = tf.zeros((), self._dtype)
+        empty = _Sums(
+            values=[zero] * len(self._terms),
+            denominators=[zero] * len(self._groups.counted),
+            bounds=[zero] * len(self._groups.counted),
             additional=zero,
-            statistics=self.statistics.empty(),
-            gradients=[empty_accumulators(self.variables) for _ in groups],
+            statistics=self._statistics.empty(),
+            gradients=self._gradients.initial(),
         )
 
         def body(leaves: list[tf.Tensor], size: Size, carried: Carried) -> Carried:
-            if self.on_body is not None:
-                self.on_body(self.leaves, leaves)
-            totals = empty.like(carried)
+            if self._on_body is not None:
+                self._on_body(self._leaves, leaves)
             # A replica may get no sample of an epoch's last batch.
-            share = tf.math.divide_no_nan(tf.cast(size, self.dtype), tf.cast(self.batch_size, self.dtype))
-            x, y, sample_weight = self._packed(leaves)
-            with tf.GradientTape(persistent=len(groups) > 1) as tape:
-                y_pred, found, additional = self._forward(x, y, sample_weight, size)
-                values = [summand(term, share) for term in found]
-                bounds = [found[n].per_sample * tf.cast(self.batch_size, self.dtype) for n in counted]
-                scaled = dict(zip(counted, bounds, strict=True))
-                targets = []
-                for group in groups:
-                    parts = [
-                        term.weighted(values[n] if n not in scaled else tf.math.divide_no_nan(values[n], scaled[n]))
-                        for n in group
-                        for term in [found[n]]
-                    ]
-                    if additional is not None and group is groups[0]:
-                        parts.append(additional * share)
-                    targets.append(model.optimizer.scale_loss(tf.add_n(parts)))
-            for number, target in enumerate(targets):
-                gradients = tape.gradient(target, self.variables) if self.variables else []
-                for n, gradient in enumerate(gradients):
-                    has_gradient[number][n] |= gradient is not None
-                    if isinstance(gradient, tf.IndexedSlices):
-                        self.sparse.add(self.variables[n].path)
-                    totals.gradients[number][n] = added(totals.gradients[number][n], gradient)
-            totals.values = [total + value for total, value in zip(totals.values, values, strict=True)]
-            totals.denominators = [
-                total + found[n].denominator for total, n in zip(totals.denominators, counted, strict=True)
-            ]
-            totals.bounds = bounds
-            if additional is not None:
-                totals.additional += additional * share
-            totals.statistics = self.statistics.merged(totals.statistics, share)
-            model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
-            return totals.flat()
+            share = tf.math.divide_no_nan(tf.cast(size, self._dtype), tf.cast(self._batch_size, self._dtype))
+            data = self._packed(leaves)
+            with tf.GradientTape(persistent=len(self._groups.groups) > 1) as tape:
+                y_pred, terms, additional = self._forward(data, size)
+                loss = PieceLoss.of(self._model, terms, additional, self._groups, share, self._batch_size)
+            variables = self._model.trainable_weights
+            gradients = [tape.gradient(target, variables) if variables else [] for target in loss.targets]
+            sums = empty.like(carried)
+            sums.gradients, rows = self._gradients.add(sums.gradients, gradients)
+            sums.values = [total + value for total, value in zip(sums.values, loss.values, strict=True)]
+            sums.denominators = [total + one for total, one in zip(sums.denominators, loss.denominators, strict=True)]
+            sums.bounds = loss.bounds
+            if loss.additional is not None:
+                sums.additional += loss.additional
+            sums.statistics = self._statistics.merged(sums.statistics, share)
+            x, y, sample_weight = data
+            self._model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+            return [*sums.flat(), *rows]
 
-        last = for_each_micro_batch(self.leaves, self.batch_size, self.count, body, empty.flat())
-        return _Sums(empty.like(last), terms, counted, has_known, has_gradient)
+        flat = empty.flat()
+        last = for_each_micro_batch(self._leaves, self._batch_size, self._count, body, flat, self._gradients.joined)
+        return empty.like(last[: len(flat)]), last[len(flat) :]
 
-    def _inspected(self) -> tuple[list[LossTerm], bool]:
-        """What the loss is made of: found by tracing it once, aside."""
-        size = self.batch_size if isinstance(self.batch_size, int) else None
-        with FuncGraph("remat_loss_terms").as_default():
-            x, y, sample_weight = self.data
-            if size is None:
-                size = tf.shape(self.leaves[0])[0]
-            _, terms, additional = self._forward(x, y, sample_weight, size)
-        return terms, additional is not None
+    def _forward(self, data: Any, size: Size) -> tuple[Any, list[LossTerm], Any]:
+        x, y, sample_weight = data
+        with self._statistics.raw():
+            y_pred = _private.call_in_training(self._model, x)
+        terms = loss_terms(self._model, y, y_pred, sample_weight, size)
+        additional = _private.additional_loss(self._model)
+        return y_pred, terms, None if additional is None else tf.cast(additional, self._dtype)
 
-    def _forward(self, x: Any, y: Any, sample_weight: Any, size: Size) -> tuple[Any, list[LossTerm], Any]:
-        with self.statistics.raw():
-            y_pred = _private.call_in_training(self.model, x)
-        terms = loss_terms(self.model, y, y_pred, sample_weight, size)
-        additional = _private.additional_loss(self.model)
-        return y_pred, terms, None if additional is None else tf.cast(additional, self.dtype)
+    def _inspected(self) -> tuple[list[LossTerm], LossGroups, GradientSums]:
+        """What the loss is made of, and how its gradients are summed: found by tracing the whole batch aside."""
+        variables = self._model.trainable_weights
+        with FuncGraph("remat_whole_batch").as_default() as graph:
+            samples = [tf.compat.v1.placeholder(leaf.dtype, leaf.shape) for leaf in self._leaves]
+            size = self._batch_size if isinstance(self._batch_size, int) else tf.shape(samples[0])[0]
+            with tf.GradientTape(persistent=True) as tape:
+                _, terms, additional = self._forward(self._packed(samples), size)
+                groups = LossGroups.of(self._model, terms, additional)
+                loss = PieceLoss.of(self._model, terms, additional, groups, tf.ones((), self._dtype), size)
+            gradients = None
+            if may_be_sparse(graph):
+                gradients = [tape.gradient(target, variables) for target in loss.targets]
+            sums = GradientSums(variables, len(groups.groups), gradients, samples)
+        return terms, groups, sums
 
     def _packed(self, leaves: Sequence[tf.Tensor]) -> Any:
         given = iter(leaves)
-        flat = [None if leaf is None else next(given) for leaf in tf.nest.flatten(self.data)]
-        return tf.nest.pack_sequence_as(self.data, flat)
+        flat = [None if leaf is None else next(given) for leaf in tf.nest.flatten(self._data)]
+        return tf.nest.pack_sequence_as(self._data, flat)
 
-    def _update(
-        self, gradients: list[list[tf.Tensor]], factors: list[tf.Tensor | None], has_gradient: list[list[bool]]
-    ) -> None:
-        if not self.variables:
+    def _update(self, gradients: Sequence[tf.Tensor | tf.IndexedSlices | None]) -> None:
+        variables = self._model.trainable_weights
+        if not variables:
             warnings.warn("The model does not have any trainable weights.", stacklevel=2)
             return
-        totals: list[tf.Tensor | None] = []
-        for n, variable in enumerate(self.variables):
-            parts = [
-                group[n] if factor is None else group[n] * tf.cast(factor, group[n].dtype)
-                for group, factor, has in zip(gradients, factors, has_gradient, strict=True)
-                if has[n]
-            ]
-            totals.append(tf.cast(tf.add_n(parts), variable.dtype) if parts else None)
+        found = [one.values if isinstance(one, tf.IndexedSlices) else one for one in gradients if one is not None]
         # What an update computes from its slots alone would otherwise be made early, and lie beside the activations.
-        with tf.control_dependencies([total for total in totals if total is not None]):
-            self.model.optimizer.apply_gradients(zip(totals, self.variables, strict=True))
-
-    def _logs(self, terms: list[LossTerm], values: list[tf.Tensor], additional: tf.Tensor) -> dict[str, Any]:
-        model = self.model
-        compile_loss = _private.compile_loss_of(model)
-        static_size = self.batch_size if isinstance(self.batch_size, int) else None
-        if compile_loss is not None:
-            for metric, value in zip(compile_loss.metrics, values, strict=False):
-                # Keras counts a batch of unknown size once.
-                metric.update_state(_private.of_one_replica(value), sample_weight=static_size)
-        total = tf.add_n([additional, *(term.weighted(value) for term, value in zip(terms, values, strict=True))])
-        _private.update_loss_tracker(model, total, self.batch_size)
-        return dict(model.get_metrics_result())
-
-
-def _sums_rows(optimizer: Any) -> bool:
-    """Does the optimizer add up the rows of a sparse gradient before it does anything else with them?"""
-    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
-    clips = (optimizer.clipnorm, optimizer.global_clipnorm, optimizer.clipvalue)
-    linear = type(optimizer) in (keras.optimizers.SGD, keras.optimizers.Lion)
-    return linear and all(clip is None for clip in clips)
+        with tf.control_dependencies(found):
+            self._model.optimizer.apply_gradients(zip(gradients, variables, strict=True))

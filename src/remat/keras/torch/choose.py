@@ -1,9 +1,8 @@
-"""``micro_batches="auto"`` for Keras on PyTorch: the choice between recomputation and micro-batches for one batch."""
+"""Keras on PyTorch: ``micro_batches="auto"`` chooses between recomputation and micro-batches for one batch."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
@@ -12,24 +11,25 @@ from typing import Any
 import keras
 import torch
 
-from remat.core.budget import parse_budget
 from remat.fit.fit import fits_plainly
 from remat.fit.request import Request
 from remat.keras.shared.batch_statistics import coupling_layers
-from remat.keras.torch.step import CutBatch, Sums, TorchMicroBatchedStep
-from remat.keras.torch.training_step import loss_of, traced_step
-from remat.micro_batches.choose import PieceTimes, choose_for_batch, size_of_largest
-from remat.micro_batches.options import JointPlan, Option
+from remat.keras.shared.limit import in_bytes
+from remat.keras.torch.step import CutBatch, MicroBatchedStep, Sums
+from remat.keras.torch.trace import loss_of, traced_step
+from remat.micro_batches.choose import PieceTimes, choose_for_batch
+from remat.micro_batches.cut import largest_size
+from remat.micro_batches.options import MicroBatchChoice, Option
 from remat.micro_batches.timing import least_times_s
 from remat.torch.api.apply import apply
 from remat.torch.api.plan import EagerCandidate
-from remat.torch.trace.record import undisturbed
+from remat.torch.trace.fake_step import undisturbed
 
 _TIMED_PIECES = 2
 """Of one size, one after the other: the second adds its gradients to those of the first."""
 
 
-def choose_micro_batches(model: keras.Model, data: Any, request: Request) -> JointPlan:
+def choose_micro_batches(model: keras.Model, data: Any, request: Request) -> MicroBatchChoice:
     """The joint plan of a model's training step. Nothing of it trains.
 
     Args:
@@ -46,16 +46,16 @@ def choose_micro_batches(model: keras.Model, data: Any, request: Request) -> Joi
 
     @cache
     def cut() -> CutBatch:
-        return TorchMicroBatchedStep(model, _TIMED_PIECES).cut(model, data)
+        return MicroBatchedStep(model, _TIMED_PIECES).cut(model, data)
 
     whole = traced_step(model, loss_fn, batch)
-    assert request.budget is not None
-    budget_bytes = parse_budget(request.budget, whole.plain_peak.expected_bytes)
-    request = dataclasses.replace(request, budget=budget_bytes)
+    request = in_bytes(request, whole.plain_peak.expected_bytes)
+    budget_bytes = request.budget
+    assert isinstance(budget_bytes, int)
     candidates = {batch_size: whole}
 
     def candidate(count: int) -> EagerCandidate:
-        size = size_of_largest(batch_size, count)
+        size = largest_size(batch_size, count)
         if size not in candidates:
             candidates[size] = traced_step(model, cut().loss_of_piece, cut().piece(size), accumulates=True)
         return candidates[size]

@@ -1,4 +1,4 @@
-"""Finds what named layers return on PyTorch, where a checkpoint is a storage that a traced step keeps."""
+"""Keras on PyTorch: a checkpoint is a storage that the traced step keeps."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ import keras
 import torch
 
 from remat.core.errors import UnsupportedStep
-from remat.keras.recompute import find_layers
-from remat.keras.shared.layer_calls import calls_pass, is_tensor_name, not_called
-from remat.torch.trace.marks import mark
+from remat.keras.shared.kept_layers import NamedLayers
 from remat.torch.trace.recording import Recording
+from remat.torch.trace.watcher import mark
 
 
-class KeptLayers:
+class KeptLayers(NamedLayers):
     """What named layers return while a training step is traced.
 
     Args:
@@ -29,20 +28,19 @@ class KeptLayers:
     """
 
     def __init__(self, model: keras.Model, wanted: Sequence[Any]) -> None:
-        for name in wanted:
-            if is_tensor_name(name):
-                raise UnsupportedStep(
-                    f"the checkpoint {name!r} names a tensor, and tensors have no names on PyTorch; name layers, or "
-                    "give the layers themselves"
-                )
-        self._layers = find_layers(model, wanted)
+        super().__init__(model, wanted)
+        if self.tensor_names:
+            raise UnsupportedStep(
+                f"the checkpoint {self.tensor_names[0]!r} names a tensor, and tensors have no names on PyTorch; name "
+                "layers, or give the layers themselves"
+            )
 
     def marking(self, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
         """The loss function, in which what the layers return is marked where it is traced."""
 
         @functools.wraps(loss_fn)
         def marked(*args: Any) -> Any:
-            with calls_pass(self._layers, _marked):
+            with self._calls_pass(_marked):
                 return loss_fn(*args)
 
         return marked
@@ -53,9 +51,9 @@ class KeptLayers:
         Raises:
             UnsupportedStep: where a layer was not called.
         """
-        for number, layer in enumerate(self._layers):
+        for number in range(len(self.layers)):
             if number not in recording.marked:
-                raise not_called(layer)
+                raise self._not_called(number)
         return [storage for found in recording.marked.values() for storage in found]
 
 

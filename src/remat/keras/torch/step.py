@@ -1,4 +1,4 @@
-"""A training step of Keras on PyTorch that runs a batch in micro-batches and updates once: the full batch's numbers."""
+"""Keras on PyTorch: a training step that runs a batch in micro-batches and updates once."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from typing import Any
 import keras
 import torch
 
-from remat.core.errors import UnsupportedStep
 from remat.keras import _private
 from remat.keras.shared.batch_statistics import BatchStatistics
-from remat.keras.shared.loss_terms import LossTerm, loss_terms
-from remat.keras.shared.micro_batches import (
+from remat.keras.shared.step import (
     CheckedStep,
+    LossGroups,
+    LossTerm,
+    PieceLoss,
     batch_size_of,
     check_variables,
-    groups_of,
+    loss_terms,
     names_of,
-    sizes_of_pieces,
-    summand,
+    report_loss,
 )
-from remat.keras.torch.training_step import holding
+from remat.keras.torch.trace import holding
+from remat.micro_batches.cut import cut
 
 # (loss function, tensors of a micro-batch) -> what its forward pass runs in.
 Planned = Callable[[Callable[..., Any], Sequence[Any]], AbstractContextManager[Any]]
 
 
-class TorchMicroBatchedStep(CheckedStep):
+class MicroBatchedStep(CheckedStep):
     """In place of ``train_step``: ``count`` micro-batches, one after the other, then one update.
 
-    Terms of the loss share accumulators as on TensorFlow, see ``groups_of``. A gradient is added up where autograd puts
-    it, in float32 where the variable's type is narrower.
+    A gradient is added up where autograd puts it, in float32 where the variable's type is narrower.
     """
 
     _instead = "remat.torch.micro_batches"
@@ -59,48 +59,42 @@ class TorchMicroBatchedStep(CheckedStep):
         return CutBatch(model, data, BatchStatistics(model))
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Piece:
     """What the forward pass of a micro-batch leaves.
 
     Attributes:
         y_pred: what the model returned.
         terms: of the loss.
-        values: what each adds to its sum.
-        counted: numbers of the terms whose denominator is counted.
-        bounds: for each of them, what its gradient is divided by meanwhile.
-        additional: what layers add to the loss, times the share of the batch; None where they add nothing.
-        targets: what is differentiated, one for each group of terms.
+        groups: of the terms.
+        loss: what it adds to the loss.
     """
 
     y_pred: Any
     terms: list[LossTerm]
-    values: list[Any]
-    counted: list[int]
-    bounds: list[Any]
-    additional: Any
-    targets: list[Any]
+    groups: LossGroups
+    loss: PieceLoss
 
 
 @dataclass
 class Sums:
-    """Sums over the micro-batches.
+    """Sums over the micro-batches, and of the newest of them what the end needs; nothing that holds activations.
 
     Attributes:
         terms: of the loss, of the newest micro-batch.
-        counted: numbers of the terms whose denominator is counted.
+        groups: of the terms; None before the first micro-batch.
+        bounds: what the gradients of counted terms are divided by meanwhile.
         values: one for each term.
-        denominators: one for each number in ``counted``.
-        bounds: what the gradients of these are divided by meanwhile.
+        denominators: one for each counted term.
         additional: what layers add to the loss.
         gradients: one for each group of terms and variable, None where there is none.
     """
 
     terms: list[LossTerm] = field(default_factory=list)
-    counted: list[int] = field(default_factory=list)
+    groups: LossGroups | None = None
+    bounds: list[Any] = field(default_factory=list)
     values: list[Any] = field(default_factory=list)
     denominators: list[Any] = field(default_factory=list)
-    bounds: list[Any] = field(default_factory=list)
     additional: Any = 0.0
     gradients: list[list[Any]] = field(default_factory=list)
 
@@ -135,15 +129,18 @@ class CutBatch:
         """Compute, update, and return the logs."""
         before, seen, sums = self.statistics.values(), self.statistics.empty(), Sums()
         self.model.zero_grad()
-        for size, times, first in sizes_of_pieces(self.batch_size, count):
-            for start in range(first, first + times * size, size):
-                self.run_piece(self.piece(size, start), sums, planned)
-                seen = self.statistics.merged(seen, size / self.batch_size)
+        for pieces in cut(self.batch_size, count):
+            for start in pieces.starts:
+                self.run_piece(self.piece(pieces.size, start), sums, planned)
+                seen = self.statistics.merged(seen, pieces.size / self.batch_size)
         self.statistics.move(before, seen)
-        self._update(sums)
-        for number, denominator in zip(sums.counted, sums.denominators, strict=True):
-            sums.values[number] = _quotient(sums.values[number], denominator)
-        return self._logs(sums)
+        assert sums.groups is not None
+        with torch.no_grad():
+            self._update(sums.gradients, sums.groups.factors(sums.bounds, sums.denominators))
+            sizes = (self.batch_size, self.batch_size)
+            return report_loss(
+                self.model, sums.terms, sums.groups, sums.values, sums.denominators, sums.additional, sizes
+            )
 
     def piece(self, size: int, start: int = 0) -> list[Any]:
         """The tensors of the micro-batch of so many samples that begins with a sample."""
@@ -152,49 +149,36 @@ class CutBatch:
     def loss_of_piece(self, *leaves: Any) -> Any:
         """What is differentiated for a micro-batch, as one number, for its plan."""
         piece = self._forward(leaves)
-        return holding(sum(piece.targets), piece.y_pred)
+        return holding(sum(piece.loss.targets), piece.y_pred)
 
     def run_piece(self, leaves: Sequence[Any], sums: Sums, planned: Planned) -> None:
         """Forward and backward pass and metrics of a micro-batch. Nothing of it lives on but what it adds to sums."""
         with planned(self.loss_of_piece, leaves):
             piece = self._forward(leaves)
-        self._differentiate(piece.targets, sums)
+        loss = piece.loss
+        self._differentiate(loss.targets, sums)
         with torch.no_grad():
-            detached = [value.detach() for value in piece.values]
-            denominators = [piece.terms[n].denominator for n in piece.counted]
-            sums.terms, sums.counted = piece.terms, piece.counted
-            sums.values = _added(sums.values, detached)
-            sums.denominators = _added(sums.denominators, denominators)
-            sums.bounds = piece.bounds
-            if piece.additional is not None:
-                sums.additional = sums.additional + piece.additional.detach()
+            sums.terms, sums.groups, sums.bounds = piece.terms, piece.groups, loss.bounds
+            sums.values = _added(sums.values, [value.detach() for value in loss.values])
+            sums.denominators = _added(sums.denominators, loss.denominators)
+            if loss.additional is not None:
+                sums.additional = sums.additional + loss.additional.detach()
             x, y, sample_weight = self._packed(leaves)
             self.model.compute_metrics(x, y, piece.y_pred, sample_weight=sample_weight)
 
     def _forward(self, leaves: Sequence[Any]) -> _Piece:
-        model = self.model
         x, y, sample_weight = self._packed(leaves)
         # Where there is a mask Keras multiplies the weights by it in place, on PyTorch.
         sample_weight = keras.tree.map_structure(lambda one: None if one is None else one.clone(), sample_weight)
-        share = leaves[0].shape[0] / self.batch_size
+        size = leaves[0].shape[0]
         with self.statistics.raw():
-            y_pred = _private.call_in_training(model, x)
-        terms = loss_terms(model, y, y_pred, sample_weight, leaves[0].shape[0])
-        additional = _private.additional_loss(model)
-        additional = None if additional is None else additional * share
-        groups, counted = groups_of(terms, has_additional=additional is not None)
-        if not groups:
-            raise UnsupportedStep(f"{model.name!r} has no loss; give compile() one")
-        values = [summand(term, share) for term in terms]
-        bounds = {n: _per_sample(terms[n]) * self.batch_size for n in counted}
-        targets = []
-        for group in groups:
-            parts = [terms[n].weighted(_quotient(values[n], bounds[n]) if n in bounds else values[n]) for n in group]
-            if additional is not None and group is groups[0]:
-                parts.append(additional)
-            total = sum(parts[1:], start=parts[0])
-            targets.append(total if model.optimizer is None else model.optimizer.scale_loss(total))
-        return _Piece(y_pred, terms, values, counted, list(bounds.values()), additional, targets)
+            y_pred = _private.call_in_training(self.model, x)
+        terms = loss_terms(self.model, y, y_pred, sample_weight, size)
+        additional = _private.additional_loss(self.model)
+        groups = LossGroups.of(self.model, terms, additional)
+        share = size / self.batch_size
+        loss = PieceLoss.of(self.model, terms, additional, groups, share, self.batch_size)
+        return _Piece(y_pred, terms, groups, loss)
 
     def _differentiate(self, targets: Sequence[Any], sums: Sums) -> None:
         """Add the gradients of each group of terms to its sums."""
@@ -220,45 +204,21 @@ class CutBatch:
         flat = [None if leaf is None else next(given) for leaf in keras.tree.flatten(self.data)]
         return keras.tree.pack_sequence_as(self.data, flat)
 
-    def _update(self, sums: Sums) -> None:
+    def _update(self, gradients: list[list[Any]], factors: Sequence[Any]) -> None:
         if not self.variables:
             warnings.warn("The model does not have any trainable weights.", stacklevel=2)
             return
-        known = len(sums.gradients) - len(sums.denominators)
-        factors = [_quotient(bound, total) for bound, total in zip(sums.bounds, sums.denominators, strict=True)]
         averaged: list[Any] = []
-        with torch.no_grad():
-            for n, variable in enumerate(self.variables):
-                parts = [
-                    group[n] if number < known else group[n] * factors[number - known].to(group[n].dtype)
-                    for number, group in enumerate(sums.gradients)
-                    if group[n] is not None
-                ]
-                total = sum(parts[1:], start=parts[0]) if parts else None
-                averaged.append(None if total is None else total.to(variable.value.dtype))
-            sums.gradients.clear()
-            self.model.optimizer.apply(averaged, self.variables)
-
-    def _logs(self, sums: Sums) -> dict[str, Any]:
-        model = self.model
-        compile_loss = _private.compile_loss_of(model)
-        with torch.no_grad():
-            if compile_loss is not None:
-                for metric, value in zip(compile_loss.metrics, sums.values, strict=False):
-                    metric.update_state(value, sample_weight=self.batch_size)
-            weighted = [term.weighted(value) for term, value in zip(sums.terms, sums.values, strict=True)]
-            _private.update_loss_tracker(model, sum(weighted, start=sums.additional), self.batch_size)
-        return dict(model.get_metrics_result())
-
-
-def _per_sample(term: LossTerm) -> Any:
-    assert term.per_sample is not None
-    return term.per_sample
-
-
-def _quotient(value: Any, divisor: Any) -> Any:
-    """The quotient, 0 where nothing is divided by nothing."""
-    return keras.ops.divide_no_nan(value, divisor)
+        for n, variable in enumerate(self.variables):
+            parts = [
+                group[n] if factor is None else group[n] * factor.to(group[n].dtype)
+                for group, factor in zip(gradients, factors, strict=True)
+                if group[n] is not None
+            ]
+            total = sum(parts[1:], start=parts[0]) if parts else None
+            averaged.append(None if total is None else total.to(variable.value.dtype))
+        gradients.clear()
+        self.model.optimizer.apply(averaged, self.variables)
 
 
 def _added(totals: list[Any], values: Sequence[Any]) -> list[Any]:

@@ -15,6 +15,7 @@ import numpy as np
 from remat.planners.view.problem import FloatArray, IntArray
 
 _ROUNDING: Final = float(np.finfo(np.float64).eps)
+"""The relative error of one operation in 64-bit floating point."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,9 +39,10 @@ class LinearModel:
 
 @dataclass(eq=False)
 class ModelBuilder:
-    """A linear model as it grows, column by column and row by row. Every column lies between 0 and 1."""
+    """A linear model as it grows, column by column and row by row. Columns begin at 0."""
 
     cost: list[float] = field(default_factory=list)
+    high: list[float] = field(default_factory=list)
     is_integer: list[int] = field(default_factory=list)
     row_low: list[float] = field(default_factory=list)
     row_high: list[float] = field(default_factory=list)
@@ -48,9 +50,10 @@ class ModelBuilder:
     columns: list[int] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
 
-    def add_column(self, cost: float = 0.0, *, is_integer: bool = False) -> int:
-        """A new column; its number."""
+    def add_column(self, cost: float = 0.0, *, high: float = 1.0, is_integer: bool = False) -> int:
+        """A new column from 0 to ``high``; its number."""
         self.cost.append(cost)
+        self.high.append(high)
         self.is_integer.append(int(is_integer))
         return len(self.cost) - 1
 
@@ -72,7 +75,7 @@ class ModelBuilder:
         return LinearModel(
             cost=np.array(self.cost),
             low=np.zeros(len(self.cost)),
-            high=np.ones(len(self.cost)),
+            high=np.array(self.high),
             row_low=np.array(self.row_low),
             row_high=np.array(self.row_high),
             rows=np.array(self.rows, dtype=np.int64),
@@ -95,6 +98,8 @@ def solve(
     model: LinearModel, *, time_limit_s: float, gap: float = 0.0, most_nodes: int | None = None
 ) -> Solution | None:
     """The solution that HiGHS finds within the limits, or None if it finds none. One thread, fixed seed."""
+    if time_limit_s <= 0:
+        return None
     solver = _solver(model, time_limit_s)
     solver.setOptionValue("mip_rel_gap", gap)
     if most_nodes is not None:
@@ -110,6 +115,8 @@ def solve(
 
 def row_multipliers(model: LinearModel, *, time_limit_s: float) -> FloatArray | None:
     """What an LP's rows are worth, by interior point and therefore not exactly; None where the time ends first."""
+    if time_limit_s <= 0:
+        return None
     solver = _solver(model, time_limit_s)
     solver.setOptionValue("solver", "ipm")
     solver.setOptionValue("run_crossover", "off")
@@ -141,7 +148,7 @@ def _solver(model: LinearModel, time_limit_s: float) -> highspy.Highs:
     solver.setOptionValue("output_flag", False)
     solver.setOptionValue("threads", 1)
     solver.setOptionValue("random_seed", 0)
-    solver.setOptionValue("time_limit", max(time_limit_s, 0.01))
+    solver.setOptionValue("time_limit", time_limit_s)
     solver.passModel(lp)
     return solver
 

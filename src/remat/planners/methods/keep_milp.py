@@ -7,16 +7,22 @@ from typing import Final
 
 import numpy as np
 
-from remat.planners.linear.highs import ModelBuilder, solve
+from remat.planners.linear.keep import KeepModel
 from remat.planners.registry import strategy
 from remat.planners.search import Search
 from remat.planners.view.problem import BoolArray, FloatArray, IntArray, Problem
 
 _DEFLATIONS: Final = (0.99, 0.95, 0.9)
+"""Shares of the budget that are solved for, since the model leaves out what recomputation itself needs; a judgement."""
 _GAP: Final = 0.005
+"""With half a percent HiGHS ended within two seconds on steps of 3,000 to 11,000 ops, measured on the prototype."""
+_KEEP_COST: Final = 1e-7
+"""Of the dearest op: nothing is kept for nothing. A judgement; larger, and values are recomputed to save this cost."""
 _ROWS: Final = 250
+"""Backward steps that limit the bytes; a judgement. Fewer: eviction has more to mend; more: the MILP takes longer."""
 _MOST_S: Final = 2.5
 _SHARE: Final = 0.4
+"""Seconds for one solution, and its share of the time that is left, so that each deflation gets some; judgements."""
 
 
 @strategy("keep_milp", default_limit_s=10.0)
@@ -67,8 +73,9 @@ class _KeepModel:
                 for made in problem.storages_made[op] if op <= turn else ():
                     j = self.place.get(made)
                     if j is not None and last[j] > turn:
-                        # Demands further up count only where the backward part has none of its own: passed
-                        # on without end they would have everything recomputed at once.
+                        # A recomputation of the reader asks for the tensor, too. How early, counts only where the
+                        # backward part itself never reads it: passed on along chains, this would have everything
+                        # recomputed at the first backward op.
                         last[i] = max(last[i], first[j])
                         if not is_read[i]:
                             first[i] = min(first[i], first[j])
@@ -95,26 +102,22 @@ class _KeepModel:
         cost = np.array([problem.op_time_s[problem.made_by[self.forward[i]]] for i in needed], dtype=np.float64)
         first, last = np.array([self.first[i] for i in needed]), np.array([self.last[i] for i in needed])
         load = np.array(problem.plain.bytes, dtype=np.float64)[self.steps] - self._stored(size, needed)
-        model = ModelBuilder()
-        for _ in range(count):
-            model.add_column(1e-7, is_integer=True)
-        for k in range(count):
-            model.add_column(cost[k] / max(cost.max(), 1e-300), is_integer=True)
+        model = KeepModel([_KEEP_COST] * count, (cost / max(cost.max(), 1e-300)).tolist(), range(count))
         for k, i in enumerate(needed):
             if self.is_read[i]:
-                model.add_row([(k, 1.0), (count + k, 1.0)], low=1.0)
+                model.require(k)
             for u in problem.storages_read[problem.made_by[self.forward[i]]]:
                 j = column.get(self.place.get(u, -1))
                 if j is not None:
-                    model.add_row([(count + k, 1.0), (j, -1.0), (count + j, -1.0)], high=0.0)
+                    model.require_read(k, j)
+        share = (size / size.max()).tolist()
         for step, other in zip(self.steps, load, strict=True):
             kept = np.flatnonzero(last >= step)
             held = kept[first[kept] <= step]
-            entries = [(int(k), size[k] / size.max()) for k in kept]
-            entries += [(count + int(k), size[k] / size.max()) for k in held]
-            model.add_row(entries, high=(budget_bytes - other) / size.max())
-        solution = solve(model.build(), time_limit_s=time_limit_s, gap=_GAP)
-        return None if solution is None else self._decision(solution.values[:count] > 0.5)
+            room = (budget_bytes - other) / size.max()
+            model.limit([(k, share[k]) for k in kept.tolist()], [(k, share[k]) for k in held.tolist()], room)
+        found = model.solve(time_limit_s=time_limit_s, gap=_GAP)
+        return None if found is None else self._decision(found[0])
 
     def _stored(self, size: FloatArray, needed: list[int]) -> FloatArray:
         """Bytes of modelled tensors that the plain schedule holds at the sampled steps."""

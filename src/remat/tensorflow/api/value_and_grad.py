@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import tensorflow as tf
 
 from remat.core.errors import UnsupportedStep
 from remat.fit.request import Request
-from remat.micro_batches.options import JointPlan
+from remat.micro_batches.cut import check_count_or_auto
+from remat.micro_batches.options import MicroBatchChoice
+from remat.micro_batches.reduce import check_reduction
 from remat.tensorflow import _private
-from remat.tensorflow.micro_batches.choose import TIMED_PIECES, OnBody, Pieces, joint_plan, outside
-from remat.tensorflow.micro_batches.loop import batch_size_of, check_count
+from remat.tensorflow.micro_batches.choose import (
+    TIMED_PIECES,
+    OnBody,
+    Pieces,
+    bytes_of_share,
+    choose_count,
+    outside,
+)
+from remat.tensorflow.micro_batches.loop import batch_size_of
 from remat.tensorflow.micro_batches.objective import Batch, Gradients, Objective, accumulated
 from remat.tensorflow.planned import candidate_of
 from remat.tensorflow.trace.func_graph import FunctionToPlan
 
-_BATCH_NORMALIZATIONS = ("FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3", "_FusedBatchNormEx")
-REDUCTIONS = ("mean", "sum", "ratio")
+_BATCH_NORMALIZATIONS: Final = ("FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3", "_FusedBatchNormEx")
+"""Operations whose training form couples the samples of a batch. Layers made of other operations are not recognised."""
 
 
 def value_and_grad(
@@ -57,15 +66,17 @@ def value_and_grad(
             denominators' total, 0 where that is 0, and the denominator is not differentiated.
         budget: peak device bytes of one iteration, everything counted, that recomputation has to keep, inside
             ``tf.function``: as ``GradientTape`` takes it. None plans nothing. A percentage is one of the plain peak of
-            one iteration; with ``micro_batches="auto"``, of the batch in one piece.
+            the batch in one piece, whatever the number of micro-batches; the shapes then have to be known.
         planner: a planner's name.
         time_limit_s: wall seconds that an anytime planner may use.
         options: passed on to the planner.
 
     Returns:
         A function of ``fn``'s arguments. It returns the value, a scalar, and a list with one gradient per variable, of
-        the variable's shape and type: None where ``fn`` does not depend on it. With one micro-batch a sparse gradient
-        stays ``tf.IndexedSlices``; otherwise it is dense. Its attribute ``joint_plan`` is what "auto" chose last.
+        the variable's shape and type: None where ``fn`` does not depend on it. A sparse gradient (of an embedding)
+        stays ``tf.IndexedSlices``, the rows of one micro-batch behind those of another; it is dense where it is called
+        outside of ``tf.function`` with several micro-batches. Its attribute ``choice`` is what "auto" chose last (and
+        so is ``joint_plan``, the attribute's earlier name).
 
     Raises:
         ValueError: for a reduction or a number of micro-batches that does not exist.
@@ -73,21 +84,20 @@ def value_and_grad(
             micro-batches, or ``fn`` returns something else than the reduction says.
         InfeasibleBudget: by the function returned, where no schedule keeps the budget.
     """
-    fixed_count = None if micro_batches == "auto" else check_count(micro_batches)
-    if fixed_count is None and budget is None:
-        raise ValueError("micro_batches='auto' chooses what a budget costs least with; give one, for example \"4GiB\"")
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction must be one of {', '.join(map(repr, REDUCTIONS))}, not {reduction!r}")
-    planning = dict(options, budget=budget, planner=planner, time_limit_s=time_limit_s)
+    fixed_count = check_count_or_auto(micro_batches, budget)
+    check_reduction(reduction)
     if budget is None and options:
         raise ValueError(f"{', '.join(options)}: an option of the planner, which needs a budget=")
+    request = Request(budget, planner=planner, time_limit_s=time_limit_s, options=options)
+    request.check("remat.tensorflow.value_and_grad")
 
-    chosen: dict[Any, JointPlan] = {}
+    budgets: dict[Any, int] = {}
+    choices: dict[Any, MicroBatchChoice] = {}
 
     def wrapped(*args: Any, **kwargs: Any) -> tuple[tf.Tensor, Gradients]:
         batch = Batch.of(args, batch_argnums)
         sources = list(variables) if variables is not None else _variables_read(fn, args, kwargs)
-        objective = Objective(fn, reduction, sources, planning if budget is not None else None)
+        objective = Objective(fn, reduction, sources, request)
         count = fixed_count
         if count is None:
             if tf.executing_eagerly():
@@ -95,81 +105,104 @@ def value_and_grad(
                     "micro_batches='auto' plans a function, and this one was called outside tf.function; put "
                     "@tf.function on the step that uses it"
                 )
-            joint = chosen.get(batch.signature) or _choose(objective, batch, kwargs)
-            chosen[batch.signature] = wrapped.joint_plan = joint  # type: ignore[attr-defined]
-            count = joint.micro_batches
-            objective = dataclasses.replace(objective, planning=planning | {"budget": joint.budget_bytes})
+            choice = choices.get(batch.signature) or _Aside(objective, batch, kwargs).choice()
+            choices[batch.signature] = wrapped.choice = wrapped.joint_plan = choice  # type: ignore[attr-defined]
+            count, budget_bytes = choice.micro_batches, choice.budget_bytes
+            objective = dataclasses.replace(objective, request=dataclasses.replace(request, budget=budget_bytes))
+        elif count > 1 and "%" in str(budget) and not tf.executing_eagerly():
+            if batch.signature not in budgets:
+                budgets[batch.signature] = _Aside(objective, batch, kwargs).budget_bytes()
+            in_bytes = dataclasses.replace(request, budget=budgets[batch.signature])
+            objective = dataclasses.replace(objective, request=in_bytes)
         if count == 1:
             return objective.whole(args, kwargs)
         return accumulated(objective, batch, count, kwargs)
 
-    wrapped.joint_plan = None  # type: ignore[attr-defined]
+    wrapped.choice = wrapped.joint_plan = None  # type: ignore[attr-defined]
     return wrapped
 
 
-@_private.left_alone_by_autograph
-def _choose(objective: Objective, batch: Batch, kwargs: dict[str, Any]) -> JointPlan:
-    """The joint plan of a function that is being traced, made aside and printed."""
-    batch_size = batch_size_of(batch.leaves, batch.names)
-    unknown = [name for leaf, name in zip(batch.leaves, batch.names, strict=True) if not leaf.shape.is_fully_defined()]
-    if unknown:
-        raise UnsupportedStep(
-            f"micro_batches='auto' chooses for one size, and the shape of {unknown[0]} is not known while the function "
-            "is traced; leave the input_signature out, or give a number of micro_batches"
-        )
-    in_xla = _private.in_xla_context(tf.compat.v1.get_default_graph())
-    assert objective.planning is not None
-    names = ("budget", "planner", "time_limit_s")
-    request = Request(
-        **{name: objective.planning[name] for name in names},
-        options={name: value for name, value in objective.planning.items() if name not in names},
-    )
-    # Only what the user wrote is AutoGraph's business.
-    fn = _private.converted_by_autograph(objective.fn, always=True)
-    plain = dataclasses.replace(objective, fn=fn, planning=None)
-    everything = (batch.args, kwargs)
-    flat = tf.nest.flatten(everything)
-    # Tensors of the function that is being traced exist there only: aside, others stand for them.
-    split = [n for n, value in enumerate(flat) if any(value is leaf for leaf in batch.leaves)]
-    whole_args = [
-        n
-        for n, value in enumerate(flat)
-        if n not in split and isinstance(value, tf.Tensor) and tf.is_symbolic_tensor(value)
-    ]
+class _Aside:
+    """A function that is being traced, traced once more aside: in one piece, or in micro-batches.
 
-    def rebuilt(values: Mapping[int, tf.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return tf.nest.pack_sequence_as(everything, [values.get(n, value) for n, value in enumerate(flat)])  # type: ignore[no-any-return]
+    Args:
+        objective: the function, and how to plan it.
+        batch: what is cut.
+        kwargs: keyword arguments, the same for every micro-batch.
+    """
 
-    def in_one_piece(*values: tf.Tensor) -> Any:
-        args, options = rebuilt(dict(zip(split + whole_args, values, strict=True)))
-        return plain.whole(args, options)
+    def __init__(self, objective: Objective, batch: Batch, kwargs: dict[str, Any]) -> None:
+        self._batch = batch
+        self._request = objective.request
+        self._in_xla = _private.in_xla_context(tf.compat.v1.get_default_graph())
+        # Only what the user wrote is AutoGraph's business.
+        fn = _private.converted_by_autograph(objective.fn, always=True)
+        self._plain = dataclasses.replace(objective, fn=fn, request=Request())
+        self._everything = (batch.args, kwargs)
+        self._flat = tf.nest.flatten(self._everything)
+        # Tensors of the function that is being traced exist there only: aside, others stand for them.
+        self._split = [n for n, value in enumerate(self._flat) if any(value is leaf for leaf in batch.leaves)]
+        self._passed_whole = [
+            n
+            for n, value in enumerate(self._flat)
+            if n not in self._split and isinstance(value, tf.Tensor) and tf.is_symbolic_tensor(value)
+        ]
+        for leaf, name in zip(batch.leaves, batch.names, strict=True):
+            if not leaf.shape.is_fully_defined():
+                raise UnsupportedStep(
+                    f"micro_batches='auto' and shares such as \"60%\" are for one size, and the shape of {name} is not "
+                    "known while the function is traced; leave the input_signature out, or give numbers of "
+                    "micro_batches and of bytes"
+                )
 
-    def pieces() -> Pieces:
+    @_private.left_alone_by_autograph
+    def budget_bytes(self) -> int:
+        """The budget in bytes, a share being one of the plain peak of the batch in one piece."""
+        assert self._request.budget is not None
+        return bytes_of_share(self._request.budget, outside(lambda: candidate_of(self._in_one_piece())))
+
+    @_private.left_alone_by_autograph
+    def choice(self) -> MicroBatchChoice:
+        """The number of micro-batches that costs least, which is printed."""
+        batch_size = batch_size_of(self._batch.leaves, self._batch.names)
+        assert isinstance(batch_size, int), "every shape is known"
+
+        def chosen() -> MicroBatchChoice:
+            function = self._in_one_piece()
+            coupled = [
+                op.name
+                for op in function.func_graph.get_operations()
+                if op.type in _BATCH_NORMALIZATIONS and op.get_attr("is_training")
+            ]
+            return choose_count(candidate_of(function), self._pieces, batch_size, self._request, coupled)
+
+        choice = outside(chosen)
+        print(choice, flush=True)
+        return choice
+
+    def _in_one_piece(self) -> FunctionToPlan:
+        def whole(*values: tf.Tensor) -> Any:
+            return self._plain.whole(*self._with(dict(zip(self._split + self._passed_whole, values, strict=True))))
+
+        specs = [tf.TensorSpec(self._flat[n].shape, self._flat[n].dtype) for n in self._split + self._passed_whole]
+        function = tf.function(whole, jit_compile=self._in_xla, autograph=False).get_concrete_function(*specs)
+        return FunctionToPlan(function.graph, in_xla=self._in_xla)
+
+    def _pieces(self) -> Pieces:
         def run(leaves: list[tf.Tensor], on_body: OnBody) -> Any:
-            others = {n: tf.zeros(flat[n].shape, flat[n].dtype) for n in whole_args}
-            args, options = rebuilt(dict(zip(split, leaves, strict=True)) | others)
-            cut = dataclasses.replace(batch, args=args, leaves=leaves)
-            value, gradients = accumulated(plain, cut, TIMED_PIECES, options, on_body)
+            others = {n: tf.zeros(self._flat[n].shape, self._flat[n].dtype) for n in self._passed_whole}
+            args, kwargs = self._with(dict(zip(self._split, leaves, strict=True)) | others)
+            batch = dataclasses.replace(self._batch, args=args, leaves=leaves)
+            value, gradients = accumulated(self._plain, batch, TIMED_PIECES, kwargs, on_body)
             return [value, *(gradient for gradient in gradients if gradient is not None)]
 
-        leaves = [tf.zeros(flat[n].shape, flat[n].dtype) for n in split]
-        return Pieces(run, leaves, [tuple(leaf.shape) for leaf in leaves], in_xla)
+        leaves = [tf.zeros(self._flat[n].shape, self._flat[n].dtype) for n in self._split]
+        return Pieces(run, leaves, [tuple(leaf.shape) for leaf in leaves], self._in_xla)
 
-    def chosen() -> JointPlan:
-        specs = [tf.TensorSpec(flat[n].shape, flat[n].dtype) for n in split + whole_args]
-        function = tf.function(in_one_piece, jit_compile=in_xla, autograph=False).get_concrete_function(*specs)
-        coupled = [
-            op.name
-            for op in function.graph.get_operations()
-            if op.type in _BATCH_NORMALIZATIONS and op.get_attr("is_training")
-        ]
-        return joint_plan(
-            candidate_of(FunctionToPlan(function.graph, in_xla=in_xla)), pieces, batch_size, request, coupled
-        )
-
-    joint = outside(chosen)
-    print(joint, flush=True)
-    return joint
+    def _with(self, values: Mapping[int, tf.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with other tensors in some places."""
+        flat = [values.get(n, value) for n, value in enumerate(self._flat)]
+        return tf.nest.pack_sequence_as(self._everything, flat)  # type: ignore[no-any-return]
 
 
 def _variables_read(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tf.Variable]:

@@ -1,4 +1,4 @@
-"""Chooses the number of micro-batches: they are traced aside, planned for the budget, and timed once.
+"""Chooses the number of micro-batches: each size is traced aside, planned for the budget, and timed.
 
 Nothing of it trains: the functions traced here compute gradients and throw them away, and the variables that a layer
 writes while they are timed get their values back.
@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import tensorflow as tf
 
@@ -20,22 +20,23 @@ from remat.core.budget import parse_budget
 from remat.core.errors import InfeasibleBudget
 from remat.fit.fit import fit, fits_plainly
 from remat.fit.request import Request
-from remat.micro_batches.choose import choose_for_batch, size_of_largest
-from remat.micro_batches.options import JointPlan, Option
+from remat.micro_batches.choose import choose_for_batch
+from remat.micro_batches.cut import largest_size
+from remat.micro_batches.options import MicroBatchChoice, Option
 from remat.micro_batches.timing import least_times_s
 from remat.tensorflow import _private
 from remat.tensorflow.peak.candidates import FunctionCandidate
 from remat.tensorflow.peak.device import current_device
-from remat.tensorflow.peak.resident import carried_inputs
 from remat.tensorflow.planned import candidate_of, rewrite, with_bytes_for_auto
-from remat.tensorflow.trace.func_graph import FunctionToPlan
+from remat.tensorflow.trace.func_graph import FunctionToPlan, carried_inputs
 
 # Called in the body of a loop over micro-batches, with the batch's tensors and the pieces cut from them.
 OnBody = Callable[[Sequence[tf.Tensor], Sequence[tf.Tensor]], None]
 
 Result = TypeVar("Result")
 
-TIMED_PIECES = 2
+TIMED_PIECES: Final = 2
+"""Micro-batches that are timed in one run. The second adds its gradients to the first one's, as in a real update."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class Pieces:
         if size not in self._candidates:
             traced = self._traced(size)
             known = self._real_shapes(traced.body, traced.leaves, traced.pieces, size)
-            function = FunctionToPlan(traced.body, known, self._in_xla, carried=carried_inputs(traced.body))
+            function = self._function_to_plan(traced.body, known, size)
             self._candidates[size] = candidate_of(function)
         return self._candidates[size]
 
@@ -130,11 +131,17 @@ class Pieces:
             def finish(succeeded: bool) -> None:
                 if succeeded:
                     known = self._real_shapes(body, leaves, pieces, size)
-                    rewrite(FunctionToPlan(body, known, self._in_xla, carried=carried_inputs(body)), request)
+                    rewrite(self._function_to_plan(body, known, size), request)
 
             _private.call_when_traced(finish)
 
         return self._function(size, on_body)
+
+    def _function_to_plan(
+        self, body: _private.FuncGraph, known: Mapping[str, Sequence[int]], size: int
+    ) -> FunctionToPlan:
+        count = -(-self._shapes[0][0] // size)
+        return FunctionToPlan(body, known, self._in_xla, carried=carried_inputs(body), iterations=count)
 
     def _function(self, size: int, on_body: OnBody) -> Any:
         rows = TIMED_PIECES * size if self._in_xla else None
@@ -159,14 +166,14 @@ class Pieces:
         return known
 
 
-def joint_plan(
+def choose_count(
     whole: FunctionCandidate,
     pieces: Callable[[], Pieces],
     batch_size: int,
     request: Request,
     coupled: Sequence[str] = (),
-) -> JointPlan:
-    """The cheapest number of micro-batches, and the plan of each.
+) -> MicroBatchChoice:
+    """The number of micro-batches that takes the least time within a budget.
 
     Args:
         whole: the step that takes the batch in one piece.
@@ -180,12 +187,12 @@ def joint_plan(
     """
     request = with_bytes_for_auto(request)
     assert request.budget is not None
-    budget_bytes = parse_budget(request.budget, max(1, whole.plain_peak.expected_bytes + whole.resident_bytes))
+    budget_bytes = bytes_of_share(request.budget, whole)
     request = dataclasses.replace(request, budget=budget_bytes)
     cut = functools.cache(pieces)
 
     def candidate(count: int) -> FunctionCandidate:
-        return whole if count == 1 else cut().candidate(size_of_largest(batch_size, count))
+        return whole if count == 1 else cut().candidate(largest_size(batch_size, count))
 
     def predicted_s(size: int) -> float:
         graph = whole.step.graph if size == batch_size else cut().candidate(size).step.graph
@@ -207,6 +214,12 @@ def joint_plan(
         measure=measure,
         coupled=coupled,
     )
+
+
+def bytes_of_share(budget: int | str, whole: FunctionCandidate) -> int:
+    """A budget in bytes; a share is one of the plain peak of the step that takes the batch in one piece."""
+    # A step of small blocks alone shows nothing on a CPU's counter; it keeps any budget.
+    return parse_budget(budget, max(1, whole.plain_peak.expected_bytes + whole.resident_bytes))
 
 
 def outside(function: Callable[[], Result]) -> Result:

@@ -1,7 +1,7 @@
 """Cuts a batch into micro-batches and runs one loop over them.
 
-The pieces are those of ``numpy.array_split``: where the count does not divide the batch, the first pieces have one
-sample more. Static sizes stay static (two loops, one per size): XLA compiles them, and a planner knows their bytes.
+The sizes are those of :func:`remat.micro_batches.cut.cut`. Static sizes stay static (two loops, one per size): XLA
+compiles them, and a planner knows their bytes.
 """
 
 from __future__ import annotations
@@ -12,28 +12,13 @@ from typing import Any, TypeAlias
 import tensorflow as tf
 
 from remat.core.errors import UnsupportedStep
+from remat.micro_batches.cut import count_samples
 from remat.tensorflow import _private
 
 Size: TypeAlias = Any  # An int where the trace knows it, else a scalar tensor.
 Carried = list[tf.Tensor]
 # The micro-batch's tensors, how many samples it has, what the loop carries -> what the loop carries on.
 Body = Callable[[list[tf.Tensor], Size, Carried], Sequence[tf.Tensor]]
-
-
-def check_count(micro_batches: object) -> int:
-    """The number of micro-batches, checked.
-
-    Raises:
-        ValueError: unless it is a whole number of at least 1.
-    """
-    if isinstance(micro_batches, bool) or not isinstance(micro_batches, int) or micro_batches < 1:
-        raise ValueError(f"micro_batches must be a whole number of at least 1, not {micro_batches!r}")
-    return micro_batches
-
-
-def largest_size(batch_size: int, count: int) -> int:
-    """Samples of the largest micro-batch."""
-    return -(-batch_size // min(count, batch_size))
 
 
 def batch_size_of(leaves: Sequence[tf.Tensor], names: Sequence[str]) -> Size:
@@ -44,29 +29,16 @@ def batch_size_of(leaves: Sequence[tf.Tensor], names: Sequence[str]) -> Size:
         names: what each is called in an error.
 
     Raises:
-        UnsupportedStep: for a tensor with no first dimension, and where the first dimensions differ.
+        UnsupportedStep: for a tensor that is not dense or has no first dimension, or where first dimensions differ.
     """
-    if not leaves:
-        raise UnsupportedStep("there is no tensor to split into micro-batches; say which arguments are batched")
     for leaf, name in zip(leaves, names, strict=True):
         if not isinstance(leaf, tf.Tensor):
             raise UnsupportedStep(
                 f"{name} is a {type(leaf).__name__}, which cannot be split into micro-batches; give a dense tensor"
             )
-        if leaf.shape.rank is None or leaf.shape.rank == 0:
-            raise UnsupportedStep(
-                f"{name} has the shape {leaf.shape}, so it cannot be split into micro-batches; give it a first "
-                "dimension of the batch's size, or leave it out of what is batched"
-            )
-    known = [(leaf.shape[0], name) for leaf, name in zip(leaves, names, strict=True) if leaf.shape[0] is not None]
-    for size, name in known[1:]:
-        if size != known[0][0]:
-            raise UnsupportedStep(
-                f"{known[0][1]} has {known[0][0]} samples and {name} has {size}; everything that is split into "
-                "micro-batches must have the same number"
-            )
-    if len(known) == len(leaves):
-        return int(known[0][0])
+    shapes = [None if leaf.shape.rank is None else tuple(leaf.shape) for leaf in leaves]
+    if (known := count_samples(shapes, names)) is not None:
+        return known
     size = tf.shape(leaves[0])[0]
     if _private.in_xla_context(tf.compat.v1.get_default_graph()):
         return size  # Known, but only to the compiler; assertions do not exist there.
@@ -81,7 +53,12 @@ def batch_size_of(leaves: Sequence[tf.Tensor], names: Sequence[str]) -> Size:
 
 
 def for_each_micro_batch(
-    leaves: Sequence[tf.Tensor], batch_size: Size, count: int, body: Body, initial: Sequence[tf.Tensor]
+    leaves: Sequence[tf.Tensor],
+    batch_size: Size,
+    count: int,
+    body: Body,
+    initial: Sequence[tf.Tensor],
+    joined: Sequence[tf.TensorSpec] = (),
 ) -> Carried:
     """Run ``body`` once per micro-batch, one after the other, and return what it carried at the end.
 
@@ -93,24 +70,32 @@ def for_each_micro_batch(
         count: the number of micro-batches.
         body: traced once, or twice where the pieces have two sizes.
         initial: what the first call of ``body`` gets; shapes and types must stay the same.
+        joined: what each call returns behind what it carries on. It is no part of what the next call gets: the result
+            has it of all the micro-batches, one after the other along the first dimension.
     """
     carried = list(initial)
     if isinstance(batch_size, int):
         small, larger = divmod(batch_size, min(count, batch_size))
-        if larger:
-            carried = _loop(leaves, body, carried, larger, lambda n: (n * (small + 1), small + 1))
         rest = min(count, batch_size) - larger
-        return _loop(leaves, body, carried, rest, lambda n: (larger * (small + 1) + n * small, small))
+        of_larger: list[tf.Tensor] = []
+        if larger:
+            carried, of_larger = _loop(leaves, body, carried, joined, larger, lambda n: (n * (small + 1), small + 1))
+        carried, of_small = _loop(
+            leaves, body, carried, joined, rest, lambda n: (larger * (small + 1) + n * small, small)
+        )
+        return [*carried, *_concatenated(of_larger, of_small)]
     pieces = tf.maximum(1, tf.minimum(count, batch_size))
     if not _private.in_xla_context(tf.compat.v1.get_default_graph()):
         small, larger = batch_size // pieces, batch_size % pieces
-        return _loop(
+        carried, rows = _loop(
             leaves,
             body,
             carried,
+            joined,
             pieces,
             lambda n: (n * small + tf.minimum(n, larger), small + tf.cast(n < larger, tf.int32)),
         )
+        return [*carried, *rows]
 
     def sizes() -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         # XLA knows a size at compile time only if it is computed from a shape in the loop's own body.
@@ -118,36 +103,58 @@ def for_each_micro_batch(
         parts = tf.maximum(1, tf.minimum(count, size))
         return size // parts, size % parts, tf.minimum(size // parts + 1, size)
 
-    def of_larger(number: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    def larger_piece(number: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         _, _, more = sizes()
         return number * more, more
 
-    def of_small(number: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    def small_piece(number: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         size, some, _ = sizes()
         return some * (size + 1) + number * size, size
 
-    carried = _loop(leaves, body, carried, batch_size % pieces, of_larger)
-    return _loop(leaves, body, carried, pieces - batch_size % pieces, of_small)
+    carried, of_larger = _loop(leaves, body, carried, joined, batch_size % pieces, larger_piece)
+    carried, of_small = _loop(leaves, body, carried, joined, pieces - batch_size % pieces, small_piece)
+    return [*carried, *_concatenated(of_larger, of_small)]
 
 
 def _loop(
     leaves: Sequence[tf.Tensor],
     body: Body,
     carried: Carried,
+    joined: Sequence[tf.TensorSpec],
     times: Size,
     piece: Callable[[tf.Tensor], tuple[Size, Size]],
-) -> Carried:
-    def one(number: tf.Tensor, *values: tf.Tensor) -> tuple[tf.Tensor, ...]:
+) -> tuple[Carried, list[tf.Tensor]]:
+    def one(number: tf.Tensor, arrays: list[Any], *values: tf.Tensor) -> tuple[Any, ...]:
         start, size = piece(number)
-        return (number + 1, *body([_slice(leaf, start, size) for leaf in leaves], size, list(values)))
+        found = list(body([_slice(leaf, start, size) for leaf in leaves], size, list(values)))
+        rows = found[len(values) :]
+        return (
+            number + 1,
+            [array.write(number, row) for array, row in zip(arrays, rows, strict=True)],
+            *found[: len(values)],
+        )
 
     # Only one micro-batch's activations may live at a time: no iteration beside another, no loop beside the one before.
     with tf.control_dependencies(carried):
         first = tf.identity(tf.constant(0))
-    _, *last = tf.while_loop(
-        lambda number, *_: number < times, one, [first, *carried], parallel_iterations=1, name="micro_batches"
+    # XLA also compiles a loop that never runs, and cannot write into an array of no elements: it gets one too many.
+    may_be_none = not isinstance(times, int) and _private.in_xla_context(tf.compat.v1.get_default_graph())
+    length = tf.maximum(1, times) if may_be_none else times
+    arrays = [
+        tf.TensorArray(spec.dtype, size=length, element_shape=spec.shape, infer_shape=False, clear_after_read=False)
+        for spec in joined
+    ]
+    _, arrays, *last = tf.while_loop(
+        lambda number, *_: number < times, one, [first, arrays, *carried], parallel_iterations=1, name="micro_batches"
     )
-    return list(last)
+    rows = [array.concat() for array in arrays]
+    if may_be_none:
+        rows = [row[: tf.shape(row)[0] * tf.minimum(1, times)] for row in rows]
+    return list(last), rows
+
+
+def _concatenated(first: Sequence[tf.Tensor], second: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    return [tf.concat(pair, 0) for pair in zip(first, second, strict=True)] if first else list(second)
 
 
 def _slice(leaf: tf.Tensor, start: Size, size: Size) -> tf.Tensor:

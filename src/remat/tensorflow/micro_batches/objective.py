@@ -9,19 +9,21 @@ from typing import Any
 import tensorflow as tf
 
 from remat.core.errors import UnsupportedStep
+from remat.fit.request import Request
+from remat.micro_batches.cut import batch_places, names_of_tensors
+from remat.micro_batches.reduce import MEAN, RATIO, sum_and_denominator
 from remat.tensorflow import _private
 from remat.tensorflow.api.tape import GradientTape
 from remat.tensorflow.micro_batches.choose import OnBody
+from remat.tensorflow.micro_batches.gradients import GradientSums, may_be_sparse
 from remat.tensorflow.micro_batches.loop import (
     Carried,
     Size,
     accumulator_dtype,
-    added,
     batch_size_of,
-    empty_accumulators,
     for_each_micro_batch,
 )
-from remat.tensorflow.peak.resident import carried_inputs
+from remat.tensorflow.trace.func_graph import carried_inputs
 
 Gradients = list[Any]
 
@@ -42,26 +44,13 @@ class Batch:
         Raises:
             UnsupportedStep: for a position that no argument has.
         """
-        if batch_argnums is None:
-            positions = tuple(range(len(args)))
-        else:
-            positions = (batch_argnums,) if isinstance(batch_argnums, int) else tuple(batch_argnums)
-        for position in positions:
-            if not -len(args) <= position < len(args):
-                raise UnsupportedStep(
-                    f"batch_argnums={batch_argnums!r} names argument {position}, and the function got {len(args)} "
-                    "positional arguments; what is batched must be passed by position"
-                )
-        positions = tuple(sorted({position % len(args) for position in positions}))
+        positions = batch_places(batch_argnums, len(args), range(len(args)))
         args = tuple(_as_tensors(arg) if n in positions else arg for n, arg in enumerate(args))
         leaves, names = [], []
         for position in positions:
             flat = tf.nest.flatten(args[position])
             leaves += flat
-            names += [
-                f"argument {position}" if len(flat) == 1 else f"argument {position} (its tensor {number})"
-                for number in range(len(flat))
-            ]
+            names += names_of_tensors(f"argument {position}", len(flat))
         return Batch(args, positions, leaves, names)
 
     @property
@@ -89,12 +78,19 @@ def _as_tensors(structure: Any) -> Any:
 
 @dataclass(frozen=True)
 class Objective:
-    """A loss function and what to make of what it returns."""
+    """A loss function and what to make of what it returns.
+
+    Attributes:
+        fn: the function.
+        reduction: what it returns, see ``remat.micro_batches.reduce``.
+        variables: what is differentiated by.
+        request: how to plan; without a budget nothing is planned.
+    """
 
     fn: Callable[..., Any]
     reduction: str
     variables: list[Any]
-    planning: dict[str, Any] | None
+    request: Request
 
     @property
     def dtype(self) -> tf.DType:
@@ -104,15 +100,7 @@ class Objective:
 
     def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tf.Tensor, tf.Tensor | None]:
         """The value of ``fn``, and its denominator where it returns one."""
-        result = self.fn(*args, **kwargs)
-        pair = isinstance(result, tuple | list)
-        if pair != (self.reduction == "ratio") or (pair and len(result) != 2):
-            got = f"{len(result)} values" if pair else "one value"
-            raise UnsupportedStep(
-                f"with reduction={self.reduction!r} the function must return "
-                f"{'a pair (sum, denominator)' if self.reduction == 'ratio' else 'one scalar'}, and it returned {got}"
-            )
-        value, denominator = (result[0], result[1]) if pair else (result, None)
+        value, denominator = sum_and_denominator(self.fn(*args, **kwargs), self.reduction)
         value = tf.convert_to_tensor(value)
         denominator = None if denominator is None else tf.stop_gradient(tf.cast(denominator, self.dtype))
         for part in (value, denominator):
@@ -125,7 +113,15 @@ class Objective:
 
     def tape(self, kind: type[GradientTape] = GradientTape) -> Any:
         """A tape that plans, where there is a budget."""
-        return tf.GradientTape() if self.planning is None else kind(**self.planning)
+        request = self.request
+        if request.budget is None:
+            return tf.GradientTape()
+        return kind(
+            budget=request.budget,
+            planner=request.planner,
+            time_limit_s=request.time_limit_s,
+            **request.options,
+        )
 
     def whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tf.Tensor, Gradients]:
         """Value and gradients of the batch in one piece."""
@@ -170,7 +166,7 @@ def accumulated(
         check = tf.debugging.assert_greater_equal(batch_size, count, message=message)
         with tf.control_dependencies([] if check is None else [check]):
             batch_size = tf.identity(batch_size)
-    has_gradient = [False] * len(objective.variables)
+    sums = _gradient_sums(objective, batch, kwargs)
     value_dtypes = []
 
     def body(leaves: list[tf.Tensor], size: Size, carried: Carried) -> Carried:
@@ -181,24 +177,32 @@ def accumulated(
             value, denominator = objective.call(batch.with_leaves(leaves), kwargs)
             value_dtypes.append(value.dtype)
             value = tf.cast(value, objective.dtype)
-            if objective.reduction == "mean":
+            if objective.reduction == MEAN:
                 value *= tf.cast(size, value.dtype) / tf.cast(batch_size, value.dtype)
-        gradients = tape.gradient(value, objective.variables)
-        for number, gradient in enumerate(gradients):
-            has_gradient[number] |= gradient is not None
+        totals, rows = sums.add(totals, [tape.gradient(value, objective.variables)])
         if denominator is not None:
             denominator_total += denominator
-        totals = [added(total, gradient) for total, gradient in zip(totals, gradients, strict=True)]
-        return [value_total + value, denominator_total, *totals]
+        return [value_total + value, denominator_total, *totals, *rows]
 
     zero = tf.zeros((), objective.dtype)
-    initial = [zero, zero, *empty_accumulators(objective.variables)]
-    value, denominator, *totals = for_each_micro_batch(batch.leaves, batch_size, count, body, initial)
-    if objective.reduction == "ratio":
-        value = tf.math.divide_no_nan(value, denominator)
-        totals = [tf.math.divide_no_nan(total, tf.cast(denominator, total.dtype)) for total in totals]
-    gradients = [
-        tf.cast(total, variable.dtype) if has else None
-        for total, variable, has in zip(totals, objective.variables, has_gradient, strict=True)
-    ]
-    return tf.cast(value, value_dtypes[0]), gradients
+    initial = [zero, zero, *sums.initial()]
+    last = for_each_micro_batch(batch.leaves, batch_size, count, body, initial, sums.joined)
+    (value, denominator, *totals), rows = last[: len(initial)], last[len(initial) :]
+    factor = None
+    if objective.reduction == RATIO:
+        factor = tf.math.divide_no_nan(tf.ones_like(denominator), denominator)
+        value *= factor
+    return tf.cast(value, value_dtypes[0]), sums.totals(totals, rows, [factor])
+
+
+def _gradient_sums(objective: Objective, batch: Batch, kwargs: dict[str, Any]) -> GradientSums:
+    """How the gradients are summed: the batch in one piece is traced aside to see which of them are sparse."""
+    if tf.executing_eagerly():
+        return GradientSums(objective.variables, 1)  # Which lookup a row belongs to is not known there.
+    with _private.FuncGraph("remat_whole_batch").as_default() as graph:
+        samples = [tf.compat.v1.placeholder(leaf.dtype, leaf.shape) for leaf in batch.leaves]
+        with tf.GradientTape() as tape:
+            value, _ = objective.call(batch.with_leaves(samples), kwargs)
+        if not may_be_sparse(graph):
+            return GradientSums(objective.variables, 1)
+        return GradientSums(objective.variables, 1, [tape.gradient(value, objective.variables)], samples)

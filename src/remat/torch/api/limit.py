@@ -16,7 +16,9 @@ from remat.torch.api.plan import StepPlan, plan
 _log = logging.getLogger("remat")
 
 _MOST_PLANS: Final = 3
-"""For one combination of shapes: a step that departs from all of them branches too often to be planned."""
+"""Plans for one combination of shapes. A judgement, not measured: a step that departs from all of them branches too
+often to be planned. With more, such a step is planned over and over; with fewer, one with a rare branch is not limited
+there."""
 
 
 def limit_memory(
@@ -43,7 +45,7 @@ def limit_memory(
         budget: as ``plan`` takes it. A share means one of the first plan's plain step.
         on_change: what happens to a step that departs from its plan, with tensors of other shapes or through another
             branch: "replan" plans such steps too, up to three plans for the same shapes; "keep" runs them under the
-            first plan, from which on they keep what plain PyTorch keeps.
+            first plan, where they keep what plain PyTorch keeps from the place on where they depart.
         **options: passed on to ``plan``.
 
     Returns:
@@ -73,6 +75,8 @@ def limit_memory(
 
 
 class _Limit:
+    """The plans of one function, made as calls come."""
+
     def __init__(self, loss_fn: Callable[..., Any], budget: int | str, replans: bool, options: dict[str, Any]) -> None:
         self._loss_fn = loss_fn
         self._budget = budget

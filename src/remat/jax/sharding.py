@@ -1,0 +1,108 @@
+"""Steps over several devices: which instructions get values from other devices, so that no plan repeats them.
+
+Under automatic sharding the compiler adds the collectives, long after the trace. So the plain program is compiled once
+with the number of each instruction in its name, and the compiler's text says which ones became collectives.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Sequence
+from typing import Any, Final
+
+import jax
+
+from remat.core.graph import Graph, Op, Tensor
+from remat.jax.context import Tie
+from remat.jax.emit.evaluate import named_run
+from remat.jax.peak import compile_quickly
+from remat.jax.scans.loops import BODY_NAME
+from remat.jax.trace.graph import resized
+from remat.jax.trace.program import Program
+
+_COLLECTIVE: Final = re.compile(
+    r" (?:all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|collective-broadcast|ragged-all-to-all)"
+    r"(?:-start)?\((?P<operands>[^)]*)\)(?P<rest>.*)"
+)
+"""A collective in the compiler's text, HLO. One that is missing here would be repeated by plans, and sends more."""
+
+_OP_NAME: Final = "remat_op_"
+_NUMBER: Final = re.compile(_OP_NAME + r"(\d+)")
+_BODY_VALUE: Final = re.compile(BODY_NAME + r"(\d+)_(\d+)")
+
+
+def is_sharded(shapes: Sequence[jax.ShapeDtypeStruct]) -> bool:
+    """Do the arguments lie on several devices?"""
+    return any(shape.sharding is not None and len(shape.sharding.device_set) > 1 for shape in shapes)
+
+
+def arrays_sent(text: str) -> int:
+    """How many arrays a compiled program sends; collectives that the compiler has combined count by their operands."""
+    return sum(1 + found["operands"].count(",") for found in _COLLECTIVE.finditer(text))
+
+
+def received_in_bodies(run: Any, shapes: Sequence[jax.ShapeDtypeStruct], tie: Tie) -> dict[int, frozenset[int]]:
+    """By the number of a loop, the values of its body that the compiled function gets from other devices.
+
+    Args:
+        run: the flat function, its loops written by ``remat.jax.scans.loops``.
+        shapes: of its arguments, with their shardings.
+        tie: which compiler options ``compile_quickly`` needs.
+    """
+    found: dict[int, set[int]] = {}
+    for collective in _COLLECTIVE.finditer(compile_quickly(run, shapes, tie).as_text()):
+        for loop, value in _BODY_VALUE.findall(collective["rest"]):
+            found.setdefault(int(loop), set()).add(int(value))
+    return {loop: frozenset(values) for loop, values in found.items()}
+
+
+def on_one_device(
+    program: Program, graph: Graph, shapes: Sequence[jax.ShapeDtypeStruct], tie: Tie
+) -> tuple[Program, Graph]:
+    """The program with its shardings, and the graph as one device sees it: its own share of each tensor.
+
+    Every instruction that became a collective is marked as one that runs once. Two compilations of the plain program
+    show all this: one with the numbers of instructions in the names that the compiler keeps, and one that returns
+    every value, and so its sharding. A plan's program asks for the same shardings. Left alone, the compiler lays out a
+    value that is made again as its new readers need it, and sends parameters around for that.
+    """
+    captured = tuple(program.constants.values())
+    arguments = (*shapes, *captured)
+    count = len(shapes)
+    named = named_run(program, _OP_NAME)
+    compiled = compile_quickly(lambda *arrays: named(arrays[:count], arrays[count:]), arguments, tie)
+    collectives = {
+        int(number) for found in _COLLECTIVE.finditer(compiled.as_text()) for number in _NUMBER.findall(found["rest"])
+    }
+    made = tuple(value for instruction in program.instructions for value in instruction.outputs)
+    everything = named_run(dataclasses.replace(program, outputs=made), "")
+    returned = compile_quickly(lambda *arrays: everything(arrays[:count], arrays[count:]), arguments, tie)
+    shardings = dict(zip(made, returned.output_shardings, strict=True))
+    shardings.update(
+        (value, shape.sharding) for value, shape in zip(program.inputs, shapes, strict=True) if shape.sharding
+    )
+    sizes = {number: _own_bytes(tensor, shardings.get(number)) for number, tensor in enumerate(graph.tensors)}
+
+    def workspace(op: Op) -> int:
+        """The body of a loop holds as small a share of its values as of what the loop reads and makes."""
+        around = (*op.inputs, *op.outputs)
+        whole = sum(graph.tensors[value].size_bytes for value in around)
+        return op.workspace_bytes * sum(sizes[value] for value in around) // max(1, whole)
+
+    ops = tuple(
+        dataclasses.replace(
+            op, workspace_bytes=workspace(op), recomputable=op.recomputable and number not in collectives
+        )
+        for number, op in enumerate(graph.ops)
+    )
+    graph = resized(dataclasses.replace(graph, ops=ops), sizes)
+    return dataclasses.replace(program, shardings=shardings), graph
+
+
+def _own_bytes(tensor: Tensor, sharding: Any) -> int:
+    if sharding is None or not tensor.shape or not tensor.size_bytes:
+        return tensor.size_bytes
+    own: int = math.prod(sharding.shard_shape(tensor.shape))
+    return tensor.size_bytes * own // math.prod(tensor.shape)
