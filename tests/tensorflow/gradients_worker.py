@@ -1,22 +1,19 @@
-"""Measures one network under several ways to take its gradients, and prints what happened as JSON.
+"""Answers what networks need under several ways to take their gradients.
 
 A process of its own, because the device's counter of memory sees everything that the process ever holds.
-
-    python gradients_worker.py NETWORK function|session WAY...
-
-A WAY is "plain", a rule, "knee" or a budget, which may say how long to plan: "50% in 20 s".
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import numpy as np
@@ -24,6 +21,7 @@ import tensorflow as tf
 
 import remat.tensorflow
 from remat.tensorflow.peak.device import current_device
+from worker_process import serve
 
 # The allocator of the CPU keeps regions of whole MiB: tensors of 1 MiB fill them and leave no scraps to count.
 ELEMENTS = 1 << 18
@@ -95,19 +93,14 @@ NETWORKS: dict[str, Callable[[tf.Tensor], tf.Tensor]] = {
 }
 
 
-def gradients(way: str, y: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
-    if way == "plain":
-        return tf.gradients(y, x)[0]
-    if way == "knee":
-        return remat.tensorflow.gradients(y, x)[0]
-    if way in ("memory", "speed", "collection"):
-        return remat.tensorflow.gradients(y, x, checkpoints=way)[0]
-    budget, _, planning = way.partition(" in ")
-    time_limit_s = float(planning.removesuffix(" s")) if planning else None
-    return remat.tensorflow.gradients(y, x, budget=budget, time_limit_s=time_limit_s)[0]
+Way = dict[str, Any] | None
 
 
-def in_a_function(network: str, way: str, values: np.ndarray[Any, Any]) -> tuple[Callable[[], Any], float, tf.Graph]:
+def gradients(way: Way, y: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
+    return tf.gradients(y, x)[0] if way is None else remat.tensorflow.gradients(y, x, **way)[0]
+
+
+def in_a_function(network: str, way: Way, values: np.ndarray[Any, Any]) -> tuple[Callable[[], Any], float, tf.Graph]:
     x = tf.constant(values)
 
     @tf.function(autograph=False)
@@ -120,7 +113,7 @@ def in_a_function(network: str, way: str, values: np.ndarray[Any, Any]) -> tuple
     return lambda: step(x).numpy(), time.perf_counter() - started, graph
 
 
-def in_a_session(network: str, way: str, values: np.ndarray[Any, Any]) -> tuple[Callable[[], Any], float, tf.Graph]:
+def in_a_session(network: str, way: Way, values: np.ndarray[Any, Any]) -> tuple[Callable[[], Any], float, tf.Graph]:
     with tf.Graph().as_default() as graph:
         x = tf.compat.v1.placeholder(tf.float32, [ELEMENTS])
         started = time.perf_counter()
@@ -134,15 +127,20 @@ def copies_by_device(graph: tf.Graph) -> dict[str, int]:
     return dict(Counter(op.device[-5:] for op in graph.get_operations() if "/recomputed_" in op.name))
 
 
-def main(network: str, kind: str, ways: list[str]) -> list[dict[str, Any]]:
-    if network == "two_devices":
-        (cpu,) = tf.config.list_physical_devices("CPU")
-        tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+def measured(network: str, kind: str, ways: dict[str, Way]) -> dict[str, dict[str, Any]]:
+    """What one network came to, by the name of the way.
+
+    Args:
+        network: a name in ``NETWORKS``.
+        kind: "function" or "session".
+        ways: arguments of ``remat.tensorflow.gradients`` by a name of one's own, None for TensorFlow's own function.
+            The first says what the others are compared with.
+    """
     device = current_device()
     values = np.random.default_rng(0).normal(size=ELEMENTS).astype("float32")
     plain = None
-    found = []
-    for way in ways:
+    found = {}
+    for name, way in ways.items():
         run, built_s, graph = (in_a_function if kind == "function" else in_a_session)(network, way, values)
         run()
         in_use_bytes = device.in_use_bytes
@@ -151,22 +149,26 @@ def main(network: str, kind: str, ways: list[str]) -> list[dict[str, Any]]:
         peak_bytes = device.peak_bytes
         plain = gradient if plain is None else plain
         plan = remat.tensorflow.last_plan()
-        found.append(
-            {
-                "way": way,
-                "peak_bytes": peak_bytes,
-                "in_use_before_bytes": in_use_bytes,
-                "built_s": built_s,
-                "difference": float(np.max(np.abs(gradient - plain)) / np.max(np.abs(plain))),
-                "recomputed": plan.recomputed if plan else 0,
-                "budget_bytes": plan.budget_bytes if plan else 0,
-                "overhead": plan.overhead if plan else 0.0,
-                "copies_by_device": copies_by_device(graph),
-            }
-        )
+        found[name] = {
+            "peak_bytes": peak_bytes,
+            "in_use_before_bytes": in_use_bytes,
+            "built_s": built_s,
+            "difference": float(np.max(np.abs(gradient - plain)) / np.max(np.abs(plain))),
+            "recomputed": plan.recomputed if plan else 0,
+            "budget_bytes": plan.budget_bytes if plan else 0,
+            "overhead": plan.overhead if plan else 0.0,
+            "copies_by_device": copies_by_device(graph),
+        }
         del run
     return found
 
 
+def measured_on_two_devices(network: str, kind: str, ways: dict[str, Way]) -> dict[str, dict[str, Any]]:
+    """The same where TensorFlow has two devices, which has to be settled before it does anything."""
+    (cpu,) = tf.config.list_physical_devices("CPU")
+    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+    return measured(network, kind, ways)
+
+
 if __name__ == "__main__":
-    print(json.dumps(main(sys.argv[1], sys.argv[2], sys.argv[3:])))
+    serve({"measured": measured, "measured_on_two_devices": measured_on_two_devices})

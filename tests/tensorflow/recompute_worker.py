@@ -1,20 +1,15 @@
-"""Measures one step under ``recompute`` in a process of its own, and prints what happened as JSON.
-
-python recompute_worker.py NETWORK MODE KIND
-
-NETWORK: chain, one_call, nested_chain, segments, blocks or model; MODE: eager, graph, xla, split or session;
-KIND: plain, recompute or recompute_grad.
-"""
+"""Answers what steps need under ``recompute``, in a process of its own."""
 
 from __future__ import annotations
 
 import functools
-import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import numpy as np
@@ -22,6 +17,7 @@ import tensorflow as tf
 
 from remat.tensorflow import recompute
 from remat.tensorflow.peak.device import current_device
+from worker_process import serve
 
 # The allocator of the CPU keeps regions of whole MiB: tensors of 1 MiB fill them and leave no scraps to count.
 CHAIN_ELEMENTS = 1 << 18
@@ -100,7 +96,14 @@ def in_a_session(used: list[Block], batch: np.ndarray[Any, Any]) -> Callable[[],
     return lambda: [tf.convert_to_tensor(g) for g in session.run(gradients, {x: batch})]
 
 
-def main(name: str, mode: str, kind: str) -> dict[str, Any]:
+def measured(name: str, mode: str, kind: str) -> dict[str, Any]:
+    """The peak of one step beside what was in use before, and the sums of its gradients.
+
+    Args:
+        name: chain, one_call, nested_chain, segments, blocks or model.
+        mode: eager, graph, xla, split or session.
+        kind: plain, recompute or recompute_grad.
+    """
     used, variables, batch = network(name, WRAPS[kind])
     if mode == "split":  # Each block in a function of its own, the tape outside.
         used = [tf.function(block, autograph=False) for block in used]
@@ -134,4 +137,4 @@ def main(name: str, mode: str, kind: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(*sys.argv[1:])))
+    serve({"measured": measured})

@@ -15,7 +15,7 @@ from remat.tensorflow import GradientTape
 WIDTH = 256
 BATCH = 1024
 DEPTH = 6
-PLANNING = {"time_limit_s": 0.5}
+PLANNING = {"planner": "peak_greedy"}
 
 Loss = Callable[..., tf.Tensor]
 
@@ -50,11 +50,18 @@ class Ran:
     function: Any
 
 
-def run(loss: Loss, sources: Sequence[tf.Variable], *args: Any, budget: int | str | None, **options: Any) -> Ran:
+def run(
+    loss: Loss,
+    sources: Sequence[tf.Variable],
+    *args: Any,
+    budget: int | str | None,
+    autograph: bool = False,
+    **options: Any,
+) -> Ran:
     """The gradients of ``loss(*args)`` in a fresh ``tf.function``; plain where the budget is None."""
     tapes = []
 
-    @tf.function
+    @tf.function(autograph=autograph)
     def step(*args: Any) -> Any:
         tape = tf.GradientTape() if budget is None else GradientTape(budget=budget, **{**PLANNING, **options})
         tapes.append(tape)

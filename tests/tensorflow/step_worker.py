@@ -26,8 +26,8 @@ import remat
 from remat.core.plan import Plan
 from remat.keras.limit import _limits
 from remat.tensorflow import GradientTape
+from remat.tensorflow.emit.emit import Rewritten
 from remat.tensorflow.peak.device import current_device
-from remat.tensorflow.planned import Rewritten
 
 STEPS = 3
 Arrays = list[np.ndarray[Any, Any]]

@@ -9,7 +9,7 @@ import pytest
 
 from remat import simulate
 from remat.core.simulator import storage_lifetimes
-from remat.tensorflow.emit.barriers import span_starts
+from remat.tensorflow.emit.emit import span_starts
 from remat.testing import chain, random_graph, random_schedule
 
 RESERVE = 0.05

@@ -7,8 +7,8 @@ import tensorflow as tf
 
 from remat.running.cost_model import get_profile
 from remat.tensorflow.peak.device import current_device
-from remat.tensorflow.trace.costs import flops
 from remat.tensorflow.trace.func_graph import trace_func_graph
+from remat.tensorflow.trace.op_facts import flops
 
 B, H, W, C, F = 2, 16, 12, 8, 24
 

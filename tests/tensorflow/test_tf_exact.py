@@ -228,7 +228,7 @@ def test_persistent_tape_gives_both_gradients():
         return step(x)
 
     plain = both(lambda: tf.GradientTape(persistent=True))
-    found = both(lambda: GradientTape(persistent=True, budget="80%", time_limit_s=0.5))
+    found = both(lambda: GradientTape(persistent=True, budget="80%", **PLANNING))
     for one, other in zip(tf.nest.flatten(found), tf.nest.flatten(plain), strict=True):
         tf.debugging.assert_near(one, other, atol=1e-6)
 
@@ -249,6 +249,6 @@ def test_limited_step_inside_a_second_tape():
         return step(inputs())
 
     plain = second_order(tf.GradientTape)
-    found = second_order(lambda: GradientTape(budget="90%", time_limit_s=0.5))
+    found = second_order(lambda: GradientTape(budget="90%", **PLANNING))
     for one, other in zip(found, plain, strict=True):
         tf.debugging.assert_near(one, other, atol=1e-5 * tf.reduce_max(tf.abs(other)))

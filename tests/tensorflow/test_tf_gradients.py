@@ -86,8 +86,8 @@ NETWORKS: list[Network] = [dense, half, embedding, skip_connections, two_losses,
 WAYS: dict[str, Any] = {
     "memory": {"checkpoints": "memory"},
     "speed": {"checkpoints": "speed"},
-    "budget": {"budget": "85%", "time_limit_s": 0.5},
-    "knee": {"time_limit_s": 0.2},
+    "budget": {"budget": "85%", "planner": "peak_greedy"},
+    "knee": {"planner": "peak_greedy"},
 }
 
 

@@ -3,25 +3,41 @@
 from __future__ import annotations
 
 import functools
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from worker_process import WorkerProcess, worker
 
 MIB = 1 << 20
 KINDS = ["function", pytest.param("session", marks=pytest.mark.slow)]
 SLOWLY = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("function", "session")]
 
 
+WORKER = Path(__file__).parent / "gradients_worker.py"
+WAYS: dict[str, dict[str, Any] | None] = {
+    "plain": None,
+    "memory": {"checkpoints": "memory"},
+    "collection": {"checkpoints": "collection"},
+    "speed": {"checkpoints": "speed"},
+    "13%": {"budget": "13%", "planner": "peak_greedy"},
+    "30%": {"budget": "30%", "planner": "peak_greedy"},
+    "45%": {"budget": "45%", "planner": "peak_greedy"},
+    "45% in 30 s": {"budget": "45%", "time_limit_s": 30.0},
+}
+
+
 @functools.cache
 def measured(network: str, kind: str, *ways: str) -> dict[str, dict[str, Any]]:
-    worker = Path(__file__).parent / "gradients_worker.py"
-    done = subprocess.run([sys.executable, worker, network, kind, *ways], capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return {outcome["way"]: outcome for outcome in json.loads(done.stdout.splitlines()[-1])}
+    asked = {way: WAYS[way] for way in ways}
+    if network == "two_devices":
+        own = WorkerProcess(WORKER)
+        found: dict[str, dict[str, Any]] = own.ask("measured_on_two_devices", network, kind, asked)
+        own.close()
+        return found
+    found = worker(WORKER).ask("measured", network, kind, asked)
+    return found
 
 
 @pytest.mark.parametrize("kind", KINDS)

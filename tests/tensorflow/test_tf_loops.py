@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import remat.tensorflow
 from remat.tensorflow.peak.device import current_device
-from remat.tensorflow.trace.loops import LOOPS, Loop, sizes_with_loops
+from remat.tensorflow.trace.sizes import LOOPS, Loop, sizes_with_loops
 
 ITERATIONS = 24
 SHAPE = (1024, 256)  # 1 MiB a tensor
@@ -20,7 +20,7 @@ def make_step(weight: tf.Variable, budget: str | None, limit: int | None = ITERA
 
     @tf.function
     def step(x: tf.Tensor, count: tf.Tensor) -> list[tf.Tensor]:
-        tape = remat.tensorflow.GradientTape(budget=budget, time_limit_s=1.0) if budget else tf.GradientTape()
+        tape = remat.tensorflow.GradientTape(budget=budget, planner="peak_greedy") if budget else tf.GradientTape()
         tapes.append(tape)
         with tape:
             h = x

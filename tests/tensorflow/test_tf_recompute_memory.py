@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import functools
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from worker_process import worker
+
+WORKER = Path(__file__).parent / "recompute_worker.py"
+
 
 @functools.cache
 def measured(network: str, mode: str, kind: str) -> dict[str, Any]:
-    worker = Path(__file__).parent / "recompute_worker.py"
-    done = subprocess.run([sys.executable, worker, network, mode, kind], capture_output=True, text=True, timeout=1800)
-    assert done.returncode == 0, done.stderr[-4000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, Any] = worker(WORKER).ask("measured", network, mode, kind)
     return found
 
 

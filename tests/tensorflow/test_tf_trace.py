@@ -216,7 +216,7 @@ def test_tensorflow_1_loop_is_refused():
     graph = tf.Graph()
     with graph.as_default():
         fn(tf.compat.v1.placeholder(tf.float32, [4, 4]))
-    from remat.tensorflow.trace.run_order import in_topological_order
+    from remat.tensorflow.trace.which_run import in_topological_order
 
     with pytest.raises(remat.UnsupportedStep, match="TensorFlow 1 while loop"):
         in_topological_order(graph.get_operations())

@@ -8,8 +8,8 @@ import tensorflow as tf
 
 import remat.tensorflow
 from remat.tensorflow import _private
-from remat.tensorflow.emit import xla_late, xla_ties
-from remat.tensorflow.peak import xla_memory
+from remat.tensorflow.emit import xla_ties
+from remat.tensorflow.peak.candidates import program_memory
 from remat.tensorflow.peak.device import current_device
 
 LAYERS, WIDTH, BATCH = 24, 512, 4096
@@ -123,7 +123,7 @@ def test_program_memory_is_what_a_call_allocates() -> None:
         return x, tf.reduce_sum(x)
 
     concrete = tf.function(chain).get_concrete_function(tf.TensorSpec((side, side)))
-    memory = xla_memory.program_memory(_private.compiled_program(concrete.graph, {}, lambda _: None))
+    memory = program_memory(_private.compiled_program(concrete.graph, {}, lambda _: None))
 
     matrix_bytes = 4 * side * side
     assert sorted(memory.output_bytes)[-1] == matrix_bytes
@@ -153,8 +153,8 @@ def make_all_late(_named: object) -> None:
     graph = tf.compat.v1.get_default_graph()
     for operation in graph.get_operations():
         readers = operation.outputs[0].consumers() if operation.type.startswith("MaxPool") else []
-        xla_late.hold_filter(operation)
-        late = xla_late.in_slices(operation)
+        xla_ties.hold_filter(operation)
+        late = xla_ties.in_slices(operation)
         for reader in readers if late is not None else []:
             _private.update_input(reader, list(reader.inputs).index(operation.outputs[0]), late)
 
@@ -166,7 +166,7 @@ def test_what_xla_adds_to_gradients_does_not_live_through_the_program() -> None:
 
     def temporary_bytes(depth: int, change) -> int:
         graph = tf.function(pooled_chain).get_concrete_function(images, filters, depth).graph
-        return sum(xla_memory.program_memory(_private.compiled_program(graph, {}, change)).temporary_bytes)
+        return sum(program_memory(_private.compiled_program(graph, {}, change)).temporary_bytes)
 
     # With few layers the pooling's gradient is the peak, with many it is where the backward pass begins.
     assert temporary_bytes(3, lambda _: None) - temporary_bytes(3, make_all_late) >= 4 * pooled_bytes

@@ -1,4 +1,4 @@
-"""A plain step and a planned one, and their comparison to the bit."""
+"""Schedules that need no planner, a plain step and a planned one, and their comparison to the bit."""
 
 from __future__ import annotations
 
@@ -8,9 +8,47 @@ import torch
 from torch_models import Case
 
 import remat.torch
+from remat.core.plan import plan_for_schedule
+from remat.planning.checkpoints import plan_with_checkpoints
 
-# A method that ends by itself: the time limit of others passes in full, round after round.
+# A method that ends by itself. Budgets that it cannot keep cost seconds, in which the smallest peak is sought.
 QUICK = {"planner": "peak_greedy", "time_limit_s": 0.2}
+
+
+def made_again_once(graph):
+    """A plan that keeps nothing of the forward pass and makes each storage again once, before its first reader."""
+    last = max(index for index, op in enumerate(graph.ops) if op.phase == "forward")
+    return plan_with_checkpoints(graph, (), last)
+
+
+def made_again_at_every_read(graph):
+    """A plan that makes each storage again, from the start of the model, before every op of the backward pass."""
+    makers = {tensor: index for index, op in enumerate(graph.ops) for tensor in op.outputs}
+    schedule = []
+    for index, op in enumerate(graph.ops):
+        if op.phase == "backward":
+            needed, waiting = set(), list(op.inputs)
+            while waiting:
+                maker = makers.get(waiting.pop())
+                if maker is not None and maker not in needed and graph.ops[maker].recomputable:
+                    needed.add(maker)
+                    waiting += graph.ops[maker].inputs
+            schedule += sorted(needed)
+        schedule.append(index)
+    return plan_for_schedule(graph, tuple(schedule), planner="by hand")
+
+
+def plan_by_hand(loss, args, schedule=made_again_once, **options):
+    """The plan of a step for one of the schedules above."""
+    graph = remat.torch.trace(loss, *args)
+    plan = remat.torch.plan(loss, *args, plan=schedule(graph), **options)
+    assert plan.recomputed > 0
+    return plan
+
+
+def planned(case, schedule=made_again_once):
+    """A case under one of the schedules above."""
+    return remat.torch.apply(plan_by_hand(case.loss, case.args, schedule))
 
 
 @dataclass

@@ -14,6 +14,9 @@ from remat.tensorflow.peak.device import current_device
 def measure(fn: Callable[..., Any], *args: Any, repeats: int = 3, **kwargs: Any) -> Measurement:
     """Run a step and read the device's own counter of memory.
 
+    The counter is TensorFlow's. On a CPU it exists only while oneDNN is on (``TF_ENABLE_ONEDNN_OPTS=1``), and it leaves
+    out blocks under 256 KiB.
+
     Args:
         fn: a ``tf.function`` (or any callable) that runs one step; it is called ``repeats + 1`` times, the first call
             to trace and warm up.
@@ -21,14 +24,13 @@ def measure(fn: Callable[..., Any], *args: Any, repeats: int = 3, **kwargs: Any)
         repeats: measured calls, 1 or more.
         **kwargs: further arguments of ``fn``.
 
-    The counter is TensorFlow's allocator statistics. On a CPU they need oneDNN (the default) and leave out
-    blocks under 256 KiB.
-
     Raises:
         ValueError: for fewer than one run.
+        UnsupportedStep: where TensorFlow has no counter; nothing was run.
     """
     check_repeats(repeats)
     device = current_device()
+    device.reset_peak()  # Where there is no counter this says so, before anything has run.
     _finish(fn(*args, **kwargs))
     device.reset_peak()
     time_s = median_time_s(lambda _: _finish(fn(*args, **kwargs)), repeats, lambda: None)

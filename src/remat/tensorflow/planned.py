@@ -4,29 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from dataclasses import dataclass
 
 from remat.core.plan import Plan
 from remat.fit.fit import fit
 from remat.fit.request import AUTO, Request
 from remat.running.cost_model import device_here, get_profile
 from remat.tensorflow.api.checkpoints import chosen_plan
-from remat.tensorflow.emit.write import Emitted, emit
+from remat.tensorflow.emit.emit import Rewritten, emit
 from remat.tensorflow.peak.candidates import CompiledFunction, ExecutedFunction, FunctionCandidate
-from remat.tensorflow.peak.device import current_device
-from remat.tensorflow.peak.resident import appended_bytes, resident_elsewhere_bytes
+from remat.tensorflow.peak.device import appended_bytes, current_device, resident_elsewhere_bytes
 from remat.tensorflow.trace.func_graph import FunctionToPlan, TracedStep, trace_func_graph
 
 _log = logging.getLogger("remat")
-
-
-@dataclass(frozen=True)
-class Rewritten:
-    """A function that has been rewritten, its plan and what was written into it."""
-
-    plan: Plan
-    step: TracedStep
-    emitted: Emitted
 
 
 def rewrite(function: FunctionToPlan, request: Request) -> Rewritten:
@@ -39,9 +28,9 @@ def rewrite(function: FunctionToPlan, request: Request) -> Rewritten:
     """
     step = _traced(function)
     plan = _plan_of(function, step, request)
-    emitted = emit(plan, step, in_xla=function.in_xla)
-    _log.info("%s\n  copies         %d, control edges %d", plan, len(emitted.copies), emitted.control_edges)
-    return Rewritten(plan, step, emitted)
+    rewritten = emit(plan, step, in_xla=function.in_xla)
+    _log.info("%s\n  copies         %d, control edges %d", plan, len(rewritten.copies), rewritten.control_edges)
+    return rewritten
 
 
 def candidate_of(function: FunctionToPlan) -> FunctionCandidate:

@@ -24,10 +24,10 @@ from remat.keras.tensorflow.step import MicroBatchedStep
 from remat.keras.tensorflow.trace import label_model, traced_step
 from remat.micro_batches.cut import largest_size
 from remat.tensorflow import _private
+from remat.tensorflow.emit.emit import Rewritten
 from remat.tensorflow.peak.device import current_device
-from remat.tensorflow.peak.resident import carried_inputs
-from remat.tensorflow.planned import Rewritten, rewrite
-from remat.tensorflow.trace.func_graph import FunctionToPlan
+from remat.tensorflow.planned import rewrite
+from remat.tensorflow.trace.func_graph import FunctionToPlan, carried_inputs
 
 _Shapes: TypeAlias = list[tuple[int, ...]]
 

@@ -22,8 +22,8 @@ KNEE: Final = "knee"
 
 Checkpoints = Sequence[tf.Tensor] | str | None
 
-# What a pass over the activations cannot make again cheaply.
-_SLOW = ("BatchMatMul", "Conv", "DepthwiseConv", "Einsum", "FusedConv", "MatMul", "SparseTensorDenseMatMul")
+# The rule "speed" keeps what these make: products of matrices and convolutions, which take most of a step's time.
+_SLOW: Final = ("BatchMatMul", "Conv", "DepthwiseConv", "Einsum", "FusedConv", "MatMul", "SparseTensorDenseMatMul")
 
 _SECONDS_PER_POINT: Final = 1.0
 """For each of about seven points of the frontier. A judgement: less makes plans dearer, more lets the user wait."""

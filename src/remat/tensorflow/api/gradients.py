@@ -16,8 +16,8 @@ from remat.tensorflow import _private
 from remat.tensorflow.api.checkpoints import KNEE, Checkpoints, check_rule
 from remat.tensorflow.planned import rewrite
 from remat.tensorflow.trace.func_graph import FunctionToPlan
-from remat.tensorflow.trace.session_graph import SessionGraph
 from remat.tensorflow.trace.sizes import batch_sizes
+from remat.tensorflow.trace.which_run import SessionGraph
 
 _plain_gradients = tf.gradients
 

@@ -12,7 +12,8 @@ from remat.core.plan import Plan
 from remat.fit.request import Request
 from remat.tensorflow import _private
 from remat.tensorflow.api.checkpoints import check_rule
-from remat.tensorflow.planned import Rewritten, rewrite
+from remat.tensorflow.emit.emit import Rewritten
+from remat.tensorflow.planned import rewrite
 from remat.tensorflow.trace.func_graph import FunctionToPlan
 from remat.tensorflow.trace.sizes import batch_sizes
 
@@ -123,7 +124,7 @@ class GradientTape(tf.GradientTape):  # type: ignore[misc]
     @property
     def recomputed_operations(self) -> tuple[str, ...]:
         """Names of the recomputations that were written into the function, in schedule order."""
-        return tuple(copy.name for copy in self._rewritten.emitted.copies) if self._rewritten is not None else ()
+        return tuple(copy.name for copy in self._rewritten.copies) if self._rewritten is not None else ()
 
     def _finish(self, succeeded: bool) -> None:
         self._traced = True

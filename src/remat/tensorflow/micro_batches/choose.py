@@ -27,9 +27,8 @@ from remat.micro_batches.timing import least_times_s
 from remat.tensorflow import _private
 from remat.tensorflow.peak.candidates import FunctionCandidate
 from remat.tensorflow.peak.device import current_device
-from remat.tensorflow.peak.resident import carried_inputs
 from remat.tensorflow.planned import candidate_of, rewrite, with_bytes_for_auto
-from remat.tensorflow.trace.func_graph import FunctionToPlan
+from remat.tensorflow.trace.func_graph import FunctionToPlan, carried_inputs
 
 # Called in the body of a loop over micro-batches, with the batch's tensors and the pieces cut from them.
 OnBody = Callable[[Sequence[tf.Tensor], Sequence[tf.Tensor]], None]
@@ -167,7 +166,7 @@ class Pieces:
         return known
 
 
-def choose_micro_batches(
+def choose_count(
     whole: FunctionCandidate,
     pieces: Callable[[], Pieces],
     batch_size: int,
@@ -246,6 +245,3 @@ def _unchanged(variables: Sequence[tf.Variable]) -> Iterator[None]:
 def _run(function: Any, batch: Sequence[tf.Tensor]) -> None:
     function(*batch)
     tf.test.experimental.sync_devices()
-
-
-joint_plan = choose_micro_batches

@@ -1,11 +1,13 @@
-"""The device that a step runs on: its counter of memory, its size, what is resident there already."""
+"""The device that a step runs on: its counter of memory, its size, and what lies there beside the step."""
 
 from __future__ import annotations
 
 import functools
 import gc
 import logging
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import tensorflow as tf
 
@@ -13,11 +15,22 @@ from remat.core.errors import UnsupportedStep
 from remat.fit.auto_budget import auto_budget_bytes
 from remat.tensorflow import _private
 from remat.tensorflow.peak.allocator import AllocatorModel
+from remat.tensorflow.trace.sizes import Sizes, handle_bytes, shape_bytes
 
 _log = logging.getLogger("remat")
 
-_CPU_STATISTICS_FROM_BYTES = 256 << 10
-_ALL_OF_A_GPU_BYTES = 1 << 40
+_CPU_STATISTICS_FROM_BYTES: Final = 256 << 10
+"""Smaller blocks go past the counter: ``kSmallAllocationsThreshold`` of TensorFlow's mkl_cpu_allocator.h.
+
+Where a release changes it, predictions and measurements on a CPU speak of different bytes, and measured steps no longer
+agree with what ``test_tf_allocator.py`` expects.
+"""
+
+_ALL_OF_A_GPU_BYTES: Final = 1 << 40
+"""The first region of a GPU's heap: more than any GPU has, since TensorFlow takes all of its memory at once.
+
+With less, the simulated heap would get several regions that never join, and peaks would come out too high.
+"""
 
 
 @dataclass(frozen=True)
@@ -50,7 +63,7 @@ class Device:
     @property
     def in_use_bytes(self) -> int:
         """Bytes in use now by this device's own counter, after garbage is gone; 0 where there is no counter."""
-        gc.collect()
+        gc.collect()  # What a failed trace left behind, such as one whose budget was refused, sits in cycles.
         if not self.has_counter:
             _say_once_that_nothing_is_counted(self.name)
             return 0
@@ -123,3 +136,43 @@ def _say_once_that_nothing_is_counted(name: str) -> None:
 def current_device() -> Device:
     """The device that TensorFlow puts operations on: the first GPU, else the CPU."""
     return Device("GPU:0" if tf.config.list_logical_devices("GPU") else "CPU:0")
+
+
+def resident_elsewhere_bytes(
+    graph: _private.FuncGraph, input_shapes: Mapping[str, Sequence[int]], carried: Collection[str] = ()
+) -> int:
+    """Bytes in use on the device now that are no input of ``graph``, by the device's own counter.
+
+    Args:
+        graph: the function.
+        input_shapes: real shapes of inputs traced with unknown dimensions, by tensor name.
+        carried: names of inputs that do not exist yet while the function is traced; see ``carried_inputs``.
+    """
+    device = current_device()
+    counted = device.allocator.counted
+    known = 0
+    for tensor in graph.inputs:
+        if tensor.dtype == tf.resource:
+            known += counted(handle_bytes(tensor))
+        elif tensor.dtype not in (tf.variant, tf.string) and tensor.name not in carried:
+            shape = input_shapes.get(tensor.name, tensor.shape if tensor.shape.is_fully_defined() else ())
+            known += counted(shape_bytes(shape, tensor.dtype))
+    return max(0, device.in_use_bytes - known)
+
+
+def appended_bytes(body: _private.FuncGraph, input_shapes: Mapping[str, Sequence[int]]) -> int:
+    """Bytes that one iteration of a loop appends to the lists that it hands on.
+
+    Args:
+        body: of the loop.
+        input_shapes: real shapes of inputs traced with unknown dimensions, by tensor name.
+    """
+    items = [
+        op.inputs[2]
+        for op in body.get_operations()
+        if op.type == "TensorListSetItem" and op.inputs[0].op.type == "Placeholder"
+    ]
+    if not items:
+        return 0
+    sizes, counted = Sizes(body, input_shapes), current_device().allocator.counted
+    return sum(counted(sizes.bytes(item) or 0) for item in items)

@@ -14,7 +14,7 @@ from remat.core.errors import UnsupportedStep
 from remat.running.recompute_switch import is_switched_off
 from remat.tensorflow import _private
 from remat.tensorflow.recompute.eager import EagerCalls
-from remat.tensorflow.recompute.in_graph import run_in_graph
+from remat.tensorflow.recompute.region_gradient import run_in_graph
 
 F = TypeVar("F", bound=Callable[..., Any])
 Enabled = bool | Callable[[], bool]

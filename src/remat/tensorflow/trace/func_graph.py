@@ -15,10 +15,9 @@ from remat.core.simulator import simulate
 from remat.running.cost_model import DeviceProfile, get_profile, op_time_s
 from remat.tensorflow import _private
 from remat.tensorflow.peak.allocator import AllocatorModel
-from remat.tensorflow.trace import costs, op_facts
-from remat.tensorflow.trace.loops import LOOPS, Loop, sizes_with_loops
-from remat.tensorflow.trace.run_order import in_topological_order, operations_that_run
-from remat.tensorflow.trace.sizes import Sizes, handle_bytes, shape_bytes
+from remat.tensorflow.trace import op_facts
+from remat.tensorflow.trace.sizes import HANDLES, LOOPS, Loop, Sizes, handle_bytes, shape_bytes, sizes_with_loops
+from remat.tensorflow.trace.which_run import in_topological_order, operations_that_run
 
 _EVERYTHING_COUNTS = AllocatorModel(min_counted_bytes=0)
 
@@ -44,6 +43,14 @@ class FunctionToPlan:
     forward_ends: int | None = None
     carried: Collection[str] = frozenset()
     iterations: int = 1
+
+
+def carried_inputs(body: _private.FuncGraph) -> frozenset[str]:
+    """Names of what a loop hands from one iteration to the next: the inputs of its body that it does not capture."""
+    captured = {inside.name for _, inside in body.captures}
+    return frozenset(
+        tensor.name for tensor in body.inputs if tensor.name not in captured and tensor.dtype not in HANDLES
+    )
 
 
 @dataclass(frozen=True)
@@ -224,7 +231,7 @@ class _Tracer:
             return simulate(body, body.plain_schedule).peak_bytes - body.pinned_bytes
         if not self.allocator.converts_half:
             return 0
-        converted = costs.converted_from_half(op, [self.sizes.shape(t) for t in (*op.inputs, *op.outputs)])
+        converted = op_facts.converted_from_half(op, [self.sizes.shape(t) for t in (*op.inputs, *op.outputs)])
         return sum(self.allocator.counted(shape_bytes(shape, tf.float32)) for shape in converted)
 
     def _list(self, op: tf.Operation, number: int, output: tf.Tensor) -> Tensor:
@@ -307,7 +314,7 @@ class _Tracer:
             or not op.outputs
         ):
             return 0.0
-        work = costs.flops(op, [self.sizes.shape(t) for t in op.inputs], [self.sizes.shape(t) for t in op.outputs])
+        work = op_facts.flops(op, [self.sizes.shape(t) for t in op.inputs], [self.sizes.shape(t) for t in op.outputs])
         moved = sum(self.tensors[self.ids[t.name]].size_bytes for t in op.inputs)
         moved += sum(self.tensors[number].size_bytes for number in outputs)
         return op_time_s(self.profile, work, moved, op.outputs[0].dtype.name)

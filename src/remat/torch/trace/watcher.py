@@ -1,0 +1,422 @@
+"""Sees the operators of a step on fake tensors: what they make and write, what autograd saves, and whose they are."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch.nn.modules import module as module_hooks
+
+from remat.core.labels import shown_path
+from remat.torch import _private
+from remat.torch.trace import cpu_scratch, op_facts
+from remat.torch.trace.recording import (
+    KnownStorages,
+    Phase,
+    RecordedOp,
+    RecordedStorage,
+    Recording,
+    SavedTensor,
+    has_storage,
+)
+
+_log = logging.getLogger("remat")
+
+_ITEM: Final = torch.ops.aten._local_scalar_dense.default
+
+Take: TypeAlias = Callable[[torch.Tensor, Hashable], None]
+_take: ContextVar[Take | None] = ContextVar("take", default=None)
+
+
+def mark(tensor: torch.Tensor, as_what: Hashable) -> None:
+    """Note a tensor of the step that is being traced, see ``Recording.marked``; does nothing in a real step."""
+    if (take := _take.get()) is not None:
+        take(tensor, as_what)
+
+
+class _Packed:
+    """What stands in autograd's graph for a tensor that it saved.
+
+    Attributes:
+        number: of the saved tensor in the recording.
+        geometry: where the tensor lies in its storage, and how large that is.
+    """
+
+    __slots__ = ("__weakref__", "geometry", "number")
+
+    def __init__(self, number: int, tensor: torch.Tensor) -> None:
+        self.number = number
+        self.geometry = (
+            tuple(tensor.shape),
+            tensor.stride(),
+            tensor.storage_offset(),
+            tensor.dtype,
+            tensor.device,
+            tensor.untyped_storage().nbytes() // max(1, tensor.element_size()),
+        )
+
+
+class StepWatcher(_private.TorchDispatchMode):
+    """Sees every operator below autograd and autocast, and notes it in a recording. It keeps no fake tensor alive.
+
+    Attributes:
+        recording: what was seen so far.
+        storages: which storage a tensor is in.
+        modules: which module's forward pass runs.
+        phase: the part of the step that runs.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.recording = Recording()
+        self.storages = KnownStorages(self.recording)
+        self.modules = RunningModules()
+        self.phase: Phase = "forward"
+        # Of each autograd node, by its number: the module and the line of source that made it.
+        self._origins: dict[int, tuple[str, str]] = {}
+        self._is_paused = False
+        self._held: list[Any] = []
+        # By the address of the parameter.
+        self._gradients: dict[int, int] = {}
+        self._let_go: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._is_paused or _private.is_silent(func):
+            return func(*args, **kwargs)
+        args, kwargs = _private.tree_map_only(torch.Tensor, self.storages.fake, (tuple(args), kwargs))
+        inputs = [t for t in _private.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        reads = tuple(dict.fromkeys(self._read(t) for t in inputs if has_storage(t)))
+        if func is _ITEM and (number := self.storages.values.item(inputs[0])) is not None:
+            return number
+        out = func(*args, **kwargs)
+        self.storages.values.follow(func, args, kwargs, inputs, out)
+        self._note(func, args, kwargs, inputs, reads, out)
+        return out
+
+    def pin(self, tensors: Sequence[torch.Tensor], role: str = "") -> None:
+        """Count tensors that exist before the step, whether it touches them or not."""
+        for tensor in filter(has_storage, tensors):
+            storage = self.recording.storages[self.storages.of(self.storages.fake(tensor, role))]
+            storage.role = role or storage.role  # What an optimizer's state is cannot be told by the tensor.
+
+    def count_beside(self, size_bytes: int) -> None:
+        """Count memory that is there for the whole step, though no operator touches it."""
+        self.recording.storages.append(RecordedStorage(size_bytes, None, "uint8", role="state"))
+
+    @contextmanager
+    def taking_marks(self) -> Iterator[None]:
+        """Inside, the storage of each tensor that ``mark`` is given is noted."""
+
+        def take(tensor: torch.Tensor, as_what: Hashable) -> None:
+            if has_storage(tensor):
+                number = self.storages.of(self.storages.fake(tensor))
+                self.recording.marked.setdefault(as_what, []).append(number)
+
+        token = _take.set(take)
+        try:
+            yield
+        finally:
+            _take.reset(token)
+
+    def _read(self, tensor: torch.Tensor) -> tuple[int, int]:
+        number = self.storages.of(tensor)
+        return number, len(self.recording.storages[number].writes)
+
+    def _note(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        inputs: list[torch.Tensor],
+        reads: tuple[tuple[int, int], ...],
+        out: Any,
+    ) -> None:
+        recording = self.recording
+        index = len(recording.ops)
+        made: list[int] = []
+        outputs = [t for t in _private.tree_leaves(out) if isinstance(t, torch.Tensor)]
+        for tensor in outputs:
+            if has_storage(tensor) and not self.storages.is_known(tensor):
+                made.append(self.storages.made(tensor, index))
+        written = [t for t in op_facts.written(func, args, kwargs) if has_storage(t)]
+        writes = tuple(dict.fromkeys(self.storages.of(t) for t in written))
+        outputs_are_views = bool(outputs) and not made and not writes
+        if outputs_are_views or op_facts.base_name(func) == "aten::lift_fresh":
+            return
+        statistics = {self.storages.of(t) for t in op_facts.running_statistics(func, args)}
+        on_gpu = any(t.device.type not in ("cpu", "meta") for t in inputs)
+        all_strided = all(has_storage(t) and type(t) is _private.FakeTensor for t in (*inputs, *outputs))
+        everything = [*inputs, *outputs]
+        name, layer, source = self._origin(func)
+        op = RecordedOp(
+            func=func,
+            name=name,
+            layer=layer,
+            source=source,
+            phase=self.phase,
+            reads=tuple(read for read in reads if read[0] not in statistics),
+            makes=tuple(made),
+            writes=tuple(w for w in writes if w not in statistics),
+            flops=op_facts.flops(func, args, kwargs, out),
+            moved_bytes=sum(t.numel() * t.element_size() for t in everything),
+            dtype=str((outputs or inputs)[0].dtype).removeprefix("torch.") if everything else "float32",
+            repeatable=self.phase == "forward" and all_strided and self._may_repeat(func, args, kwargs, on_gpu),
+            workspace_bytes=0 if on_gpu else cpu_scratch.workspace_bytes(func, args, out),
+        )
+        if not on_gpu:
+            with self.paused():
+                for number, size_bytes in cpu_scratch.real_sizes(func, args, made).items():
+                    recording.storages[number].size_bytes = size_bytes
+                    recording.storages[number].shape = None
+        recording.ops.append(op)
+        for number in writes:
+            recording.storages[number].writes.append(index)
+
+    def _may_repeat(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], on_gpu: bool) -> bool:
+        # Inside of the loss function a backward pass is somebody else's: nothing is known of what it may rely on.
+        return not _private.in_backward_pass() and op_facts.may_repeat(func, args, kwargs, on_gpu=on_gpu)
+
+    def _origin(self, func: Any) -> tuple[str, str, str]:
+        """Name, module and line of source of an operator; of the backward pass, those that its autograd node is of."""
+        short = op_facts.kind(func)
+        if self.phase == "update":
+            return f"optimizer/{short}", "optimizer", ""
+        node = _private.running_node()
+        if node is None:
+            origin = (self.modules.path, _source_line())
+            self._origins[_private.forward_sequence_number()] = origin
+            return "/".join(part for part in (origin[0], short) if part), *origin
+        origin = self._origins.get(node[1], ("", ""))
+        return "/".join(part for part in (origin[0], node[0], short) if part), *origin
+
+    # What autograd saves.
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """Called by autograd for each tensor that it saves."""
+        saved, position = self.recording.saved, len(self.recording.ops)
+        turn = saved[-1].turn + 1 if saved and saved[-1].position == position else 0
+        saved.append(SavedTensor(position, turn))
+        if type(tensor) is not _private.FakeTensor or not has_storage(tensor):
+            return tensor
+        number = self.storages.of(tensor)
+        if self.recording.storages[number].made_by is None:
+            return tensor
+        saved[-1].storage, saved[-1].version = number, len(self.recording.storages[number].writes)
+        packed = _Packed(len(saved) - 1, tensor)
+        weakref.finalize(packed, self._packed_died, number).atexit = False
+        return packed
+
+    def unpack(self, packed: Any) -> Any:
+        """Called by autograd when a backward node reads what it saved."""
+        if not isinstance(packed, _Packed):
+            return packed
+        saved = self.recording.saved[packed.number]
+        if saved.unpacked is None:
+            saved.unpacked = len(self.recording.ops)
+        assert saved.storage is not None
+        shape, stride, offset, dtype, device, elements = packed.geometry
+        self._is_paused = True
+        try:
+            whole = torch.empty(elements, dtype=dtype, device=device)
+            tensor = whole.as_strided(shape, stride, offset)
+        finally:
+            self._is_paused = False
+        # An operator that reads this tensor reads what was saved.
+        self.storages.stands_for(tensor, saved.storage, until_it_dies=True)
+        return tensor
+
+    def _packed_died(self, storage: int) -> None:
+        self.recording.storages[storage].read_until = len(self.recording.ops)
+
+    # The end of the forward pass, gradients.
+
+    def end_forward(self, loss: torch.Tensor) -> None:
+        """From here on operators belong to the backward pass."""
+        self.recording.forward_ops = len(self.recording.ops)
+        self.recording.loss = self.storages.of(loss)
+        self.storages.captured.add(self.recording.loss)
+        self.phase = "backward"
+
+    def accumulation_into(self, leaf: torch.Tensor, exists: bool) -> Callable[[torch.Tensor], None]:
+        """What autograd does with the finished gradient of a leaf: take it over, copy it, or add it to an older one."""
+
+        def accumulate(gradient: torch.Tensor) -> None:
+            recording = self.recording
+            index = len(recording.ops)
+            if not has_storage(gradient):
+                return
+            source = self.storages.of(gradient)
+            size = leaf.numel() * leaf.element_size()
+            made: list[int] = []
+            reads = [self._read(gradient)]
+            # Autograd takes a gradient over if nobody else holds it and its strides are those of the parameter.
+            owned = recording.storages[source].made_by is not None and source not in self.storages.captured
+            if not exists and owned and _may_take_over(gradient, leaf):
+                self.storages.captured.add(source)
+                self._gradients[id(leaf)] = source
+                return
+            total = RecordedStorage(size, tuple(leaf.shape), str(leaf.dtype).removeprefix("torch."))
+            recording.storages.append(total)
+            number = len(recording.storages) - 1
+            if exists:
+                reads.append((number, 0))
+            else:
+                total.made_by = index
+                made.append(number)
+            name = f"AccumulateGrad {tuple(leaf.shape)}"
+            recording.ops.append(
+                RecordedOp(None, name, "backward", tuple(reads), tuple(made), (), moved_bytes=2 * size)
+            )
+            self.storages.captured.add(number)
+            self._gradients[id(leaf)] = number
+            # Autograd lets go of the gradient here. Only ``_held`` keeps it longer.
+            self._let_go[source] = len(recording.ops)
+
+        return accumulate
+
+    def hold_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Keep the gradients to the end of the step, as ``grad`` does."""
+        self._held.extend(gradients)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Operators inside leave no trace."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
+
+    def stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The fake tensor of a real one."""
+        return self.storages.fake(tensor)
+
+    def begin_update(self, parameters: Mapping[int, torch.Tensor]) -> None:
+        """From here on operators belong to the optimizer.
+
+        Args:
+            parameters: by the address of the real one, the fake parameter that is given its recorded gradient.
+        """
+        self.phase = "update"
+        with self.paused():
+            for address, parameter in parameters.items():
+                parameter.grad = self._gradient(address, parameter)
+
+    def gradient_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """A fake tensor in the recorded gradient of a real parameter; None where it has none."""
+        with self.paused():
+            return self._gradient(id(parameter), self.stand_in(parameter))
+
+    def _gradient(self, address: int, like: torch.Tensor) -> torch.Tensor | None:
+        if (number := self._gradients.get(address)) is None:
+            return None
+        gradient = torch.empty_like(like)
+        self.storages.stands_for(gradient, number, until_it_dies=False)
+        return gradient
+
+    def finished(self) -> Recording:
+        """The recording, once everything that only the trace held is gone."""
+        recording = self.recording
+        self._held.clear()
+        for module in self.modules.outermost:
+            for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+                self.storages.name(tensor, name)
+        for number in self._let_go.keys() - self.storages.captured:
+            recording.storages[number].released = self._let_go[number]
+        alive = self.storages.survivors()
+        for number in alive:
+            recording.storages[number].released = None
+        if alive:
+            largest = max(alive, key=lambda n: recording.storages[n].size_bytes)
+            made_by = recording.storages[largest].made_by
+            assert made_by is not None
+            _log.warning(
+                "The traced step left %d tensors behind, the largest of shape %s from %s: something outside of the "
+                "loss function keeps them (a hook, an attribute of a module), and they hold no values. The next real "
+                "step replaces them where they are attributes; take out of lists what tracing put in.",
+                len(alive),
+                recording.storages[largest].shape,
+                recording.ops[made_by].name,
+            )
+        return recording
+
+
+def _may_take_over(gradient: torch.Tensor, leaf: torch.Tensor) -> bool:
+    """Has a gradient the layout that autograd wants: the strides of a dense parameter, else contiguous?"""
+    if gradient.dtype != leaf.dtype or gradient.device != leaf.device:
+        return False
+    dense = leaf.is_contiguous() or leaf.is_contiguous(memory_format=torch.channels_last)
+    wanted = leaf.stride() if dense else None
+    same = gradient.stride() == wanted if wanted is not None else gradient.is_contiguous()
+    return same or all(
+        size <= 1 or a == b for size, a, b in zip(gradient.shape, gradient.stride(), leaf.stride(), strict=True)
+    )
+
+
+class RunningModules:
+    """A context that knows which module's forward pass runs.
+
+    Attributes:
+        outermost: the modules that ran and that no other called.
+    """
+
+    def __init__(self) -> None:
+        self.outermost: list[torch.nn.Module] = []
+        self._paths: dict[int, str] = {}
+        self._stack: list[str] = []
+        self._handles: list[Any] = []
+
+    @property
+    def path(self) -> str:
+        """The dotted path of the innermost module that runs, ``h.0.mlp`` say; empty outside of any module."""
+        return self._stack[-1] if self._stack else ""
+
+    def __enter__(self) -> RunningModules:
+        self._handles = [
+            module_hooks.register_module_forward_pre_hook(self._before),
+            module_hooks.register_module_forward_hook(self._after, always_call=True),
+        ]
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _before(self, module: torch.nn.Module, args: Any) -> None:
+        if not self._stack:
+            self.outermost.append(module)
+            for path, inner in module.named_modules():
+                self._paths[id(inner)] = path or type(module).__name__
+        self._stack.append(self._paths.get(id(module), type(module).__name__))
+
+    def _after(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        if self._stack:
+            self._stack.pop()
+
+
+_shown_path = cache(shown_path)
+_NOT_THE_MODEL: Final = tuple(str(Path(path).parent) + "/" for path in (torch.__file__, __file__))
+_REMAT: Final = str(Path(__file__).parents[1]) + "/"
+
+
+def _source_line() -> str:
+    """The innermost line that runs outside of PyTorch and of this folder: ``model.py:12 in forward``.
+
+    Empty where that is one of ``remat.torch``, as when the command line calls a module.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_MODEL):
+        frame = frame.f_back
+    if frame is None or frame.f_code.co_filename.startswith(_REMAT):
+        return ""
+    return f"{_shown_path(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}"

@@ -1,0 +1,90 @@
+"""Where TensorFlow does not count a CPU's memory remat plans all the same; only measuring is refused, in one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = """
+import json, logging
+import numpy as np
+import tensorflow as tf
+from small_steps import PLANNING, Chain, inputs, run
+import remat
+from remat.tensorflow import gradients, last_plan, measure
+from remat.tensorflow.peak.device import current_device
+
+logged, ran = [], []
+keeper = logging.Handler()
+keeper.emit = lambda record: logged.append(record.getMessage())
+logging.getLogger("remat").addHandler(keeper)
+chain, x = Chain(), inputs()
+
+def loss(x):
+    return tf.reduce_mean(tf.square(chain(x)))
+
+def by_function(take):
+    @tf.function(autograph=False)
+    def step(x):
+        weights = [weight.read_value() for weight in chain.weights]
+        h = x
+        for weight in weights:
+            h = tf.tanh(h @ weight) * tf.sigmoid(h)
+        return take(tf.reduce_mean(tf.square(h)), weights)
+    return step(x)
+
+def difference(found, plain):
+    pairs = [(one.numpy(), other.numpy()) for one, other in zip(found, plain, strict=True)]
+    return max(float(np.abs(one - other).max() / np.abs(other).max()) for one, other in pairs)
+
+plain, planned = (run(loss, chain.weights, x, budget=budget) for budget in (None, "70%"))
+answer = {
+    "has_counter": current_device().has_counter,
+    "tape": [difference(planned.gradients, plain.gradients), planned.tape.plan.recomputed],
+}
+found = by_function(lambda y, xs: gradients(y, xs, budget="70%", **PLANNING))
+answer["gradients"] = [difference(found, by_function(tf.gradients)), last_plan().recomputed]
+try:
+    measure(lambda: ran.append(1))
+except remat.UnsupportedStep as error:
+    answer["refusal"] = str(error)
+print(json.dumps(answer | {"logged": logged, "ran": len(ran)}))
+"""
+
+
+@pytest.fixture(scope="module")
+def uncounted() -> dict[str, Any]:
+    environment = {**os.environ, "TF_ENABLE_ONEDNN_OPTS": "0"}
+    folder = Path(__file__).parent
+    command = [sys.executable, "-c", SCRIPT]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    assert not found["has_counter"]
+    return found
+
+
+@pytest.mark.parametrize("how", ["tape", "gradients"])
+def test_a_budget_is_planned_with_the_plain_numbers(uncounted: dict[str, Any], how: str) -> None:
+    difference, recomputed = uncounted[how]
+    assert recomputed > 0
+    assert difference <= 1e-5
+
+
+def test_what_is_not_counted_is_said_once(uncounted: dict[str, Any]) -> None:
+    (said,) = uncounted["logged"]
+    assert "beside a step is not counted" in said
+    assert "TF_ENABLE_ONEDNN_OPTS=1" in said
+
+
+def test_measuring_is_refused_in_one_line_before_anything_runs(uncounted: dict[str, Any]) -> None:
+    assert "no peak can be measured on CPU:0" in uncounted["refusal"]
+    assert "TF_ENABLE_ONEDNN_OPTS=1" in uncounted["refusal"]
+    assert "\n" not in uncounted["refusal"]
+    assert uncounted["ran"] == 0

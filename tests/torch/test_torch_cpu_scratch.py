@@ -1,0 +1,110 @@
+"""Scratch memory of kernels on a CPU: what is predicted, and what the profiler sees."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from remat.torch import _private
+from remat.torch.trace import cpu_scratch
+
+ATEN = torch.ops.aten
+
+
+def measured(func, *args):
+    """Bytes that a call takes in passing, and the storages that it makes."""
+    func(*args)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        out = func(*args)
+    now = peak = 0
+    for _, size in _private.memory_events(profiled):
+        now += size
+        peak = max(peak, now)
+    return peak - now, out
+
+
+def convolution(channels, out_channels, size, kernel=3):
+    x, weight = torch.randn(8, channels, size, size), torch.randn(out_channels, channels, kernel, kernel)
+    return x, weight, None, [1, 1], [kernel // 2] * 2, [1, 1], False, [0, 0], 1
+
+
+@pytest.mark.parametrize(("channels", "out_channels"), [(3, 32), (12, 32), (32, 32), (64, 32), (48, 16), (24, 32)])
+def test_convolutions(channels, out_channels):
+    args = convolution(channels, out_channels, 32)
+    scratch, out = measured(ATEN.convolution.default, *args)
+    assert cpu_scratch.workspace_bytes(ATEN.convolution.default, args, out) == pytest.approx(scratch, rel=0.05)
+
+    args = (torch.randn_like(out), *args[:2], [0], *args[3:], [channels > 3, True, False])
+    scratch, out = measured(ATEN.convolution_backward.default, *args)
+    assert cpu_scratch.workspace_bytes(ATEN.convolution_backward.default, args, out) == pytest.approx(scratch, rel=0.05)
+
+
+@pytest.fixture(params=[1, 2], ids=["1 thread", "2 threads"])
+def _threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("_threads")
+@pytest.mark.parametrize("given", ["both", "input", "weight"])
+def test_convolutions_with_channels_last(given):
+    x, weight, *rest = convolution(64, 32, 32)
+    x = x if given == "weight" else x.to(memory_format=torch.channels_last)
+    weight = weight if given == "input" else weight.to(memory_format=torch.channels_last)
+    args = (x, weight, *rest)
+    scratch, out = measured(ATEN.convolution.default, *args)
+    assert out.is_contiguous(memory_format=torch.channels_last)
+    assert cpu_scratch.workspace_bytes(ATEN.convolution.default, args, out) == pytest.approx(scratch, rel=0.02)
+
+    args = (torch.randn_like(out), x, weight, [0], *rest[1:], [True, True, False])
+    scratch, out = measured(ATEN.convolution_backward.default, *args)
+    assert cpu_scratch.workspace_bytes(ATEN.convolution_backward.default, args, out) == pytest.approx(scratch, rel=0.02)
+
+
+def test_copies_of_what_is_not_contiguous():
+    x, weight = torch.randn(64, 32, 64).transpose(1, 2), torch.ones(32)
+    args = (x, [32], weight, weight, 1e-5)
+    scratch, out = measured(ATEN.native_layer_norm.default, *args)
+    assert cpu_scratch.workspace_bytes(ATEN.native_layer_norm.default, args, out) == pytest.approx(scratch, rel=0.02)
+    args = (x.contiguous(), *args[1:])
+    assert cpu_scratch.workspace_bytes(ATEN.native_layer_norm.default, args, out) == 0
+
+
+def test_a_loss_stands_in_the_storage_of_all_losses():
+    x, y = torch.randn(1000), torch.randn(1000)
+    out = ATEN.mse_loss.default(x, y)
+    assert cpu_scratch.real_sizes(ATEN.mse_loss.default, (x, y), [5]) == {5: out.untyped_storage().nbytes()}
+
+
+def test_what_a_recurrent_layer_keeps():
+    length, batch, features, hidden = 128, 8, 64, 96
+    x = torch.randn(length, batch, features)
+    weights = [torch.randn(4 * hidden, n) for n in (features, hidden)] + [torch.randn(4 * hidden)] * 2
+    states = [torch.zeros(batch, hidden)] * 2
+    args = (x, *weights, *states, False, [], 2, hidden, 1, True, False, False, True)
+    scratch, out = measured(ATEN.mkldnn_rnn_layer.default, *args)
+    kept = cpu_scratch.real_sizes(ATEN.mkldnn_rnn_layer.default, args, [0, 1, 2, 3])[3]
+    assert kept == pytest.approx(out[3].untyped_storage().nbytes(), rel=0.02)
+    predicted = cpu_scratch.workspace_bytes(ATEN.mkldnn_rnn_layer.default, args, out)
+    assert predicted == pytest.approx(scratch, rel=0.2)
+
+
+def test_a_recurrent_layer_copies_a_transposed_gradient():
+    length, batch, hidden = 64, 8, 32
+    x = torch.randn(length, batch, hidden)
+    weights = [torch.randn(4 * hidden, hidden)] * 2 + [torch.randn(4 * hidden)] * 2
+    states = [torch.zeros(batch, hidden)] * 2
+    layer = 2, hidden, 1, True, False
+    outputs, last, cell, kept = ATEN.mkldnn_rnn_layer.default(x, *weights, *states, False, [], *layer, False, True)
+    found = []
+    for gradient in (torch.randn(length, batch, hidden), torch.randn(batch, length, hidden).transpose(0, 1)):
+        made = outputs, last, cell, gradient, None, None, False
+        args = x, *weights, *states, *made, 2, hidden, 1, True, True, False, [], False, kept
+        scratch, out = measured(ATEN.mkldnn_rnn_layer_backward.default, *args)
+        found.append((scratch, cpu_scratch.workspace_bytes(ATEN.mkldnn_rnn_layer_backward.default, args, out)))
+    (plain, predicted_plain), (transposed, predicted) = found
+    assert transposed - plain == pytest.approx(x.nbytes, rel=0.02)
+    assert predicted - predicted_plain == x.nbytes
