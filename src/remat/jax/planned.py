@@ -95,7 +95,7 @@ class Follower:
 
 def leaves_of(arguments: Sequence[Any], places: Collection[int]) -> list[int]:
     """Which of the flat arguments belong to the arguments at some places."""
-    leaves = []
+    leaves: list[int] = []
     first = 0
     for place, argument in enumerate(arguments):
         count = len(jax.tree.leaves(argument))
