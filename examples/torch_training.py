@@ -9,10 +9,10 @@ from torch import nn
 import remat.torch
 
 torch.manual_seed(0)
-layers = [nn.Sequential(nn.Linear(256, 256), nn.LayerNorm(256), nn.GELU(), nn.Dropout(0.1)) for _ in range(24)]
+layers = [nn.Sequential(nn.Linear(256, 256), nn.LayerNorm(256), nn.GELU(), nn.Dropout(0.1)) for _ in range(12)]
 model = nn.Sequential(*layers, nn.Linear(256, 10))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-x, y = torch.randn(2048, 256), torch.randint(10, (2048,))
+x, y = torch.randn(1024, 256), torch.randint(10, (1024,))
 
 
 def loss_fn(x, y):

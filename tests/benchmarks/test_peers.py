@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -35,3 +37,33 @@ def test_tables_are_written_whole(framework: str, tmp_path: Path) -> None:
     text = (tmp_path / f"peers-{framework}.md").read_text()
     assert all(f"| {name} |" in text for name in lines)
     assert (tmp_path / f"peers-{framework}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def imports(path: Path) -> list[tuple[str, str]]:
+    """The module and the name of each import from remat."""
+    found = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom))
+    return [
+        (node.module, alias.name)
+        for node in found
+        if node.module is not None and node.module.partition(".")[0] == "remat"
+        for alias in node.names
+    ]
+
+
+BENCHMARKS = sorted((ROOT / "benchmarks").rglob("*.py"))
+
+
+def test_benchmarks_import_what_is_there() -> None:
+    """Nobody runs them often: a module that moved would be noticed late."""
+    for path in BENCHMARKS:
+        for module, name in imports(path):
+            source = ROOT / "src" / Path(*module.split("."))
+            if (source / f"{name}.py").exists():
+                continue
+            file = source / "__init__.py" if source.is_dir() else source.with_suffix(".py")
+            assert file.exists(), f"{path.name}: {module}"
+            defined = re.search(
+                rf"^(def|class) {name}\b|^{name}\b.*=|import.*\b{name}\b", file.read_text(), re.MULTILINE
+            )
+            assert defined, f"{path.name}: {module}.{name}"
+    assert sum(len(imports(path)) for path in BENCHMARKS) >= 10

@@ -9,14 +9,20 @@ import abc
 import contextlib
 import functools
 import importlib
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
+import remat
+
 Loss = Callable[..., Any]
 
-# For steps of a dozen layers.
+Values = Callable[[Any, Any], Any]
+"""(parameters, x) to one number for each sample."""
+
+# "auto" searches steps of a dozen layers; a check that is not about the search names a quicker planner.
 PLANNING: dict[str, Any] = {"time_limit_s": 0.5}
 
 
@@ -55,6 +61,10 @@ class FrontEnd(abc.ABC):
     def array(self, value: Any) -> Any:
         """A NumPy array in the framework."""
 
+    def numpy(self, value: Any) -> Any:
+        """An array of the framework in NumPy."""
+        return np.asarray(value)
+
     @abc.abstractmethod
     def tanh(self, x: Any) -> Any: ...
 
@@ -69,12 +79,36 @@ class FrontEnd(abc.ABC):
         """A dropout layer as users write it, freshly seeded: (x, source) to x, and the source if it is an argument."""
 
     @abc.abstractmethod
-    def step(self, loss: Loss, *, budget: int | str | None = None, plan: Any = None) -> Step:
+    def step(self, loss: Loss, *, budget: int | str | None = None, plan: Any = None, **planning: Any) -> Step:
         """The gradient step of a loss, plain or planned."""
 
     @abc.abstractmethod
-    def micro_batched(self, loss: Loss, count: int, reduction: str) -> Callable[..., tuple[Any, Sequence[Any]]]:
-        """(parameters, *batch) to (value, gradients) of the whole batch, one micro-batch in memory at a time."""
+    def micro_batched(
+        self, values: Values, count: int, reduction: str, *, budget: int | str | None = None, **planning: Any
+    ) -> Step:
+        """The gradient step of a batch, one micro-batch in memory at a time.
+
+        For the reduction "ratio" the batch is (x, mask), and the loss the mean of the samples that the mask leaves.
+        """
+
+    def loss_of(self, values: Values, reduction: str) -> Loss:
+        """The loss as ``micro_batches`` takes it: with "ratio" a pair (sum, denominator)."""
+        if reduction == "ratio":
+            return lambda params, x, mask: (self.sum(values(params, x) * mask), self.sum(mask))
+        combine = self.mean if reduction == "mean" else self.sum
+        return lambda params, x: combine(values(params, x))
+
+    def whole(self, values: Values, reduction: str) -> Step:
+        """The plain gradient step of the whole batch."""
+        loss = self.loss_of(values, reduction)
+        if reduction != "ratio":
+            return self.step(loss)
+
+        def quotient(params: Any, x: Any, mask: Any) -> Any:
+            value, count = loss(params, x, mask)
+            return value / count
+
+        return self.step(quotient)
 
     def traced(self, loss: Loss, params: Sequence[Any], *batch: Any) -> Any:
         """The graph of the plain step."""
@@ -115,19 +149,26 @@ class Jax(FrontEnd):
 
         return drop, (random.key(seed, impl="rbg"),)
 
-    def step(self, loss: Loss, *, budget: int | str | None = None, plan: Any = None) -> Step:
-        return _JaxStep(self, loss, budget, plan)
+    def step(self, loss: Loss, *, budget: int | str | None = None, plan: Any = None, **planning: Any) -> Step:
+        if budget is None and plan is None:
+            return _JaxStep(self, self.jax.value_and_grad(loss))
+        planning = {**PLANNING, **planning}
+        return _JaxStep(self, self.verbs.value_and_grad(loss, budget=budget, plan=plan, **planning))
 
-    def micro_batched(self, loss: Loss, count: int, reduction: str) -> Callable[..., tuple[Any, Sequence[Any]]]:
-        return self.jax.jit(self.verbs.value_and_grad(loss, micro_batches=count, reduction=reduction))
+    def micro_batched(
+        self, values: Values, count: int, reduction: str, *, budget: int | str | None = None, **planning: Any
+    ) -> Step:
+        loss = self.loss_of(values, reduction)
+        gradient = self.verbs.value_and_grad(
+            loss, micro_batches=count, reduction=reduction, budget=budget, **{**PLANNING, **planning}
+        )
+        return _JaxStep(self, gradient)
 
 
 class _JaxStep(Step):
-    def __init__(self, front_end: Jax, loss: Loss, budget: int | str | None, plan: Any) -> None:
-        self._gradient: Any = front_end.jax.value_and_grad(loss)
-        if budget is not None or plan is not None:
-            self._gradient = front_end.verbs.value_and_grad(loss, budget=budget, plan=plan, **PLANNING)
-        self._jitted = front_end.jax.jit(self._gradient)
+    def __init__(self, front_end: Jax, gradient: Any) -> None:
+        self._gradient = gradient
+        self._jitted = front_end.jax.jit(gradient)
 
     def __call__(self, params: Sequence[Any], *batch: Any) -> tuple[Any, Sequence[Any]]:
         return self._jitted(params, *batch)
@@ -170,20 +211,14 @@ class TensorFlow(FrontEnd):
 
         return drop, ()
 
-    def step(self, loss: Loss, *, budget: int | str | None = None, plan: Any = None) -> Step:
-        return _TensorFlowStep(self, loss, budget, plan)
+    def step(self, loss: Loss, *, budget: int | str | None = None, plan: Any = None, **planning: Any) -> Step:
+        return _TensorFlowStep(self, loss, budget, plan, planning)
 
-    def micro_batched(self, loss: Loss, count: int, reduction: str) -> Callable[..., tuple[Any, Sequence[Any]]]:
-        tf = self.tf
-
-        def run(params: Sequence[Any], *batch: Any) -> tuple[Any, Sequence[Any]]:
-            variables = [tf.Variable(value) for value in params]
-            gradient = self.verbs.value_and_grad(
-                lambda *part: loss(variables, *part), variables, micro_batches=count, reduction=reduction
-            )
-            return tf.function(gradient)(*batch)
-
-        return run
+    def micro_batched(
+        self, values: Values, count: int, reduction: str, *, budget: int | str | None = None, **planning: Any
+    ) -> Step:
+        planning = {} if budget is None else {**PLANNING, **planning, "budget": budget}
+        return _TensorFlowMicroBatches(self, self.loss_of(values, reduction), count, reduction, planning)
 
     def peak_bytes(self, step: Step, params: Sequence[Any], *batch: Any) -> int:
         from remat.tensorflow.peak.device import current_device
@@ -196,7 +231,9 @@ class TensorFlow(FrontEnd):
 
 
 class _TensorFlowStep(Step):
-    def __init__(self, front_end: TensorFlow, loss: Loss, budget: int | str | None, plan: Any) -> None:
+    def __init__(
+        self, front_end: TensorFlow, loss: Loss, budget: int | str | None, plan: Any, planning: dict[str, Any]
+    ) -> None:
         tf = front_end.tf
         self._tape: Any = None
 
@@ -204,7 +241,7 @@ class _TensorFlowStep(Step):
             if budget is None and plan is None:
                 tape = tf.GradientTape()
             else:
-                tape = self._tape = front_end.verbs.GradientTape(budget=budget, plan=plan, **PLANNING)
+                tape = self._tape = front_end.verbs.GradientTape(budget=budget, plan=plan, **{**PLANNING, **planning})
             with tape:
                 tape.watch(params)
                 value = loss(params, *batch)
@@ -222,6 +259,52 @@ class _TensorFlowStep(Step):
     @property
     def get_concrete_function(self) -> Any:
         return self._function.get_concrete_function
+
+
+class _TensorFlowMicroBatches(Step):
+    def __init__(self, front_end: TensorFlow, loss: Loss, count: int, reduction: str, planning: dict[str, Any]) -> None:
+        self._tf = front_end.tf
+        self._loss = loss
+        self._made = functools.partial(
+            front_end.verbs.value_and_grad, micro_batches=count, reduction=reduction, **planning
+        )
+        self._variables: list[Any] = []
+        self._function: Any = None
+        self._plans: list[Any] = []
+
+    def __call__(self, params: Sequence[Any], *batch: Any) -> tuple[Any, Sequence[Any]]:
+        if self._function is None:
+            self._variables = [self._tf.Variable(value) for value in params]
+            gradient = self._made(lambda *piece: self._loss(self._variables, *piece), self._variables)
+            self._function = self._tf.function(gradient)
+        for variable, value in zip(self._variables, params, strict=True):
+            variable.assign(value)
+        with _noted_plans(self._plans):
+            return self._function(*batch)
+
+    @property
+    def plan(self) -> Any:
+        return self._plans[0] if self._plans else None
+
+
+@contextlib.contextmanager
+def _noted_plans(plans: list[Any]) -> Iterator[None]:
+    """Adds the plans that are written into functions to the list: ``value_and_grad`` of TensorFlow only logs them."""
+
+    class Notes(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if isinstance(record.args, tuple):
+                plans.extend(value for value in record.args if isinstance(value, remat.Plan))
+
+    logger, notes = logging.getLogger("remat"), Notes()
+    level = logger.level
+    logger.addHandler(notes)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(notes)
+        logger.setLevel(level)
 
 
 class Torch(FrontEnd):
@@ -254,16 +337,14 @@ class Torch(FrontEnd):
 
         return drop, ()
 
-    def step(self, loss: Loss, *, budget: int | str | None = None, plan: Any = None) -> Step:
-        return _TorchStep(self, loss, budget, plan)
+    def step(self, loss: Loss, *, budget: int | str | None = None, plan: Any = None, **planning: Any) -> Step:
+        return _TorchStep(self, loss, budget, plan, {**PLANNING, **planning})
 
-    def micro_batched(self, loss: Loss, count: int, reduction: str) -> Callable[..., tuple[Any, Sequence[Any]]]:
-        def run(params: Sequence[Any], *batch: Any) -> tuple[Any, Sequence[Any]]:
-            _without_gradients(params)
-            step = self.verbs.micro_batches(functools.partial(loss, params), count, reduction=reduction)
-            return step(*batch), [p.grad for p in params]
-
-        return run
+    def micro_batched(
+        self, values: Values, count: int, reduction: str, *, budget: int | str | None = None, **planning: Any
+    ) -> Step:
+        planning = {**PLANNING, **planning, "budget": budget}
+        return _TorchMicroBatches(self, self.loss_of(values, reduction), count, reduction, planning)
 
     def traced(self, loss: Loss, params: Sequence[Any], *batch: Any) -> Any:
         _without_gradients(params)
@@ -271,7 +352,10 @@ class Torch(FrontEnd):
 
 
 class _TorchStep(Step):
-    def __init__(self, front_end: Torch, loss: Loss, budget: int | str | None, plan: Any) -> None:
+    def __init__(
+        self, front_end: Torch, loss: Loss, budget: int | str | None, plan: Any, planning: dict[str, Any]
+    ) -> None:
+        self._planning = planning
         self._front_end = front_end
         self._loss = loss
         self._budget = budget
@@ -283,7 +367,7 @@ class _TorchStep(Step):
         _without_gradients(params)
         loss = functools.partial(self._loss, params)
         if self._plan is None and (self._budget is not None or self._given is not None):
-            self._plan = verbs.plan(loss, *batch, budget=self._budget, plan=self._given, **PLANNING)
+            self._plan = verbs.plan(loss, *batch, budget=self._budget, plan=self._given, **self._planning)
         with contextlib.nullcontext() if self._plan is None else verbs.apply(self._plan):
             value = loss(*batch)
         value.backward()
@@ -292,6 +376,23 @@ class _TorchStep(Step):
     @property
     def plan(self) -> Any:
         return self._plan
+
+
+class _TorchMicroBatches(Step):
+    def __init__(self, front_end: Torch, loss: Loss, count: int, reduction: str, planning: dict[str, Any]) -> None:
+        self._made = functools.partial(front_end.verbs.micro_batches, count=count, reduction=reduction, **planning)
+        self._loss = loss
+        self._step: Any = None
+
+    def __call__(self, params: Sequence[Any], *batch: Any) -> tuple[Any, Sequence[Any]]:
+        _without_gradients(params)
+        if self._step is None:
+            self._step = self._made(functools.partial(self._loss, params))
+        return self._step(*batch), [p.grad for p in params]
+
+    @property
+    def plan(self) -> Any:
+        return self._step.plans[0] if self._step is not None and self._step.plans else None
 
 
 def _without_gradients(params: Sequence[Any]) -> None:

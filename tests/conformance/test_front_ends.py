@@ -12,9 +12,18 @@ import pytest
 from front_ends import FRONT_ENDS, Jax, Step
 
 import remat
+from worker_process import worker
 
 VERBS = ("trace", "measure", "recompute")
-FILES = ("trace.py", "emit.py", "measure.py")
+ROOMS = ("_private", "api", "check", "emit", "kernels", "measure", "micro_batches", "recompute", "trace", "workload")
+KERAS_BACKENDS = ("tensorflow", "jax", "torch")
+NOT_IN_KERAS = (
+    checks.a_saved_plan_is_followed,  # limit_memory takes no plan.
+    checks.a_plan_for_another_step_is_refused,
+    checks.recompute_saves_memory_and_takes_any_arguments,  # Layers: tests/keras/test_keras_recompute.py.
+    checks.the_environment_switches_recompute_off,  # Likewise.
+    checks.nothing_is_measured_in_no_runs,  # Its models are measured by the backend's front end.
+)
 
 
 @pytest.mark.parametrize("check", checks.CHECKS, ids=lambda check: check.__name__)
@@ -23,18 +32,25 @@ def test_front_end(name, check, tmp_path):
     check(FRONT_ENDS[name](), tmp_path)
 
 
+@pytest.mark.parametrize("check", [c for c in checks.CHECKS if c not in NOT_IN_KERAS], ids=lambda check: check.__name__)
+@pytest.mark.parametrize("backend", KERAS_BACKENDS)
+def test_keras(backend, check, tmp_path):
+    script = Path(__file__).with_name("keras_worker.py")
+    worker(script, KERAS_BACKEND=backend).ask("check", check.__name__, str(tmp_path))
+
+
 @pytest.mark.parametrize("name", FRONT_ENDS)
-def test_the_same_files_and_verbs(name):
+def test_the_same_rooms_and_verbs(name):
     module = FRONT_ENDS[name]().verbs
     folder = Path(module.__file__).parent
     assert [verb for verb in VERBS if not callable(getattr(module, verb, None))] == []
-    assert [file for file in FILES if not (folder / file).exists()] == []
+    assert [room for room in ROOMS if not any((folder / one).exists() for one in (room, f"{room}.py"))] == []
 
 
 def test_every_front_end_has_an_adapter():
-    """A folder with an ``emit.py`` is a front end; the checks must not pass it by."""
-    folders = {path.parent.name for path in Path(remat.__file__).parent.glob("*/emit.py")}
-    assert folders == set(FRONT_ENDS)
+    """A folder with an ``emit`` room is a front end; the checks must not pass it by."""
+    rooms = [*Path(remat.__file__).parent.glob("*/emit"), *Path(remat.__file__).parent.glob("*/emit.py")]
+    assert {path.parent.name for path in rooms} == set(FRONT_ENDS)
 
 
 class _Wrapped(Step):
@@ -54,19 +70,19 @@ class _Wrapped(Step):
 
 
 class InexactGradients(Jax):
-    def step(self, loss, *, budget=None, plan=None):
+    def step(self, loss, *, budget=None, plan=None, **planning):
         class Scaled(_Wrapped):
             def __call__(self, params, *batch):
                 value, gradients = self.step(params, *batch)
                 return value, [g * (1.001 if budget else 1) for g in gradients]
 
-        return Scaled(super().step(loss, budget=budget, plan=plan))
+        return Scaled(super().step(loss, budget=budget, plan=plan, **planning))
 
 
 class IgnoredBudget(Jax):
     """Reports a plan and runs the plain step."""
 
-    def step(self, loss, *, budget=None, plan=None):
+    def step(self, loss, *, budget=None, plan=None, **planning):
         plain = super().step(loss)
 
         class Plain(_Wrapped):
@@ -78,11 +94,11 @@ class IgnoredBudget(Jax):
             def lower(self):
                 return plain.lower
 
-        return Plain(super().step(loss, budget=budget, plan=plan))
+        return Plain(super().step(loss, budget=budget, plan=plan, **planning))
 
 
 class FreshDraws(Jax):
-    def step(self, loss, *, budget=None, plan=None):
+    def step(self, loss, *, budget=None, plan=None, **planning):
         class Redrawn(_Wrapped):
             def __call__(self, params, x, *source):
                 if budget and source:
@@ -90,22 +106,18 @@ class FreshDraws(Jax):
                 return self.step(params, x, *source)
 
         Redrawn.random = self.jax.random
-        return Redrawn(super().step(loss, budget=budget, plan=plan))
+        return Redrawn(super().step(loss, budget=budget, plan=plan, **planning))
 
 
 class MeanOfMeans(Jax):
-    def micro_batched(self, loss, count, reduction):
-        whole = self.jax.value_and_grad(lambda *args: self.value(loss(*args)))
+    def micro_batched(self, values, count, reduction, **planning):
+        whole = self.whole(values, reduction)
 
         def run(params, *data):
-            pieces = [whole(params, *part) for part in zip(*(np.array_split(d, count) for d in data), strict=True)]
+            pieces = [whole(params, *one) for one in zip(*(np.array_split(d, count) for d in data), strict=True)]
             return self.jax.tree.map(lambda *parts: sum(parts) / count, *pieces)
 
         return run
-
-    @staticmethod
-    def value(result):
-        return result[0] / result[1] if isinstance(result, tuple) else result
 
 
 class CheckpointThatSavesNothing(Jax):

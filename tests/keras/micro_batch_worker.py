@@ -40,7 +40,7 @@ def main(count, budget, jit, checkpoints):
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss, jit_compile=jit)
     if count > 1:
-        limit = {"time_limit_s": 0.5} if checkpoints is None else {"checkpoints": checkpoints}
+        limit = {"planner": "peak_greedy"} if checkpoints is None else {"checkpoints": checkpoints}
         remat.keras.limit_memory(model, budget, micro_batches=count, **limit)
     random = np.random.default_rng(0)
     # Of a list: an array's memory may be shared, and the device's counter does not see it then.

@@ -18,7 +18,8 @@ import remat
 WIDTH = 100
 BATCH = 1024
 BUDGET = "75%"
-PLANNING = {"time_limit_s": 0.5}
+QUICK = {"planner": "peak_greedy"}  # Where training under a plan is tested, not the plan.
+BEST = {"planner": "auto", "time_limit_s": 0.5}
 
 
 def _stack() -> list[layers.Layer]:
@@ -98,8 +99,8 @@ def compiled(build: Callable[[], keras.Model], **options: Any) -> keras.Model:
     return model
 
 
-def limit(model: keras.Model, budget: int | str = BUDGET) -> keras.Model:
-    return remat.keras.limit_memory(model, budget, **PLANNING)
+def limit(model: keras.Model, budget: int | str = BUDGET, **planning: Any) -> keras.Model:
+    return remat.keras.limit_memory(model, budget, **(planning or QUICK))
 
 
 @dataclass(frozen=True)
@@ -113,13 +114,15 @@ class Trained:
 Fit = Callable[[keras.Model], Any]
 
 
-def both(build: Callable[[], keras.Model], fit: Fit, **options: Any) -> tuple[Trained, Trained]:
+def both(
+    build: Callable[[], keras.Model], fit: Fit, planning: dict[str, Any] = QUICK, **options: Any
+) -> tuple[Trained, Trained]:
     """The same training plainly and within the budget, from the same seeds."""
     trained = []
     for limited in (False, True):
         model = compiled(build, **options)
         if limited:
-            limit(model)
+            limit(model, **planning)
         keras.utils.set_random_seed(5)
         history = fit(model)
         trained.append(Trained(model, getattr(history, "history", history)))

@@ -30,7 +30,7 @@ def trained(budget: str | None, *, batch_size: int = BATCH, jit_compile: bool = 
     model = make_model()
     model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "sparse_categorical_crossentropy", jit_compile=jit_compile)
     if budget is not None:
-        remat.keras.limit_memory(model, budget=budget, time_limit_s=0.5)
+        remat.keras.limit_memory(model, budget=budget, planner="peak_greedy")
     # A data set's batch dimension is unknown while the step is traced, since its last batch may be short.
     feed = tf.data.Dataset.from_tensor_slices((x, y)).batch(batch_size)
     return model, model.fit(feed, epochs=2, verbose=0)

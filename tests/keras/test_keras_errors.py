@@ -9,7 +9,7 @@ import sys
 import keras
 import pytest
 import tensorflow as tf
-from small_models import BATCH, PLANNING, Subclassed, compiled, data, functional, limit
+from small_models import BATCH, QUICK, Subclassed, compiled, data, functional, limit
 
 import remat
 
@@ -80,11 +80,8 @@ def test_below_the_minimum_then_at_it():
 
 
 def test_unknown_planner():
-    model = compiled(functional)
-    remat.keras.limit_memory(model, "50%", planner="magic")
-
     with pytest.raises(ValueError, match="peak_greedy"):
-        train(model)
+        remat.keras.limit_memory(functional(), "50%", planner="magic")
 
 
 def test_something_else_replaced_the_training_function():
@@ -166,6 +163,6 @@ def test_a_user_error_in_the_model_is_not_hidden():
 
     model = keras.Sequential([Broken(), keras.layers.Dense(10)])
     model.compile("sgd", "mse", jit_compile=False)
-    remat.keras.limit_memory(model, "50%", **PLANNING)
+    remat.keras.limit_memory(model, "50%", **QUICK)
     with pytest.raises(RuntimeError, match="the user's own mistake"):
         train(model)

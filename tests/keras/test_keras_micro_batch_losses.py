@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 
 import keras
 import numpy as np
@@ -13,13 +12,11 @@ from accumulation import (
     SAMPLES,
     STEPS,
     WORDS,
-    assert_equal_history,
     assert_equal_training,
     classes,
     compiled,
     cross_entropy,
     fit,
-    full_batches,
     inputs,
     sentences,
     targets,
@@ -231,23 +228,6 @@ def test_one_infinity_drops_the_whole_update():
     assert float(plain.model.optimizer.dynamic_scale) == 2.0**11
 
 
-class DenseEmbedding(layers.Embedding):
-    """An embedding whose gradient is dense, as a product with one-hot vectors."""
-
-    def call(self, words):
-        return keras.ops.matmul(keras.ops.one_hot(words, self.input_dim), self.embeddings)
-
-
-@functools.cache
-def classifier(optimizer, kind):
-    def build():
-        words = keras.Input((STEPS,), dtype="int32")
-        hidden = layers.Flatten()(kind(WORDS, 4)(words))
-        return compiled(keras.Model(words, layers.Dense(3)(hidden)), optimizer=EMBEDDING_OPTIMIZERS[optimizer]())
-
-    return build
-
-
 EMBEDDING_OPTIMIZERS = {
     "lion": lambda: optimizers.Lion(0.002),
     "adam": lambda: optimizers.Adam(0.01),
@@ -255,21 +235,90 @@ EMBEDDING_OPTIMIZERS = {
 }
 
 
-def on_classified_sentences(model):
-    return fit(model, sentences(), classes())
+@functools.cache
+def text_model(optimizer, is_masked=False, **options):
+    """Words and their places, one table read twice, and two losses of which one counts its own denominator."""
+
+    def build():
+        words = keras.Input((STEPS,), dtype="int32")
+        table = layers.Embedding(WORDS, 4, mask_zero=is_masked, name="words")
+        hidden = table(words)
+        if not is_masked:
+            places = layers.Embedding(STEPS, 4, name="places")(keras.ops.arange(STEPS))
+            hidden = hidden + places + table(keras.ops.flip(words, axis=1))
+        outputs = {"tags": layers.Dense(3, name="tags")(layers.Dense(8, activation="tanh")(hidden))}
+        outputs["kinds"] = layers.Dense(3, name="kinds")(hidden)
+        losses = {"tags": cross_entropy(), "kinds": cross_entropy(reduction="mean_with_sample_weight")}
+        made = EMBEDDING_OPTIMIZERS[optimizer]()
+        return compiled(keras.Model(words, outputs), optimizer=made, loss=losses, metrics=None, **options)
+
+    return build
 
 
-def test_an_embedding_whose_rows_are_summed_first():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert_equal_training(classifier("lion", layers.Embedding), on_classified_sentences, 3)
+def in_batches_of_nine(model):
+    """Five batches an epoch, twenty updates; all words of the last batch are masked."""
+    words = sentences()[:45]
+    words[36:] = 0
+    per_word = np.random.default_rng(5).uniform(0.1, 2.0, (45, STEPS)).astype("float32")
+    given = {"tags": np.ones_like(per_word), "kinds": per_word}
+    return fit(model, words, {"tags": targets(45), "kinds": targets(45)}, batch_size=9, sample_weight=given)
 
 
-@pytest.mark.parametrize("optimizer", ["adam", "clipped"])
-def test_an_embedding_is_updated_as_by_a_dense_gradient(optimizer):
-    plain = full_batches(classifier(optimizer, DenseEmbedding), on_classified_sentences)
-    with pytest.warns(UserWarning, match=r"each row of a sparse gradient by itself.*embedding.*/embeddings summed"):
-        found = train(classifier(optimizer, layers.Embedding), on_classified_sentences, 3)
-    assert_equal_history(found.history, plain.history)
-    for one, other in zip(found.model.weights, plain.model.weights, strict=True):
-        np.testing.assert_allclose(one, other.numpy(), rtol=0, atol=1e-5)
+@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("ignore:.*shuffle=True:UserWarning")
+@pytest.mark.parametrize(
+    ("optimizer", "is_masked", "count"),
+    [("adam", False, 6), ("adam", True, 6), ("clipped", False, 2), ("lion", False, 2)],
+)
+def test_an_embedding_gets_the_update_of_the_full_batch(optimizer, is_masked, count):
+    """Optimizers of Keras on TensorFlow work row by row: a word that occurs twice is not the sum of its rows."""
+    found = assert_equal_training(text_model(optimizer, is_masked), in_batches_of_nine, count)
+    assert int(found.model.optimizer.iterations) == 20
+
+
+def on_ragged_batches(model):
+    """The last batch of an epoch has twelve samples."""
+    weighted = {"tags": np.ones((SAMPLES, STEPS), "float32"), "kinds": np.ones((SAMPLES, STEPS), "float32")}
+    return fit(model, sentences(), {"tags": targets(), "kinds": targets()}, sample_weight=weighted)
+
+
+@pytest.mark.parametrize("xla", [False, True])
+def test_an_embedding_in_batches_of_several_sizes(xla):
+    if keras.backend.backend() == "torch":
+        xla = False
+    assert_equal_training(text_model("adam", jit_compile=xla or keras.backend.backend() == "jax"), on_ragged_batches, 5)
+
+
+def all_masked(model):
+    logs = model.train_on_batch(0 * sentences()[:9], targets(9), return_dict=True)
+    return {name: [float(value)] for name, value in logs.items()}
+
+
+def test_a_batch_that_is_all_masked_gives_zero():
+    keras.utils.set_random_seed(7)
+    untrained = [weight.numpy() for weight in with_loss("masked")().weights]
+    found = train(with_loss("masked"), all_masked, 6)
+    assert found.history["loss"] == [0.0]
+    for one, other in zip(found.model.weights, untrained, strict=True):
+        np.testing.assert_array_equal(one.numpy(), other)
+
+
+class SquareOfMean(layers.Layer):
+    """Adds what depends on how a batch is cut."""
+
+    def call(self, x):
+        self.add_loss(keras.ops.square(keras.ops.mean(x)))
+        return x
+
+
+def told_by_its_cut():
+    data = keras.Input((6,))
+    hidden = layers.Dense(1, use_bias=False, kernel_initializer="ones")(data)
+    return compiled(keras.Model(data, SquareOfMean()(hidden)), loss=None, metrics=None)
+
+
+def test_nine_samples_in_six_micro_batches_are_cut_as_numpy_cuts_them():
+    pieces = np.array_split(inputs(9), 6)
+    expected = sum(len(piece) / 9 * piece.sum(axis=1).mean() ** 2 for piece in pieces)
+    found = train(told_by_its_cut, lambda model: {"loss": [float(model.train_on_batch(inputs(9)))]}, 6)
+    assert found.history["loss"][0] == pytest.approx(expected, rel=1e-5)

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from accumulation import train
-from small_models import BATCH, PLANNING, assert_same_variables, compiled, data, functional
+from small_models import BATCH, QUICK, assert_same_variables, compiled, data, functional
 
 import remat
 
@@ -92,7 +92,7 @@ def test_a_budget_changes_no_number():
         return compiled(functional)
 
     alone = train(build, training, 2)
-    planned = train(build, training, 2, budget="75%", **PLANNING)
+    planned = train(build, training, 2, budget="50%", **QUICK)
     assert remat.keras.plan_of(alone.model) is None
     plan = remat.keras.plan_of(planned.model)
     assert plan.recomputed > 0

@@ -12,6 +12,7 @@ from accumulation import (
     BATCH,
     COUNTS,
     EPOCHS,
+    FEATURES,
     SAMPLES,
     assert_equal_training,
     classes,
@@ -218,3 +219,28 @@ def test_taking_the_limit_off_again():
     found = train(with_optimizer("sgd"), training, 3)
     np.testing.assert_allclose(found.history["loss"], plain.history["loss"], rtol=1e-5)
     assert "make_train_function" not in vars(found.model)
+
+
+def wide():
+    """Activations of 800 kB, so that each device counts them, and weights that TensorFlow's counter leaves out."""
+    values = data = keras.Input((FEATURES,))
+    for _ in range(3):
+        values = layers.Dense(200, activation="gelu")(values)
+    return compiled(keras.Model(data, layers.Dense(3)(values)), metrics=None)
+
+
+def plan_of_a_step(count):
+    keras.utils.set_random_seed(7)
+    model = wide()
+    remat.keras.limit_memory(model, "70%", micro_batches=count, planner="peak_greedy")
+    model.train_on_batch(inputs(1000), classes(1000))
+    return remat.keras.plan_of(model)
+
+
+def test_a_percentage_is_one_of_the_whole_batch():
+    """In four micro-batches a step needs much less than 70 %, so that nothing is recomputed."""
+    whole, pieces = plan_of_a_step(1), plan_of_a_step(4)
+    assert whole.recomputed > 0 == pieces.recomputed
+    assert pieces.baseline_peak_bytes == pytest.approx(whole.baseline_peak_bytes, rel=0.02)
+    assert pieces.budget_bytes == pytest.approx(0.7 * pieces.baseline_peak_bytes, rel=1e-4)
+    assert pieces.peak_bytes < pieces.budget_bytes

@@ -97,8 +97,8 @@ def test_command_line_plans_a_real_model(tmp_path):
         "--budget",
         "60%",
         "--json",
-        "--time-limit",
-        "5",
+        "--planner",
+        "peak_greedy",
         "--out",
         str(tmp_path / "p.json"),
     ]

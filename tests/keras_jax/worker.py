@@ -1,15 +1,17 @@
-"""One training of a Keras model on JAX, plain and limited, in a process of its own; prints one JSON object.
+"""Trains Keras models on JAX, plainly and limited, in a process that answers one case after the other.
 
-The backend of Keras is fixed when it is imported, so the tests that run TensorFlow in this process cannot run JAX.
+The backend of Keras is fixed when it is imported, so the tests that run TensorFlow in their process cannot run JAX.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
 import warnings
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 os.environ["KERAS_BACKEND"] = "jax"
@@ -22,10 +24,14 @@ from keras import layers
 
 import remat
 import remat.keras
+from remat.keras.jax import choose
 from remat.keras.jax.step import MicroBatchedStep
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from worker_process import serve
+
 WIDTH, BATCH = 32, 128
-PLANNING: dict[str, Any] = {"time_limit_s": 0.3}
 
 
 def stack() -> list[layers.Layer]:
@@ -101,6 +107,23 @@ def data(samples: int) -> tuple[Any, Any]:
     return random.normal(size=(samples, WIDTH)).astype("float32"), random.integers(0, 10, samples)
 
 
+def planning_of(spec: dict[str, Any]) -> dict[str, Any]:
+    """A quick planner where the planner is not what is tested."""
+    return {"planner": spec.get("planner", "peak_greedy"), "time_limit_s": 0.3}
+
+
+@functools.cache
+def trained_plainly(told: str) -> dict[str, Any]:
+    """Once for all limits that are compared with it."""
+    return train(json.loads(told), False)
+
+
+def plain_peak_bytes(spec: dict[str, Any]) -> int:
+    """Of a whole batch's step, as a plan for it says."""
+    whole = {**spec, "micro_batches": 1, "budget": "100%", "samples": spec["batch"]}
+    return int(train(whole, True)["plan"]["baseline_peak_bytes"])
+
+
 def train(spec: dict[str, Any], limited: bool) -> dict[str, Any]:
     keras.utils.set_random_seed(3)
     model = MODELS[spec["model"]]()
@@ -113,7 +136,7 @@ def train(spec: dict[str, Any], limited: bool) -> dict[str, Any]:
     )
     if limited:
         how = {"micro_batches": spec.get("micro_batches", 1), "checkpoints": spec.get("checkpoints")}
-        remat.keras.limit_memory(model, spec["budget"], **how, **PLANNING)
+        remat.keras.limit_memory(model, spec["budget"], **how, **planning_of(spec))
     batch = spec.get("batch", BATCH)
     x, y = data(spec.get("samples", 3 * batch))
     weights = np.linspace(0.1, 2, len(x)) if spec.get("weighted") else None
@@ -135,19 +158,21 @@ def train(spec: dict[str, Any], limited: bool) -> dict[str, Any]:
     except remat.InfeasibleBudget as error:
         if not spec.get("retried"):
             raise
-        remat.keras.limit_memory(model, error.minimum_bytes, **PLANNING)
+        remat.keras.limit_memory(model, error.minimum_bytes, **planning_of(spec))
         history = fit()
     variables = [np.asarray(v) for v in [*model.variables, *model.optimizer.variables]]
     result: dict[str, Any] = {"history": history.history, "variables": variables, "plan": None}
     plan, graph = (remat.keras.plan_of(model), remat.keras.graph_of(model)) if limited else (None, None)
-    joint = remat.keras.joint_plan_of(model) if limited else None
-    if joint is not None:
-        result["joint"] = {
-            "micro_batches": joint.micro_batches,
-            "budget_bytes": joint.budget_bytes,
-            "counts": [option.micro_batches for option in joint.options],
-            "times_are_measured": joint.times_are_measured,
-            "text": str(joint),
+    choice = remat.keras.micro_batch_choice_of(model) if limited else None
+    if choice is not None:
+        result["choice"] = {
+            "micro_batches": choice.micro_batches,
+            "budget_bytes": choice.budget_bytes,
+            "counts": [option.micro_batches for option in choice.options],
+            "recomputes": any(option.recomputes for option in choice.options),
+            "timed_s": choice.chosen.measured_time_s,
+            "times_are_measured": choice.times_are_measured,
+            "text": str(choice),
         }
     if isinstance(spec.get("micro_batches"), int):
         remat.keras.limit_memory(model, None)
@@ -197,10 +222,20 @@ def step_bytes(model: keras.Model, micro_batches: int, *batch: Any) -> int:
 
 
 def compare(spec: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return compared(spec)
+    except Exception as error:
+        return {"error": type(error).__name__, "message": str(error)}
+
+
+def compared(spec: dict[str, Any]) -> dict[str, Any]:
     distribute(spec.get("distribution"))
+    # Whether a peak is measured depends on the number of micro-batches being one.
+    limits = {"budget", "checkpoints", "planner", "retried"}
+    plain = trained_plainly(json.dumps({name: value for name, value in spec.items() if name not in limits}))
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        plain, limited = train(spec, False), train(spec, True)
+        limited = train(spec, True)
     difference = 0.0
     for a, b in zip(limited["variables"], plain["variables"], strict=True):
         if b.dtype.kind == "f":
@@ -214,7 +249,7 @@ def compare(spec: dict[str, Any]) -> dict[str, Any]:
         "plain": plain["history"],
         "limited": limited["history"],
         "plan": limited["plan"],
-        "joint": limited.get("joint"),
+        "choice": limited.get("choice"),
         "peaks": {"plain": plain.get("peak"), "limited": limited.get("peak")},
         "warnings": [str(one.message) for one in said],
         "loaded": sorted(name for name in sys.modules if name.startswith("remat.")),
@@ -222,15 +257,29 @@ def compare(spec: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    results = []
-    for spec in json.loads(sys.argv[1]):
-        try:
-            results.append(compare(spec))
-        except Exception as error:
-            results.append({"error": type(error).__name__, "message": str(error)})
-    print(json.dumps(results))
+def choose_as_if_all_took_a_second() -> dict[str, Any]:
+    """What is chosen by such a clock; each computation that would be timed is run once."""
+
+    def seconds(runs: Any, *_: Any) -> dict[int, float]:
+        for run in runs.values():
+            run()
+        return dict.fromkeys(runs, 1.0)
+
+    own = choose._least_times_s
+    choose._least_times_s = seconds
+    try:
+        size = 1536
+        spec = {"model": "dense", "budget": "70%", "micro_batches": "auto", "batch": size, "samples": size}
+        return dict(train(spec, True)["choice"])
+    finally:
+        choose._least_times_s = own
 
 
 if __name__ == "__main__":
-    main()
+    serve(
+        {
+            "choose_as_if_all_took_a_second": choose_as_if_all_took_a_second,
+            "compare": compare,
+            "plain_peak_bytes": plain_peak_bytes,
+        }
+    )

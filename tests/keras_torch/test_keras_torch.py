@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import json
-import os
+import functools
 import re
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-SPECS: dict[str, dict[str, object]] = {
-    "short last batch": {"budget": "80%", "batch": 512, "samples": 600, "at least": True},
+from worker_process import worker
+
+CASES: dict[str, dict[str, Any]] = {
+    "short last batch": {"budget": "80%", "planner": "auto", "batch": 512, "samples": 600, "at least": True},
     "its own train_step": {"budget": "80%", "model": "own train_step"},
     "compiled": {"budget": "80%", "compile": {"jit_compile": True}},
     "too small": {"budget": 1000},
     "automatic": {"budget": "auto"},
     "micro-batches": {
         "model": "dense",
-        "budget": "85%",
+        "budget": "40%",
         "micro_batches": 3,
         "batch": 900,
         "samples": 2000,
@@ -37,8 +37,15 @@ SPECS: dict[str, dict[str, object]] = {
     "not called": {"model": "own loss", "checkpoints": ["never_called"]},
     "update": {"model": "dense", "budget": "100%", "micro_batches": 4, "batch": 128, "samples": 128},
     "wide": {"model": "wide", "budget": "85%", "batch": 512, "samples": 512},
-    "wide, in pieces": {"model": "wide", "budget": "85%", "micro_batches": 2, "batch": 512, "samples": 512},
-    "chosen": {"model": "dense", "budget": "60%", "micro_batches": "auto", "batch": 900, "samples": 1000},
+    "wide, in pieces": {"model": "wide", "budget": "50%", "micro_batches": 2, "batch": 512, "samples": 512},
+    "chosen": {
+        "model": "dense",
+        "budget": "60%",
+        "planner": "auto",
+        "micro_batches": "auto",
+        "batch": 900,
+        "samples": 1000,
+    },
     "chosen, coupled": {"budget": "90%", "micro_batches": "auto", "batch": 512, "samples": 512},
     "chosen, own loss": {
         "model": "own loss",
@@ -59,27 +66,18 @@ SPECS: dict[str, dict[str, object]] = {
 }
 
 
-def run(specs):
-    worker = Path(__file__).with_name("worker.py")
-    done = subprocess.run(
-        [sys.executable, str(worker), json.dumps(specs)],
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-        env={**os.environ, "KERAS_BACKEND": "torch", "CUDA_VISIBLE_DEVICES": ""},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+def ask(function, *args):
+    script = Path(__file__).with_name("worker.py")
+    return worker(script, KERAS_BACKEND="torch", CUDA_VISIBLE_DEVICES="").ask(function, *args)
 
 
-@pytest.fixture(scope="module")
-def results():
-    return dict(zip(SPECS, run(list(SPECS.values())), strict=True))
+@functools.cache
+def result_of(name):
+    return ask("outcome", CASES[name])
 
 
-def test_training_is_the_same_to_the_bit(results):
-    result = results["short last batch"]
+def test_training_is_the_same_to_the_bit():
+    result = result_of("short last batch")
     assert "error" not in result, result
     assert result["limited"] == result["plain"]
     assert result["same weights"]
@@ -101,19 +99,25 @@ def check_training(result, reserve=0.0):
 
 
 @pytest.mark.parametrize("name", ["micro-batches", "wide", "wide, in pieces"])
-def test_a_budget_is_kept(results, name):
+def test_a_budget_is_kept(name):
     """What a model returns counts, too: Keras holds it for the metrics until the backward pass is over."""
-    result = results[name]
+    result = result_of(name)
     check_training(result)
     assert result["recomputed"] > 0
     assert result["budget_bytes"] < result["plain_bytes"]
     assert result["measured"] == pytest.approx(result["peak_bytes"], rel=0.05)
 
 
+def test_a_percentage_is_one_of_the_whole_batch():
+    result = result_of("wide, in pieces")
+    assert result["plain_bytes"] == ask("plain_peak_bytes", CASES["wide, in pieces"])
+    assert result["budget_bytes"] == pytest.approx(0.5 * result["plain_bytes"], rel=1e-4)
+
+
 @pytest.mark.parametrize(("name", "kind"), [("checkpoints", "tanh"), ("checkpoints in pieces", "gelu")])
-def test_named_layers_are_kept_and_the_rest_is_not(results, name, kind):
+def test_named_layers_are_kept_and_the_rest_is_not(name, kind):
     """Four of six layers, in a smaller last batch, too."""
-    result = results[name]
+    result = result_of(name)
     check_training(result, reserve=0.02)
     assert result["recomputed_kinds"][kind] == 4
     assert result["peak_bytes"] < result["plain_bytes"]
@@ -121,25 +125,33 @@ def test_named_layers_are_kept_and_the_rest_is_not(results, name, kind):
         assert result["same weights"]
 
 
-def test_the_update_counts(results):
+def test_the_update_counts():
     """With so few samples a piece it is what needs most, for the optimizer's temporary copies of all parameters."""
-    result = results["update"]
+    result = result_of("update")
     check_training(result)
     assert result["measured"] == pytest.approx(result["peak_bytes"], rel=0.05)
 
 
-def test_the_number_of_micro_batches_is_chosen(results):
+def test_the_number_of_micro_batches_is_chosen():
     """The least time within the budget, whatever pair that is, with the numbers of full batches; a line per option."""
-    result, joint = results["chosen"], results["chosen"]["joint"]
+    result, choice = result_of("chosen"), result_of("chosen")["choice"]
     check_training(result)
-    assert joint["micro_batches"] > 1 or result["recomputed"] > 0
-    assert result["budget_bytes"] == joint["budget_bytes"]
-    assert joint["counts"][:4] == [1, 2, 3, 4]
-    assert joint["times_are_measured"]
-    assert result["printed"].count(joint["text"]) == 1
-    marked = [line.split()[1] for line in joint["text"].splitlines() if line.startswith("*")]
-    assert marked == [str(joint["micro_batches"])]
-    assert re.search("the least (predicted|measured) time", joint["text"])
+    assert choice["budget_bytes"] == pytest.approx(0.6 * ask("plain_peak_bytes", CASES["chosen"]), rel=0.01)
+    assert result["peak_bytes"] <= result["budget_bytes"] == choice["budget_bytes"]
+    assert choice["counts"][:4] == [1, 2, 3, 4]
+    assert choice["times_are_measured"]
+    assert result["printed"].count(choice["text"]) == 1
+    marked = [line.split()[1] for line in choice["text"].splitlines() if line.startswith("*")]
+    assert marked == [str(choice["micro_batches"])]
+    assert re.search("the least (predicted|measured) time", choice["text"])
+
+
+def test_what_recomputes_is_timed_with_its_plan():
+    """By a clock for which every step takes a second the whole batch is as quick as any: the fewest win."""
+    choice = ask("choose_as_if_all_took_a_second")
+    assert choice["recomputes"]
+    assert (choice["micro_batches"], choice["timed_s"]) == (1, 1.0)
+    assert "1 micro-batch, the least measured time" in choice["text"]
 
 
 @pytest.mark.parametrize(
@@ -149,30 +161,30 @@ def test_the_number_of_micro_batches_is_chosen(results):
         ("chosen, own loss", "1 micro-batch, the only possibility"),
     ],
 )
-def test_the_batch_stays_whole_where_micro_batches_are_inexact(results, name, reason):
+def test_the_batch_stays_whole_where_micro_batches_are_inexact(name, reason):
     """Dropout, statistics and metrics besides: that micro-batches were timed leaves no trace in them."""
-    result = results[name]
+    result = result_of(name)
     check_training(result)
     assert result["same weights"]
     assert result["limited"] == result["plain"]
-    assert result["joint"]["micro_batches"] == 1
+    assert result["choice"]["micro_batches"] == 1
     assert result["recomputed"] > 0
     assert reason in result["printed"]
 
 
-def test_what_fits_is_left_alone(results):
-    result = results["chosen, fits"]
-    assert result["joint"]["counts"] == [1]
+def test_what_fits_is_left_alone():
+    result = result_of("chosen, fits")
+    assert result["choice"]["counts"] == [1]
     assert (result["recomputed"], result["same weights"]) == (0, True)
     assert "1 micro-batch: the whole batch fits as it is" in result["printed"]
 
 
-def test_the_smallest_budget_of_all_choices(results):
+def test_the_smallest_budget_of_all_choices():
     """What the error names is kept by the choice that is then made."""
-    result = results["chosen, at its smallest"]
+    result = result_of("chosen, at its smallest")
     check_training(result)
-    assert result["joint"]["micro_batches"] > 1
-    assert result["peak_bytes"] <= result["budget_bytes"] == result["joint"]["budget_bytes"]
+    assert result["choice"]["micro_batches"] > 1
+    assert result["peak_bytes"] <= result["budget_bytes"] == result["choice"]["budget_bytes"]
     assert "does not fit: the smallest budget is" in result["printed"]
 
 
@@ -187,13 +199,13 @@ def test_the_smallest_budget_of_all_choices(results):
         ("not called", "UnsupportedStep", "'never_called' is a layer that this training step does not call"),
     ],
 )
-def test_what_is_refused(results, name, error, message):
-    assert results[name]["error"] == error
-    assert message in results[name]["message"]
+def test_what_is_refused(name, error, message):
+    assert result_of(name)["error"] == error
+    assert message in result_of(name)["message"]
 
 
 @pytest.mark.slow
 def test_check_compares_plain_and_limited_training():
-    (found,) = run([{"check": "90%"}])
+    found = ask("checked", "90%")
     assert found["verdict"].startswith("equal"), found
     assert found["recomputed"] > 0

@@ -1,16 +1,18 @@
-"""One training of a Keras model on PyTorch, plain and limited, in a process of its own; prints one JSON object.
+"""Trains Keras models on PyTorch, plainly and limited, in a process that answers one case after the other.
 
-The backend of Keras is fixed when it is imported, so the tests that run TensorFlow in this process cannot run PyTorch.
+The backend of Keras is fixed when it is imported, so the tests that run TensorFlow in their process cannot run PyTorch.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import os
 import sys
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 os.environ["KERAS_BACKEND"] = "torch"
@@ -21,9 +23,13 @@ from keras import layers
 
 import remat.keras
 import remat.torch
+from remat.keras.torch import choose
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from worker_process import serve
 
 WIDTH, BATCH = 32, 128
-PLANNING: dict[str, Any] = {"planner": "peak_greedy"}
 
 
 def functional() -> keras.Model:
@@ -98,7 +104,7 @@ def train(spec: dict[str, Any], limited: bool) -> tuple[dict[str, Any], keras.Mo
     if limited:
         try:
             how = {name: spec[name] for name in ("budget", "checkpoints", "micro_batches") if name in spec}
-            remat.keras.limit_memory(model, **how, **PLANNING)
+            remat.keras.limit_memory(model, **how, planner=spec.get("planner", "peak_greedy"))
             history = model.fit(x, y, batch_size=spec.get("batch", BATCH), epochs=2, shuffle=False, verbose=0)
         except remat.InfeasibleBudget as error:
             if not spec.get("at least"):
@@ -121,14 +127,16 @@ def checked(budget: str) -> dict[str, Any]:
 
 
 def chosen(model: keras.Model) -> dict[str, Any] | None:
-    """What the joint plan says, where there is one."""
-    joint = remat.keras.joint_plan_of(model)
-    return joint and {
-        "micro_batches": joint.micro_batches,
-        "counts": [option.micro_batches for option in joint.options],
-        "budget_bytes": joint.budget_bytes,
-        "times_are_measured": joint.times_are_measured,
-        "text": str(joint),
+    """What was chosen, where there was a choice."""
+    choice = remat.keras.micro_batch_choice_of(model)
+    return choice and {
+        "micro_batches": choice.micro_batches,
+        "counts": [option.micro_batches for option in choice.options],
+        "budget_bytes": choice.budget_bytes,
+        "recomputes": any(option.recomputes for option in choice.options),
+        "timed_s": choice.chosen.measured_time_s,
+        "times_are_measured": choice.times_are_measured,
+        "text": str(choice),
     }
 
 
@@ -145,33 +153,47 @@ def measured_peak(model: keras.Model, batch: int) -> int:
     return remat.torch.measure(lambda: model.train_on_batch(x, y), repeats=1).peak_bytes
 
 
+def plain_peak_bytes(spec: dict[str, Any]) -> int:
+    """Of a whole batch's step, as a plan for it says."""
+    whole = {name: value for name, value in spec.items() if name != "checkpoints"}
+    _, model = train({**whole, "budget": "100%", "micro_batches": 1, "samples": spec["batch"]}, limited=True)
+    plan = remat.keras.plan_of(model)
+    assert plan is not None
+    return plan.baseline_peak_bytes
+
+
+@functools.cache
+def trained_plainly(told: str) -> tuple[dict[str, Any], list[Any]]:
+    """History and weights; once for all limits that are compared with it."""
+    history, model = train(json.loads(told), limited=False)
+    return history, model.get_weights()
+
+
 def outcome(spec: dict[str, Any]) -> dict[str, Any]:
-    if "check" in spec:
-        return checked(spec["check"])
+    """What limited training came to, beside plain training of the same model on the same data."""
     printed = io.StringIO()
     try:
         with contextlib.redirect_stdout(printed):
             limited, model = train(spec, limited=True)
     except remat.RematError as error:
         return {"error": type(error).__name__, "message": str(error)}
-    plain, plain_model = train(spec, limited=False)
+    limits = {"budget", "checkpoints", "micro_batches", "planner", "at least"}
+    plain, weights = trained_plainly(json.dumps({name: value for name, value in spec.items() if name not in limits}))
     plan = remat.keras.plan_of(model)
     assert plan is not None
-    weights = zip(plain_model.get_weights(), model.get_weights(), strict=True)
-    difference = max(float(np.abs(a - b).max() / np.abs(a).max()) for a, b in weights)
-    same = all(np.array_equal(a, b) for a, b in zip(plain_model.get_weights(), model.get_weights(), strict=True))
+    pairs = list(zip(weights, model.get_weights(), strict=True))
     departures = [applied.departures for applied in remat.keras.limit._limits[model]._applied.values()]
-    measured, joint = measured_peak(model, spec.get("batch", BATCH)), chosen(model)
+    measured, choice = measured_peak(model, spec.get("batch", BATCH)), chosen(model)
     kinds = recomputed_kinds(model)
     remat.keras.limit_memory(model, None)
     return {
         "measured": measured,
-        "joint": joint,
+        "choice": choice,
         "printed": printed.getvalue(),
-        "difference": difference,
+        "difference": max(float(np.abs(a - b).max() / np.abs(a).max()) for a, b in pairs),
         "plain": plain,
         "limited": limited,
-        "same weights": same,
+        "same weights": all(np.array_equal(a, b) for a, b in pairs),
         "departures": departures,
         "recomputed": plan.recomputed,
         "recomputed_kinds": kinds,
@@ -182,5 +204,30 @@ def outcome(spec: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def choose_as_if_all_took_a_second() -> dict[str, Any]:
+    """What is chosen by such a clock; each computation that would be timed is run once."""
+
+    def seconds(runs: Any, *_: Any) -> dict[int, float]:
+        for run in runs.values():
+            run()
+        return dict.fromkeys(runs, 1.0)
+
+    own = choose._least_times_s
+    choose._least_times_s = seconds
+    try:
+        size = 900
+        spec = {"model": "dense", "budget": "70%", "micro_batches": "auto", "batch": size, "samples": size}
+        return dict(chosen(train(spec, limited=True)[1]) or {})
+    finally:
+        choose._least_times_s = own
+
+
 if __name__ == "__main__":
-    print(json.dumps([outcome(spec) for spec in json.loads(sys.argv[1])]))
+    serve(
+        {
+            "choose_as_if_all_took_a_second": choose_as_if_all_took_a_second,
+            "outcome": outcome,
+            "checked": checked,
+            "plain_peak_bytes": plain_peak_bytes,
+        }
+    )

@@ -1,4 +1,4 @@
-"""A plain step and a planned one, and their comparison to the bit."""
+"""Schedules that need no planner, a plain step and a planned one, and their comparison to the bit."""
 
 from __future__ import annotations
 
@@ -8,9 +8,43 @@ import torch
 from torch_models import Case
 
 import remat.torch
+from remat.core.plan import plan_for_schedule
+from remat.planning.checkpoints import plan_with_checkpoints
 
-# A method that ends by itself: the time limit of others passes in full, round after round.
+# A method that ends by itself. Budgets that it cannot keep cost seconds, in which the smallest peak is sought.
 QUICK = {"planner": "peak_greedy", "time_limit_s": 0.2}
+
+
+def made_again_once(graph):
+    """A plan that keeps nothing of the forward pass and makes each storage again once, before its first reader."""
+    last = max(index for index, op in enumerate(graph.ops) if op.phase == "forward")
+    return plan_with_checkpoints(graph, (), last)
+
+
+def made_again_at_every_read(graph):
+    """A plan that makes each storage again, from the start of the model, before every op of the backward pass."""
+    forward = [(index, op) for index, op in enumerate(graph.ops) if op.phase == "forward" and op.recomputable]
+    makers = {tensor: index for index, op in forward for tensor in op.outputs}
+    schedule = []
+    for index, op in enumerate(graph.ops):
+        if op.phase == "backward":
+            needed, waiting = set(), list(op.inputs)
+            while waiting:
+                maker = makers.get(waiting.pop())
+                if maker is not None and maker not in needed:
+                    needed.add(maker)
+                    waiting += graph.ops[maker].inputs
+            schedule += sorted(needed)
+        schedule.append(index)
+    return plan_for_schedule(graph, tuple(schedule), planner="by hand")
+
+
+def planned(case, schedule=made_again_once):
+    """A case under one of the schedules above."""
+    graph = remat.torch.trace(case.loss, *case.args)
+    plan = remat.torch.plan(case.loss, *case.args, plan=schedule(graph))
+    assert plan.recomputed > 0
+    return remat.torch.apply(plan)
 
 
 @dataclass

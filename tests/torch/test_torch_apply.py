@@ -9,7 +9,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from steps import QUICK, run
+from steps import QUICK, made_again_at_every_read, made_again_once, peak_bytes, planned, run
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch_models import Case, bert, mlp
@@ -20,18 +20,8 @@ from remat.core.schedule import recomputed_ops
 from remat.torch.emit import recipes
 
 
-def planned(case, budget="60%"):
-    """The case under a budget, or under the smallest possible one where that is more."""
-    try:
-        plan = remat.torch.plan(case.loss, *case.args, budget=budget, **QUICK)
-    except remat.InfeasibleBudget as error:
-        plan = remat.torch.plan(case.loss, *case.args, budget=error.minimum_bytes, **QUICK)
-    assert plan.recomputed > 0
-    return remat.torch.apply(plan)
-
-
-def check(case, budget="60%"):
-    applied = planned(case, budget)
+def check(case, schedule=made_again_once):
+    applied = planned(case, schedule)
     assert run(case, applied).same_as(run(case))
     assert applied.departures == 0
     return applied
@@ -44,9 +34,9 @@ def module_case(module, *args, loss=None):
 class InPlace(nn.Module):
     """Writes in place: through a view, over a part, before and after what is saved."""
 
-    def __init__(self):
+    def __init__(self, layers=6):
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(layers))
 
     def forward(self, x):
         for layer in self.layers:
@@ -136,9 +126,23 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("budget", ["75%", "1%"])
-def test_equal_to_the_bit(name, budget):
-    check(CASES[name](), budget)
+@pytest.mark.parametrize("schedule", [made_again_once, made_again_at_every_read])
+def test_equal_to_the_bit(name, schedule):
+    check(CASES[name](), schedule)
+
+
+def test_a_budget_is_kept_as_eager_pytorch_runs():
+    """A planner's schedule, moved into eager order, and the smallest budget that a refusal names."""
+    case = module_case(InPlace(layers=3), torch.randn(128, 64))
+    with pytest.raises(remat.InfeasibleBudget) as caught:
+        remat.torch.plan(case.loss, *case.args, budget="1%", **QUICK)
+    for budget in ("75%", caught.value.minimum_bytes):
+        plan = remat.torch.plan(case.loss, *case.args, budget=budget, **QUICK)
+        assert plan.recomputed > 0
+        applied = remat.torch.apply(plan)
+        assert run(case, applied).same_as(run(case))
+        assert applied.departures == 0
+        assert peak_bytes(case, applied) <= plan.budget_bytes
 
 
 def test_broken_recomputation_is_noticed(monkeypatch):
@@ -155,7 +159,7 @@ def test_broken_recomputation_is_noticed(monkeypatch):
 
 def test_dropped_tensors_are_really_gone(monkeypatch):
     case = mlp(layers=8, width=256)
-    applied = planned(case, "50%")
+    applied = planned(case)
     runs = []
     monkeypatch.setattr(
         recipes.Recipe,
@@ -232,7 +236,7 @@ def test_several_forward_passes_before_one_backward_pass():
 
 def test_one_graph_several_times_and_in_parts():
     case = mlp()
-    applied = planned(case, "50%")
+    applied = planned(case)
     parameters = list(case.module.parameters())
 
     def gradients(context):
@@ -291,7 +295,7 @@ def test_a_small_branch_does_not_lose_the_plan():
     """A batch without padding takes another way through the mask, and then the same layers."""
     padded, full = bert(2, 64, 4, 64), bert(2, 64, 4, 64, padded=False)
     case = Case(padded.module, padded.loss, full.args)
-    applied = planned(padded, "60%")
+    applied = planned(padded)
     assert run(case, applied).same_as(run(case))
     assert applied.departures == 0
 
@@ -307,7 +311,7 @@ def test_what_was_overwritten_is_refused_as_ever():
             y = y.sin()
         return y.sum()
 
-    applied = planned(Case(nn.Module(), loss, (x,)), "80%")
+    applied = planned(Case(nn.Module(), loss, (x,)))
     kept.clear()
     for context in (None, applied):
         if context is None:
@@ -333,7 +337,7 @@ def assert_changed_parameters_are_refused(case, context):
 
 def test_a_parameter_that_changes_before_the_backward_pass_is_refused():
     case = mlp()
-    assert_changed_parameters_are_refused(case, planned(case, "50%"))
+    assert_changed_parameters_are_refused(case, planned(case))
 
 
 def test_what_is_kept_is_refused_too_when_it_changes():
@@ -359,14 +363,14 @@ def test_a_write_that_the_plan_does_not_know_changes_no_number():
         return z.sum()
 
     case = Case(layer, loss, (torch.randn(64, 64),))
-    applied = planned(case, "70%")
+    applied = planned(case)
     switch.append(1)
     assert run(case, applied).same_as(run(case))
 
 
 def test_nothing_is_held_without_a_backward_pass():
     case = mlp()
-    applied = planned(case, "50%")
+    applied = planned(case)
     for fails in (False, True):
         made = []
 

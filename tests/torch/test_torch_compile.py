@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from functorch.compile import make_boxed_func
-from steps import QUICK
+from steps import QUICK, made_again_at_every_read
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch_models import gpt2, mlp, resnet, unet
@@ -15,7 +15,7 @@ import remat
 import remat.torch
 from remat.core.plan import plan_for_schedule
 from remat.running.cost_model import get_profile
-from remat.torch.compile.kernel_memory import Ledger
+from remat.torch.compiled.inductor_peak import Ledger
 
 
 class Mixed(nn.Module):
@@ -49,44 +49,39 @@ def gradients(module, loss, *args, seed=3):
 
 
 def read_then_made_again(graph):
-    """A schedule in which the backward pass reads what was saved, drops it, and makes it again for a later read."""
+    """A plan whose backward pass reads what was saved, drops it, and makes it again for a later read."""
     plain = list(graph.plain_schedule)
     for index, op in enumerate(graph.ops):
         readers = [r for t in op.outputs for r in graph.readers[t] if graph.ops[r].phase == "backward"]
         if op.recomputable and op.phase == "forward" and len(set(readers)) > 1:
-            return (*plain[: max(readers)], index, *plain[max(readers) :])
+            schedule = (*plain[: max(readers)], index, *plain[max(readers) :])
+            return plan_for_schedule(graph, schedule, planner="by hand")
     raise AssertionError("the model has no such tensor")
 
 
-def parted_backend(budget_share, seen):
+def parted_backend(schedule, seen):
     """Runs both parts operator by operator, with no code generated: PyTorch's own random numbers, and no fusion."""
-    from remat.torch.compile import _inductor, joint_graph, partition
+    from remat.torch.compiled import _inductor, joint_graph, partition
 
     def part(joint, joint_inputs, *, num_fwd_outputs, static_lifetime_input_indices, **kwargs):
         joint = _inductor.simplified(joint)
         step = joint_graph.joint_step(joint, num_fwd_outputs, get_profile("cpu"), static_lifetime_input_indices)
-        try:
-            if budget_share == "read, then made again":
-                plan = plan_for_schedule(step.graph, read_then_made_again(step.graph), planner="by hand")
-            else:
-                plan = remat.plan(step.graph, budget_share, **QUICK)
-        except remat.InfeasibleBudget as error:
-            plan = remat.plan(step.graph, error.minimum_bytes, **QUICK)
+        plan = schedule(step.graph)
         seen.append((step, plan, partition.parted(joint, step, plan.schedule, num_fwd_outputs)))
         return seen[-1][2]
 
     return aot_autograd(fw_compiler=lambda module, inputs: make_boxed_func(module), partition_fn=part)
 
 
-@pytest.mark.parametrize("budget", ["1%", "read, then made again"])
-def test_a_joint_graph_in_parts_is_exact(budget):
+@pytest.mark.parametrize("schedule", [made_again_at_every_read, read_then_made_again])
+def test_a_joint_graph_in_parts_is_exact(schedule):
     module = Mixed()
     x = torch.randn(64, 32)
     loss = lambda x: module(x).square().mean()  # noqa: E731
     plain = gradients(module, loss, x)
     seen = []
     torch._dynamo.reset()
-    planned = gradients(module, torch.compile(loss, backend=parted_backend(budget, seen), fullgraph=True), x)
+    planned = gradients(module, torch.compile(loss, backend=parted_backend(schedule, seen), fullgraph=True), x)
     ((step, plan, (_, backward)),) = seen
     assert plan.recomputed > 0
     assert planned.keys() == plain.keys()
@@ -140,9 +135,8 @@ def joint_of(module, *args):
     """The joint graph of a loss, and what is made of it."""
     seen = []
     torch._dynamo.reset()
-    torch.compile(lambda *some: module(*some).square().mean(), backend=parted_backend("99%", seen), fullgraph=True)(
-        *args
-    )
+    backend = parted_backend(made_again_at_every_read, seen)
+    torch.compile(lambda *some: module(*some).square().mean(), backend=backend, fullgraph=True)(*args)
     ((step, _, _),) = seen
     return step
 

@@ -30,17 +30,20 @@ def check(case, budget, **options):
     return plan
 
 
+SMALL = {"resnet": lambda: resnet(blocks=1), "unet": lambda: unet(16, 2), "gpt2": lambda: gpt2(2, 64, 4)}
+
+
 @pytest.mark.parametrize(
-    "make",
+    ("name", "budget"),
     [
-        pytest.param(lambda: resnet(blocks=1), id="resnet"),
-        pytest.param(lambda: unet(16, 2), id="unet", marks=pytest.mark.slow),
-        pytest.param(lambda: gpt2(2, 64, 4), id="gpt2"),
+        ("resnet", "70%"),
+        ("gpt2", "1%"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("resnet", "1%"), ("gpt2", "70%"))),
+        *(pytest.param("unet", budget, marks=pytest.mark.slow) for budget in ("70%", "1%")),
     ],
 )
-@pytest.mark.parametrize("budget", ["70%", "1%"], ids=["70", "minimum"])
-def test_small(make, budget):
-    check(make(), budget, time_limit_s=0.3)
+def test_small(name, budget):
+    check(SMALL[name](), budget, time_limit_s=0.3)
 
 
 @pytest.mark.slow

@@ -117,7 +117,7 @@ def test_fake_tensors_take_no_modes_inside():
 def test_the_lines_of_inductors_code_tell_what_is_allocated():
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    from remat.torch.compile import _inductor
+    from remat.torch.compiled.inductor_peak import peak_bytes
 
     def forward(primals_1, primals_2):
         return (torch.relu(primals_1 @ primals_2) @ primals_2,)
@@ -125,4 +125,4 @@ def test_the_lines_of_inductors_code_tell_what_is_allocated():
     inputs = [torch.randn(64, 64) for _ in range(2)]
     module = make_fx(forward, tracing_mode="fake")(*inputs)
     # The first product is made, turned into its relu in place, and beside it the second product.
-    assert _inductor.peak_bytes([module]) == 2 * 64 * 64 * 4
+    assert peak_bytes([module]) == 2 * 64 * 64 * 4

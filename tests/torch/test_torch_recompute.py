@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from steps import peak_bytes, run
+from steps import peak_bytes, planned, run
 from torch import nn
 from torch_models import Case
 
 import remat.torch
+from remat.torch.emit import recipes
 
 
 class Block(nn.Module):
@@ -133,13 +134,23 @@ def test_under_a_plan():
     expected = run(blocks)
     for block in blocks.module[:2]:
         remat.torch.recompute(block)
-    try:
-        plan = remat.torch.plan(blocks.loss, *blocks.args, budget="70%", planner="peak_greedy")
-    except remat.InfeasibleBudget as error:
-        plan = remat.torch.plan(blocks.loss, *blocks.args, budget=error.minimum_bytes, planner="peak_greedy")
-    applied = remat.torch.apply(plan)
+    applied = planned(blocks)
     assert run(blocks, applied).same_as(expected)
     assert applied.departures == 0
+
+
+def test_it_can_be_switched_off(monkeypatch):
+    runs = []
+    monkeypatch.setattr(
+        recipes.Recipe, "run", lambda self, others, run=recipes.Recipe.run: (runs.append(self), run(self, others))[1]
+    )
+    x = torch.randn(8, 8, requires_grad=True)
+    f = remat.torch.recompute(lambda x: x.sin().exp())
+    for setting, is_on in (("0", False), ("1", True)):
+        monkeypatch.setenv("REMAT_RECOMPUTE", setting)
+        runs.clear()
+        f(x).sum().backward()
+        assert bool(runs) == is_on
 
 
 def test_what_it_does_not_take():

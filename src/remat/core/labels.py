@@ -31,9 +31,9 @@ class OpLabel:
 def labelled(graph: Graph, labels: Sequence[OpLabel], roles: Mapping[int, str]) -> Graph:
     """The same graph with phases, layers, source lines and the roles of its inputs.
 
-    The front end marks the ops of the backward pass that it recognises; the others follow from the edges: what uses a
-    gradient and leads to a further backward op belongs to the backward pass; what uses one and leads to none is the
-    update, with what is there for it only.
+    The front end marks the ops that it knows to be of the backward pass. The edges tell the others: an op that depends
+    on a gradient belongs to the backward pass where a marked op depends on it in turn, and to the update where none
+    does. An op that only the update reads belongs to the update, too.
 
     Args:
         graph: as traced.

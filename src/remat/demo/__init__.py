@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import Final, Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -20,8 +20,8 @@ from remat.demo.training import train
 
 __all__ = ["run_demo"]
 
-_MODELS = ("residual", "transformer")
-_WIDTH_IN_FILES = 150
+_MODELS: Final = ("residual", "transformer")
+_WIDTH_IN_FILES: Final = 150  # Columns that the tables need to show each run in one line.
 
 
 def run_demo(out: Path, *, json_output: bool, budgets: Sequence[str], quick: bool = False) -> int:

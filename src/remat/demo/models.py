@@ -9,6 +9,7 @@ import keras
 import numpy as np
 from keras import layers
 
+# Scikit-learn's digits: ten classes, images of 8 x 8.
 _CLASSES: Final = 10
 _PIXELS: Final = 8
 

@@ -150,7 +150,9 @@ def _try_the_smallest(
 ) -> None:
     """Try the smallest plans until one fits, then cheaper ones between it and what failed."""
     factors = iter(_NEAR_THE_SMALLEST)
-    remembered = next((plan for one in tried if (plan := _behind_minima.get(one.plan.fingerprint))), None)
+    known = [(_behind_minima.get(one.plan.fingerprint), one.plan.planner) for one in tried]
+    # Another planner's plan is not what was asked for.
+    remembered = next((plan for plan, planner in known if plan is not None and plan.planner == planner), None)
     if remembered is not None and not any(one.is_of(remembered) for one in tried):
         tried.append(_Found(minimum_bytes, remembered, real_peak(remembered)))
         rounds -= 1

@@ -1,4 +1,4 @@
-"""What the compiler says of a plan: the memory of the compiled program."""
+"""The real peak of a schedule: what the compiler says of the memory of the compiled program."""
 
 from __future__ import annotations
 
@@ -11,13 +11,17 @@ import jax
 from remat.core.errors import UnsupportedStep
 from remat.core.schedule import Schedule
 from remat.fit.peaks import PeakRange
+from remat.jax import _private
 from remat.jax.context import Tie
 from remat.jax.emit.evaluate import emit
 from remat.jax.trace.program import Program
 
-# XLA on a CPU takes barriers out before it merges equal computations, which undoes every recomputation.
-KEEP_BARRIERS = {"xla_disable_hlo_passes": "cse_barrier_expander"}
+KEEP_BARRIERS: Final = {"xla_disable_hlo_passes": "cse_barrier_expander"}
+"""XLA on a CPU takes barriers out before it merges equal computations, which undoes every recomputation.
 
+The name of the pass is that of jaxlib 0.10. If it changes, barriers hold nothing back on a CPU, and the tests that
+compare ``remat.jax.jit`` with ``jax.jit`` fail.
+"""
 
 REFUSED: Final = PeakRange.exactly(1 << 52)
 """Stands for the peak of a program that breaks a rule. It is more than any device has, so no budget accepts it."""
@@ -48,16 +52,16 @@ def peak_of(memory: Any) -> int:
 
 
 class Compiler:
-    """Compiles candidate schedules of one program and remembers their peaks.
+    """Compiles schedules of one program and remembers their peaks.
 
     Args:
         program: the traced function.
         turning_point: the instruction that ends its forward part.
         tie: how recomputations are held back.
         arguments: the flat arguments: shapes and dtypes, and shardings where known.
-        donated: numbers of the flat arguments whose buffers the results may take over.
-        accept: refuses schedules by their compiled programs; a refused one fits no budget.
-        returned: where the results go, None for wherever the compiler likes.
+        donated: which flat arguments' buffers the results may take over.
+        accept: takes a compiled program; the peak of one that it does not accept is ``REFUSED``.
+        returned: where the results go; None leaves that to the compiler.
     """
 
     def __init__(
@@ -67,7 +71,7 @@ class Compiler:
         tie: Tie,
         arguments: Sequence[jax.ShapeDtypeStruct],
         donated: Sequence[int] = (),
-        accept: Callable[[Schedule, Any], bool] | None = None,
+        accept: Callable[[Any], bool] | None = None,
         returned: Returned | None = None,
     ) -> None:
         self._accept = accept
@@ -83,7 +87,7 @@ class Compiler:
         """Peak bytes of one device under a schedule. Compiles, unless the schedule is known."""
         if schedule not in self._known:
             compiled = self.compile(schedule)
-            refused = self._accept is not None and not self._accept(schedule, compiled)
+            refused = self._accept is not None and not self._accept(compiled)
             self._known[schedule] = REFUSED if refused else PeakRange.exactly(peak_of(compiled.memory_analysis()))
         return self._known[schedule]
 
@@ -117,7 +121,7 @@ class Returned:
 def compile_quickly(
     function: Any, arguments: Sequence[Any], tie: Tie, donated: Sequence[int] = (), out_shardings: Any = None
 ) -> Any:
-    """The compiled function, of which only the memory is read; arrays and tracers stand for their shapes."""
+    """The function compiled with as little work as its memory can be read after; arrays stand for their shapes."""
     shapes = jax.tree.map(lambda a: a if isinstance(a, jax.ShapeDtypeStruct) else shape_of(a), tuple(arguments))
     options = {} if out_shardings is None else {"out_shardings": out_shardings}
     lowered = jax.jit(function, donate_argnums=tuple(donated), **options).lower(*shapes)
@@ -125,7 +129,7 @@ def compile_quickly(
 
 
 def _quick_options() -> dict[str, Any]:
-    """For programs of which only the memory is read: machine code is made after buffers have been assigned."""
+    """Machine code is made after buffers have been assigned, so its quality does not matter for memory."""
     return {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else {}
 
 
@@ -139,6 +143,4 @@ def shape_of(array: Any) -> jax.ShapeDtypeStruct:
 
 
 def _is_sharded(array: jax.Array) -> bool:
-    from remat.jax import _private
-
     return not _private.is_traced(array) and isinstance(array.sharding, jax.sharding.NamedSharding)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -13,7 +13,6 @@ import jax
 
 from remat.core.graph import Graph
 from remat.core.plan import Plan
-from remat.core.schedule import Schedule
 from remat.core.simulator import simulate
 from remat.fit.peaks import PeakRange
 from remat.fit.request import Request
@@ -94,6 +93,18 @@ class Follower:
         return newest
 
 
+def leaves_of(arguments: Sequence[Any], places: Collection[int]) -> list[int]:
+    """Which of the flat arguments belong to the arguments at some places."""
+    leaves: list[int] = []
+    first = 0
+    for place, argument in enumerate(arguments):
+        count = len(jax.tree.leaves(argument))
+        if place in places:
+            leaves += range(first, first + count)
+        first += count
+    return leaves
+
+
 def plan_function(
     function: Callable[..., Any],
     arguments: Sequence[Any],
@@ -109,10 +120,10 @@ def plan_function(
     Args:
         function: takes the flat arguments and returns any pytree.
         arguments: arrays or tracers.
-        request: the budget or the plan.
+        request: the budget, the plan or the checkpoints.
         tie: how recomputations are held back.
-        shapes: of the arguments, with shardings where known; what is compiled to see the real peak.
-        donated: numbers of the arguments whose buffers the results may take over.
+        shapes: of the arguments, with shardings where known; programs are compiled for these to see the real peak.
+        donated: which arguments' buffers the results may take over.
         out_shardings: where the results go, as ``jax.jit`` takes it.
 
     Raises:
@@ -123,28 +134,27 @@ def plan_function(
     find_received = functools.partial(received_in_bodies, shapes=shapes, tie=tie) if is_sharded(shapes) else None
     variants, structure = variants_of(function, arguments, find_received, request.checkpoints or ())
     returned = None if out_shardings is None else Returned(structure, out_shardings)
-    accept: Callable[[Schedule, Any], bool] | None = None
+    accept: Callable[[Any], bool] | None = None
+
+    def compiler_of(one: Variant) -> Compiler:
+        return Compiler(one.program, one.turning_point, tie, shapes, donated, accept, returned)
+
     if find_received is not None:
         variants = [_on_one_device(one, shapes, tie) for one in variants]
-        plain = Compiler(variants[0].program, 0, tie, shapes, donated, None, returned).compile(
-            variants[0].graph.plain_schedule
-        )
+        plain = compiler_of(variants[0]).compile(variants[0].graph.plain_schedule)
         allowed = arrays_sent(plain.as_text())
 
-        def sends_no_more(_: Schedule, compiled: Any) -> bool:
+        def sends_no_more(compiled: Any) -> bool:
             return arrays_sent(compiled.as_text()) <= allowed
 
         accept = sends_no_more
     traced = variants
     variants = [dataclasses.replace(one, graph=after_donation(one.graph, one.program, donated)) for one in variants]
-    compilers = {
-        one.graph.fingerprint: Compiler(one.program, one.turning_point, tie, shapes, donated, accept, returned)
-        for one in variants
-    }
+    compilers = {one.graph.fingerprint: compiler_of(one) for one in variants}
 
     def compiled_peak(plan: Plan) -> PeakRange:
         if _private.names_devices():
-            # The compiler cannot be asked: the function is only part of a program over named axes.
+            # The compiler cannot be asked: the function is only a part of a program over named axes.
             return PeakRange.exactly(simulate(candidate.graph_of(plan), plan.schedule).peak_bytes)
         return compilers[plan.fingerprint].peak(plan.schedule)
 

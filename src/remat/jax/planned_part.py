@@ -18,7 +18,7 @@ from remat.jax.candidate import FunctionCandidate, Variant, cheapest_plan, plan_
 from remat.jax.context import Tie, barriers_stay, for_a_plan
 from remat.jax.emit.evaluate import emit
 from remat.jax.peak import compile_quickly, compiler_options, peak_of, shape_of
-from remat.jax.planned import Follower
+from remat.jax.planned import Follower, leaves_of
 
 Function: TypeAlias = Callable[..., Any]
 Transform: TypeAlias = Callable[[Function], Function]
@@ -239,10 +239,7 @@ class PartlyPlanned(Follower):
         with barriers_stay():
             if self._request.plans:
                 shapes = [shape_of(leaf) for leaf in jax.tree.leaves(args)]
-                first = [0]
-                for arg in args:
-                    first.append(first[-1] + len(jax.tree.leaves(arg)))
-                donated = [leaf for place in self._donated for leaf in range(first[place], first[place + 1])]
+                donated = leaves_of(args, self._donated)
                 self._newest = plan_part(
                     self._whole,
                     args,

@@ -1,4 +1,4 @@
-"""Steps over several devices: which instructions talk to other devices, so that no plan repeats them.
+"""Steps over several devices: which instructions get values from other devices, so that no plan repeats them.
 
 Under automatic sharding the compiler adds the collectives, long after the trace. So the plain program is compiled once
 with the number of each instruction in its name, and the compiler's text says which ones became collectives.
@@ -10,7 +10,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import jax
 
@@ -22,12 +22,15 @@ from remat.jax.scans.loops import BODY_NAME
 from remat.jax.trace.graph import resized
 from remat.jax.trace.program import Program
 
-_COLLECTIVE = re.compile(
+_COLLECTIVE: Final = re.compile(
     r" (?:all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|collective-broadcast|ragged-all-to-all)"
     r"(?:-start)?\((?P<operands>[^)]*)\)(?P<rest>.*)"
 )
-_NUMBER = re.compile(r"remat_op_(\d+)")
-_BODY_VALUE = re.compile(BODY_NAME + r"(\d+)_(\d+)")
+"""A collective in the compiler's text, HLO. One that is missing here would be repeated by plans, and sends more."""
+
+_OP_NAME: Final = "remat_op_"
+_NUMBER: Final = re.compile(_OP_NAME + r"(\d+)")
+_BODY_VALUE: Final = re.compile(BODY_NAME + r"(\d+)_(\d+)")
 
 
 def is_sharded(shapes: Sequence[jax.ShapeDtypeStruct]) -> bool:
@@ -46,7 +49,7 @@ def received_in_bodies(run: Any, shapes: Sequence[jax.ShapeDtypeStruct], tie: Ti
     Args:
         run: the flat function, its loops written by ``remat.jax.scans.loops``.
         shapes: of its arguments, with their shardings.
-        tie: of the compilation.
+        tie: which compiler options ``compile_quickly`` needs.
     """
     found: dict[int, set[int]] = {}
     for collective in _COLLECTIVE.finditer(compile_quickly(run, shapes, tie).as_text()):
@@ -58,19 +61,19 @@ def received_in_bodies(run: Any, shapes: Sequence[jax.ShapeDtypeStruct], tie: Ti
 def on_one_device(
     program: Program, graph: Graph, shapes: Sequence[jax.ShapeDtypeStruct], tie: Tie
 ) -> tuple[Program, Graph]:
-    """The graph as one device sees it: sizes of its own parts, and every collective marked as one that runs once.
+    """The program with its shardings, and the graph as one device sees it: its own share of each tensor.
 
-    Two compilations of the plain program tell: one with the numbers of instructions in the names that the compiler
-    keeps, and one that returns every value, for the sharding that the compiler gives it. A plan's program asks for the
-    same shardings: left alone the compiler parts a value that is made again as its new readers like it best, and
-    sends parameters around for that.
+    Every instruction that became a collective is marked as one that runs once. Two compilations of the plain program
+    show all this: one with the numbers of instructions in the names that the compiler keeps, and one that returns
+    every value, and so its sharding. A plan's program asks for the same shardings. Left alone, the compiler lays out a
+    value that is made again as its new readers need it, and sends parameters around for that.
     """
     captured = tuple(program.constants.values())
     arguments = (*shapes, *captured)
     count = len(shapes)
-    named = named_run(program, "remat_op_")
+    named = named_run(program, _OP_NAME)
     compiled = compile_quickly(lambda *arrays: named(arrays[:count], arrays[count:]), arguments, tie)
-    talking = {
+    collectives = {
         int(number) for found in _COLLECTIVE.finditer(compiled.as_text()) for number in _NUMBER.findall(found["rest"])
     }
     made = tuple(value for instruction in program.instructions for value in instruction.outputs)
@@ -83,13 +86,15 @@ def on_one_device(
     sizes = {number: _own_bytes(tensor, shardings.get(number)) for number, tensor in enumerate(graph.tensors)}
 
     def workspace(op: Op) -> int:
-        """The body of a loop holds as small a part of its values as of what it reads and makes."""
+        """The body of a loop holds as small a share of its values as of what the loop reads and makes."""
         around = (*op.inputs, *op.outputs)
         whole = sum(graph.tensors[value].size_bytes for value in around)
         return op.workspace_bytes * sum(sizes[value] for value in around) // max(1, whole)
 
     ops = tuple(
-        dataclasses.replace(op, workspace_bytes=workspace(op), recomputable=op.recomputable and number not in talking)
+        dataclasses.replace(
+            op, workspace_bytes=workspace(op), recomputable=op.recomputable and number not in collectives
+        )
         for number, op in enumerate(graph.ops)
     )
     graph = resized(dataclasses.replace(graph, ops=ops), sizes)

@@ -30,7 +30,7 @@ other work (docs/micro_batches.md), so a smaller share would choose by chance.""
 
 _DOUBT: Final = 0.25
 """Options up to this share slower than the best prediction are planned and timed. A plan predicted that recomputation
-adds 10.7 % where the clock said 20 % (the Transformer of benchmarks/joint_plan, on a CPU): an update of 1.107 s took
+adds 10.7 % where the clock said 20 % (the Transformer of benchmarks/micro_batches, on a CPU): an update of 1.107 s took
 1.20 s. Too small, the best option is not timed; too large, more options are planned than needed."""
 
 _MOST_TIMED: Final = 3
@@ -40,9 +40,6 @@ them is traced and written anew, which takes seconds."""
 _TIMED_SIZES: Final = 3
 """Sizes of micro-batch that are timed with nothing recomputed: the largest that fits, its half and its quarter. A line
 through three points shows what a micro-batch costs however small it is; each further size is one more to compile."""
-
-
-size_of_largest = largest_size
 
 
 class PieceTimes:

@@ -116,7 +116,3 @@ class MicroBatchChoice:
         if any(option.micro_batches > 1 and not option.why_not.startswith("not possible") for option in self.options):
             return "no micro-batch fits with nothing recomputed, so none was timed"
         return "there is no choice, so none was timed"
-
-
-JointPlan = MicroBatchChoice
-"""The earlier name of ``MicroBatchChoice``; it stays for programs that import it."""

@@ -15,11 +15,20 @@ from remat.planners.replay.residents import TooManyRuns
 from remat.planners.view.board import Condensed
 from remat.planners.view.problem import BoolArray, Problem
 
+# Judgements, not measured.
 _MOST_RUNS_PER_OP: Final = 4
-_MOST_TRIES: Final = 1000
+"""A schedule that grows longer is given up: nobody would run it, and longer ones are what planning waits for."""
 _LONG: Final = 2
+_MOST_TRIES: Final = 1000
+"""Runs per op above which a schedule is long, and runs of it that the undrop sweep then looks at. Without a limit the
+sweep is quadratic; with a lower one, runs stay in that the budget could spare."""
 _OFFERS: Final = 3
+"""Rounds in which a schedule of a reduced step that misses the whole budget is improved for a smaller one."""
 _MOST_MISSED: Final = 5e-3
+"""The share of the budget by which it may sink for that; it is what all small storages together may be. A larger miss
+is that schedule's own, and must not cost the others."""
+_PATIENCE: Final = 0.05
+"""The share of the plain step that one storage may take to compute again; what takes longer is a chain of gradients."""
 
 
 @dataclass
@@ -115,7 +124,7 @@ class Search:
                 inner_budget_bytes,
                 distance_power=distance_power,
                 forward_share=forward_share,
-                patience=0.05,
+                patience=_PATIENCE,
                 max_runs=_MOST_RUNS_PER_OP * self.problem.count + 100,
                 deadline_s=self.deadline_s,
             )

@@ -17,13 +17,35 @@ from remat.planners.view.board import Board, Condensed, expand
 from remat.planners.view.problem import Problem
 from remat.planners.walk.annealing import Walk
 
+# Judgements, not measured, unless it says otherwise: the work is done once for a graph and is bound by no clock, so it
+# is what an infeasible budget costs. Less of it, and the smallest peak that an error names is larger than it need be.
 _MOST_RUNS_PER_OP: Final = 4
+"""A schedule that computes everything three times again is of no use to anyone."""
 _BISECTIONS: Final = 8
+"""Halvings of the range between the largest op and the plain peak; eight leave 2 % of a range of a factor 100."""
+_PATIENCE: Final = 0.05
+_FORWARD_SHARE: Final = 0.8
+"""What one storage may take to compute again, as a share of the plain step, and how much of the budget the forward part
+may fill, so that the backward part has room to compute in: as in the planner ``dtr``."""
 _MARGIN: Final = 1.05
+"""By how much a schedule may miss the budget that eviction was given, and still count as a success of bisection."""
 _MOST_OPS_NESTED: Final = 6000
 _MOST_OPS_TWICE: Final = 6000
+"""Ops above which blocks are not nested, and only the reduced form is evicted from, for the sake of time."""
 _MOST_OPS_ASKED: Final = 200
+"""Ops up to which whole methods are asked. A step of 37 ops was refused without them, though half of its peak is
+possible; much larger steps would take long."""
 _SHARES_ASKED: Final = (0.9, 0.97)
+"""Steps in which the budget sinks, first large, then small."""
+_SHRINK: Final = 0.94
+_ROUNDS: Final = 6
+_STEPS_PER_OP: Final = 60
+_MOST_STEPS: Final = 4000
+_MOST_OPS: Final = 2000
+"""Walks under a sinking budget: its first step, how many walks of how many edits, and the largest graph."""
+_HOT: Final = 3e-3
+_COLD: Final = 1e-4
+"""Their temperatures, as shares of the plain step; cool, since a walk ends at the first schedule that fits."""
 
 Strategy = Callable[[Search], None]
 Note = Callable[[tuple[int, ...]], int]
@@ -89,8 +111,8 @@ def _evict_to_the_smallest(problem: Problem, least_bytes: int, note: Note) -> No
                 problem.no_drops(),
                 budget_bytes,
                 distance_power=distance_power,
-                forward_share=0.8,
-                patience=0.05,
+                forward_share=_FORWARD_SHARE,
+                patience=_PATIENCE,
                 max_runs=_MOST_RUNS_PER_OP * problem.count + 100,
             )
         except TooManyRuns:
@@ -109,15 +131,6 @@ def _evict_to_the_smallest(problem: Problem, least_bytes: int, note: Note) -> No
             low = middle
     for factor in (1.0, 0.98):
         attempt(pinned + int(factor * (min(peaks) - pinned)), 1.0)
-
-
-_SHRINK: Final = 0.94
-_ROUNDS: Final = 6
-_STEPS_PER_OP: Final = 60
-_MOST_STEPS: Final = 4000
-_MOST_OPS: Final = 2000
-_HOT: Final = 3e-3
-_COLD: Final = 1e-4
 
 
 def _walk_to_the_smallest(problem: Problem, schedule: tuple[int, ...]) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
@@ -13,9 +14,12 @@ from remat.core.schedule import Schedule
 from remat.core.simulator import simulate
 from remat.planning.find import find
 
-_MOST_CORRECTIONS = 8
-# By how much the next batch that is tried exceeds the last that worked: far first, since each try traces and plans.
-_GROWTH = (2.0, 1.4, 1.1)
+_MOST_CORRECTIONS: Final = 8
+"""Replays at a smaller batch, where sizes are not quite affine in it; a judgement. Too few, and 0 comes out wrongly."""
+
+_GROWTH: Final = (2.0, 1.4, 1.1)
+"""By how much the next batch that is tried exceeds the last that worked: far first, since each try traces and plans.
+Judgements; a larger batch than was found may work, by less than the last factor."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +58,8 @@ def largest_batches(
 
     The step is traced at two batch sizes. Sizes of tensors are affine in the batch, so the bytes of every moment of a
     schedule are, too, and the largest batch of a schedule follows without a search. For the planned step this is
-    repeated with the schedules that the planner finds at larger and larger batches, until it finds none. What comes
-    out is traced and replayed: it is a batch that works, and for the planned step not a proven maximum.
+    repeated with the schedules that the planner finds at larger and larger batches, until it finds none. The result is
+    traced and replayed, so it works; for the planned step it is not proven to be the largest.
 
     Args:
         trace: the training step at a batch size.

@@ -53,7 +53,7 @@ def plan_with_checkpoints(graph: Graph, kept: Collection[int], turning_point: in
     for storage in problem.storages:
         uses = problem.uses[storage]
         if storage in storages:
-            # Kept for what is made from it again, even if the backward part itself never reads it.
+            # Recomputations read it even where the backward part itself does not.
             drop[problem.first_gap[storage] + len(uses) - 1] = False
             continue
         if uses[0] > turn:

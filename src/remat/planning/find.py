@@ -13,7 +13,8 @@ from remat.core.schedule import Schedule
 from remat.core.simulator import simulate
 from remat.planners.registry import get_planner
 
-_LARGEST_SHOWN: Final = 3  # Tensors in an error: more than these are rarely what binds, and one line must hold them.
+_LARGEST_SHOWN: Final = 3
+"""Tensors in an error message; a judgement: more are rarely what binds, and one line must hold them."""
 
 
 def find(

@@ -23,9 +23,9 @@ def frontier(
 ) -> tuple[Plan, ...]:
     """Plans for evenly spaced budgets from the smallest feasible peak to the plain one, smallest budget first.
 
-    Overhead never rises with the budget: where a plan costs more than one for less memory, that one stands in its
-    place. Nor does the proven bound: what no schedule within some bytes can do, none within fewer can. The last plan is
-    the plain step.
+    The overhead never rises with the budget: a plan that costs more than the plan of a smaller budget is replaced by
+    it. Nor does the proven bound, since a schedule that fits a smaller budget fits the larger one, too. The last plan
+    is the plain step.
 
     Args:
         graph: the training step.
@@ -78,7 +78,7 @@ def _with_bounds_of_larger_budgets(plans: list[Plan]) -> tuple[Plan, ...]:
 
 
 def _cheaper(before: Plan, found: Plan) -> Plan:
-    """The plan found, or the one for less memory where that costs less; bound and budget are those of the found one."""
+    """The plan found, with the schedule of the smaller budget where that one costs less."""
     if found.time_s <= before.time_s:
         return found
     return dataclasses.replace(

@@ -10,7 +10,9 @@ from remat.core.plan import NOT_PROVED, Plan
 from remat.core.schedule import keeps_program_order
 from remat.planners.linear.bounds import overhead_lower_bound
 
-_ROUNDING: Final = 1e-6  # An LP's bound may be above the true one by HiGHS' tolerance, which is 1e-7 of its terms.
+_ROUNDING: Final = 1e-6
+"""By how much of the overhead a bound may be above it: ten times HiGHS' tolerance of 1e-7. Lower, and rounding would
+look like an error of ours; higher, and an error of ours like rounding."""
 
 
 def prove(plan: Plan, graph: Graph, time_limit_s: float | None = None) -> Plan:

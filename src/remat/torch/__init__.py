@@ -8,14 +8,14 @@ loss.backward()                            # and the rest of the loop as ever
 
 from remat.running.measurement import Measurement
 from remat.torch.api.apply import Applied, apply
+from remat.torch.api.compile import Compiled, CompiledPlan, compile
 from remat.torch.api.limit import limit_memory
 from remat.torch.api.plan import StepPlan, plan
 from remat.torch.check import check
-from remat.torch.compile.compile import Compiled, CompiledPlan, compile
 from remat.torch.measure import measure
 from remat.torch.micro_batches import MicroBatches, micro_batches
 from remat.torch.recompute import recompute
-from remat.torch.trace.step import trace
+from remat.torch.trace.trace import trace
 
 __all__ = [
     "Applied",

@@ -38,6 +38,8 @@ Storage: TypeAlias = torch.UntypedStorage
 _autograd: Any = torch._C._autograd
 _engine: Any = torch._C
 
+# Read from the operators that traced steps of PyTorch 2.13 ran. One that is missing is taken for a computation, and a
+# step under a plan then departs from it.
 _SILENT_NAMESPACES = frozenset({"prim", "profiler", "record_function", "c10d", "_c10d_functional"})
 
 

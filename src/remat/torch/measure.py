@@ -31,7 +31,7 @@ def measure(fn: Callable[..., Any], *args: Any, repeats: int = 3, **kwargs: Any)
     """
     check_repeats(repeats)
     _run(fn, args, kwargs)
-    resident = _Resident()
+    resident = _ResidentWatcher()
     if not _any_on_gpu(args, kwargs):
         # Compiled code hides what it reads; the same step run eagerly reads the same.
         with torch.compiler.set_stance("force_eager"), resident:
@@ -83,12 +83,12 @@ def _cpu_peak_bytes(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
             now += size
             peak = max(peak, now)
         else:
-            # What was there before the step is not counted here, neither when it goes.
+            # A storage from before the step was never added, so that its end takes nothing away.
             now -= sizes.pop(address, 0)
     return peak
 
 
-class _Resident(_private.TorchDispatchMode):
+class _ResidentWatcher(_private.TorchDispatchMode):
     """Counts the storages from before the step that it reads."""
 
     def __init__(self) -> None:
@@ -99,7 +99,7 @@ class _Resident(_private.TorchDispatchMode):
 
     @property
     def bytes(self) -> int:
-        """Their bytes."""
+        """Bytes of those storages."""
         return sum(size for _, size in self._sizes.values())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -20,7 +20,7 @@ from remat.micro_batches.reduce import MEAN, RATIO, SUM, check_reduction, sum_an
 from remat.torch import _private
 from remat.torch.api.apply import Applied, apply
 from remat.torch.api.plan import EagerCandidate
-from remat.torch.trace.record import record_step
+from remat.torch.trace.fake_step import record_step
 
 
 def micro_batches(

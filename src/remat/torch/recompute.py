@@ -8,9 +8,18 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from remat.running.recompute_switch import is_switched_off
 from remat.torch import _private
-from remat.torch.emit.recipes import Node, new_storages, tensors_in, values_of
-from remat.torch.emit.replay import NodeTable, check_version, kept, read_kept
+from remat.torch.emit.recipes import (
+    Activation,
+    ActivationTable,
+    check_version,
+    kept,
+    new_storages,
+    read_kept,
+    tensors_in,
+    values_of,
+)
 from remat.torch.trace import op_facts
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -21,7 +30,7 @@ def recompute(f: _F) -> _F:
 
     What runs again are the operators below autograd, not the Python of ``f``: its side effects, hooks and BatchNorm
     updates happen once, autocast stays as it was, and dropout draws the same numbers. Random draws on a GPU, custom
-    operators and whatever else may not run twice are kept.
+    operators and whatever else may not run twice are kept. ``REMAT_RECOMPUTE=0`` in the environment switches it off.
 
     Args:
         f: a function, a module (its ``forward`` is replaced on the instance), or a class of modules.
@@ -44,78 +53,84 @@ def recompute(f: _F) -> _F:
 def _wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
+        if is_switched_off() or not torch.is_grad_enabled():
             return function(*args, **kwargs)
-        region = _Region()
-        with region, torch.autograd.graph.saved_tensors_hooks(region.pack, _unpack):
+        watcher = _CallWatcher()
+        with watcher, torch.autograd.graph.saved_tensors_hooks(watcher.pack, _unpack):
             return function(*args, **kwargs)
 
     return run
 
 
-class _Memory:
-    """What a region keeps: recipes, and after the first read the values that are still wanted."""
+class _CallState:
+    """What a call leaves behind for the backward pass.
+
+    Attributes:
+        wanted: by address: activations that autograd has still to read, and how many saved tensors read each.
+    """
 
     def __init__(self) -> None:
-        self.wanted: dict[int, tuple[Node, int]] = {}
+        self.wanted: dict[int, tuple[Activation, int]] = {}
         self._is_made = False
 
-    def value_of(self, node: Node) -> torch.Tensor:
-        """The value of a node; the first call makes those of all nodes that autograd will read."""
+    def value_of(self, activation: Activation) -> torch.Tensor:
+        """The value of an activation. The first call makes the values of all activations that autograd will read."""
         if not self._is_made:
             self._is_made = True
-            nodes = [one for one, _ in self.wanted.values() if one.value is None]
-            for address, tensor in values_of(nodes).items():
+            activations = [one for one, _ in self.wanted.values() if one.value is None]
+            for address, tensor in values_of(activations).items():
                 if address in self.wanted:
                     self.wanted[address][0].value = tensor
-        return node.value if node.value is not None else values_of([node])[id(node)]
+        return activation.value if activation.value is not None else values_of([activation])[id(activation)]
 
-    def add(self, node: Node) -> None:
-        """One more saved tensor reads this node."""
-        self.wanted[id(node)] = (node, self.wanted.get(id(node), (node, 0))[1] + 1)
+    def add(self, activation: Activation) -> None:
+        """One more saved tensor reads this activation."""
+        self.wanted[id(activation)] = (activation, self.wanted.get(id(activation), (activation, 0))[1] + 1)
 
-    def drop(self, node: Node) -> None:
+    def drop(self, activation: Activation) -> None:
         """One saved tensor less."""
-        _, count = self.wanted[id(node)]
-        self.wanted[id(node)] = (node, count - 1)
+        _, count = self.wanted[id(activation)]
+        self.wanted[id(activation)] = (activation, count - 1)
         if count == 1:
-            del self.wanted[id(node)]
-            if self._is_made and node.recipe is not None and not node.is_settled:
-                node.value = None
+            del self.wanted[id(activation)]
+            if self._is_made and activation.recipe is not None and not activation.is_settled:
+                activation.value = None
 
 
-class _Saved:
-    __slots__ = ("_memory", "_node", "_place", "_version")
+class _Packed:
+    """What stands in autograd's graph for a tensor that is made again."""
 
-    def __init__(self, memory: _Memory, node: Node, tensor: torch.Tensor) -> None:
-        self._memory = memory
-        self._node = node
-        self._place = node.place_of(tensor)
+    __slots__ = ("_activation", "_place", "_state", "_version")
+
+    def __init__(self, state: _CallState, activation: Activation, tensor: torch.Tensor) -> None:
+        self._state = state
+        self._activation = activation
+        self._place = activation.place_of(tensor)
         self._version = tensor._version
-        memory.add(node)
+        state.add(activation)
 
     def read(self) -> torch.Tensor:
         """The tensor; called when a backward node needs it."""
-        value = self._memory.value_of(self._node)
-        if self._node.is_settled or self._node.recipe is None:
+        value = self._state.value_of(self._activation)
+        if self._activation.is_settled or self._activation.recipe is None:
             check_version(value, self._version, self._place[0])
-        return self._node.part(value, self._place)
+        return self._activation.part(value, self._place)
 
     def __del__(self) -> None:
-        self._memory.drop(self._node)
+        self._state.drop(self._activation)
 
 
-def _unpack(saved: Any) -> Any:
-    return saved.read() if type(saved) is _Saved else read_kept(saved)
+def _unpack(packed: Any) -> Any:
+    return packed.read() if type(packed) is _Packed else read_kept(packed)
 
 
-class _Region(_private.TorchDispatchMode):
+class _CallWatcher(_private.TorchDispatchMode):
     """Sees the operators of one call, below autograd, and notes how each can be run again."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._memory = _Memory()
-        self._nodes = NodeTable()
+        self._state = _CallState()
+        self._table = ActivationTable()
         self._saved: set[int] = set()
         self._count = 0
 
@@ -127,35 +142,35 @@ class _Region(_private.TorchDispatchMode):
         on_gpu = not all(t.is_cpu or t.is_meta for t in inputs)
         strided = all(t.layout is torch.strided for t in inputs)
         writes = () if op_facts.is_plain(func) else op_facts.written(func, args, kwargs)
-        written = [(tensor, node) for tensor in writes if (node := self._nodes.of(tensor)) is not None]
+        written = [(tensor, activation) for tensor in writes if (activation := self._table.of(tensor)) is not None]
         untouched = len(written) == 1 and not (written[0][1].is_read or id(written[0][1]) in self._saved)
         recipe = None
         if strided and op_facts.may_repeat(func, args, kwargs, on_gpu=on_gpu):
             self._count += 1
-            recipe = self._nodes.call(self._count, func, args, kwargs)
-        for tensor, node in written:
-            if recipe is not None and node.recipe is not None and untouched:
-                node.recipe.writes.append(recipe)
-                node.is_read = False  # By nobody but itself.
+            recipe = self._table.call(self._count, func, args, kwargs)
+        for tensor, activation in written:
+            if recipe is not None and activation.recipe is not None and untouched:
+                activation.recipe.writes.append(recipe)
+                activation.is_read = False  # Only the write that belongs to its own recipe reads it.
             else:
-                self._nodes.settle(node, tensor)
+                self._table.settle(activation, tensor)
         out = func(*args, **kwargs)
         outputs = tensors_in((out,))
         for place in new_storages(outputs, inputs):
-            node = Node(self._count, outputs[place])
+            activation = Activation(self._count, outputs[place])
             if recipe is not None:
-                node.recipe = recipe
-                recipe.nodes.append(node)
+                activation.recipe = recipe
+                recipe.activations.append(activation)
                 recipe.outputs.append(place)
             else:
-                node.hold(outputs[place])
-            self._nodes.add(outputs[place], node)
+                activation.hold(outputs[place])
+            self._table.add(outputs[place], activation)
         return out
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Called by autograd for each tensor that it saves."""
-        node = self._nodes.of(tensor) if type(tensor) is torch.Tensor else None
-        if node is None or tensor.is_conj() or tensor.is_neg():
+        activation = self._table.of(tensor) if type(tensor) is torch.Tensor else None
+        if activation is None or tensor.is_conj() or tensor.is_neg():
             return kept(tensor)
-        self._saved.add(id(node))
-        return _Saved(self._memory, node, tensor)
+        self._saved.add(id(activation))
+        return _Packed(self._state, activation, tensor)

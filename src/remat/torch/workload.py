@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -14,9 +14,9 @@ from remat.running.workload import Array, NotAStep, StepOptions, Training, Workl
 from remat.torch.api.apply import apply
 from remat.torch.api.plan import plan
 from remat.torch.measure import measure
-from remat.torch.trace.step import trace
+from remat.torch.trace.trace import trace
 
-_SEED = 11
+_SEED: Final = 11  # Any number does: plain and planned steps start from the same random state.
 
 
 def make_workload(made: Any, options: StepOptions) -> Workload:

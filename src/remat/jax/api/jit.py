@@ -1,4 +1,4 @@
-"""``jit``: ``jax.jit`` with the compiler options that recomputation needs, and a budget for a whole step."""
+"""``jit``: ``jax.jit`` with the compiler options that recomputation needs, and with a budget for a whole step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from remat.fit.request import Request
 from remat.jax import _private
 from remat.jax.context import barriers_stay, current_tie
 from remat.jax.peak import compiler_options, shape_of
-from remat.jax.planned import Follower, plan_function
+from remat.jax.planned import Follower, leaves_of, plan_function
 
 
 def jit(
@@ -47,10 +47,10 @@ def jit(
         planner: a planner's name.
         time_limit_s: wall seconds for each round of planning.
         options: passed on to the planner.
-        **jit_options: as of ``jax.jit``: ``static_argnums``, ``donate_argnums``, ``in_shardings`` and so on.
+        **jit_options: as in ``jax.jit``: ``static_argnums``, ``donate_argnums``, ``in_shardings`` and so on.
 
     Returns:
-        A callable with ``lower`` as of ``jax.jit``, and ``plan``, the plan of the newest trace.
+        A callable with ``lower`` as in ``jax.jit``, and ``plan``, the plan of the newest trace.
 
     Raises:
         InvalidBudget: if the budget cannot be read.
@@ -101,7 +101,7 @@ class Jitted(Follower):
             return self._outermost(*args, **kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """As of ``jax.jit``."""
+        """As in ``jax.jit``."""
         with self._shapes_of(args, kwargs):
             return self._outermost.lower(*args, **kwargs)
 
@@ -141,16 +141,8 @@ class Jitted(Follower):
         static = {number: arg for number, arg in enumerate(args) if number in self._static}
         dynamic = [arg for number, arg in enumerate(args) if number not in self._static]
         leaves, structure = jax.tree.flatten((dynamic, kwargs))
-        first_leaf = [0]
-        for arg in dynamic:
-            first_leaf.append(first_leaf[-1] + len(jax.tree.leaves(arg)))
         positions = [number for number in range(len(args)) if number not in self._static]
-        donated = [
-            leaf
-            for place, number in enumerate(positions)
-            if number in self._donated
-            for leaf in range(first_leaf[place], first_leaf[place + 1])
-        ]
+        donated = leaves_of(dynamic, [place for place, number in enumerate(positions) if number in self._donated])
 
         def function(*flat: Any) -> Any:
             some, named = jax.tree.unflatten(structure, flat)

@@ -14,7 +14,7 @@ from remat.keras.shared.batch_statistics import coupling_layers
 from remat.keras.tensorflow.step import MicroBatchedStep
 from remat.keras.tensorflow.trace import filled, leaves_of, traced_step
 from remat.micro_batches.options import MicroBatchChoice
-from remat.tensorflow.micro_batches.choose import TIMED_PIECES, OnBody, Pieces, joint_plan
+from remat.tensorflow.micro_batches.choose import TIMED_PIECES, OnBody, Pieces, choose_count
 
 
 def choose_micro_batches(
@@ -51,4 +51,4 @@ def choose_micro_batches(
         return Pieces(run, leaves, shapes, bool(model.jit_compile))
 
     whole = traced_step(model, train_step, data, shapes)
-    return joint_plan(whole, pieces, shapes[0][0], request, coupling_layers(model))
+    return choose_count(whole, pieces, shapes[0][0], request, coupling_layers(model))

@@ -23,7 +23,7 @@ from remat.micro_batches.options import MicroBatchChoice, Option
 from remat.micro_batches.timing import least_times_s
 from remat.torch.api.apply import apply
 from remat.torch.api.plan import EagerCandidate
-from remat.torch.trace.record import undisturbed
+from remat.torch.trace.fake_step import undisturbed
 
 _TIMED_PIECES = 2
 """Of one size, one after the other: the second adds its gradients to those of the first."""

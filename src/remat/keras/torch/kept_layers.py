@@ -11,8 +11,8 @@ import torch
 
 from remat.core.errors import UnsupportedStep
 from remat.keras.shared.kept_layers import NamedLayers
-from remat.torch.trace.marks import mark
 from remat.torch.trace.recording import Recording
+from remat.torch.trace.watcher import mark
 
 
 class KeptLayers(NamedLayers):

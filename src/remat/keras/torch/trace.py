@@ -11,7 +11,7 @@ import torch
 from remat.core.graph import Graph
 from remat.keras import _private
 from remat.torch.api.plan import EagerCandidate
-from remat.torch.trace.record import record_step
+from remat.torch.trace.fake_step import record_step
 
 
 def graph_of_step(model: keras.Model, spec: tuple[Any, Any], device: str) -> Graph:

@@ -20,12 +20,19 @@ from remat.planners.view.board import Board
 from remat.planners.view.problem import IntArray
 
 MOST_BLOCKS: Final = 56
-"""Cuts beyond this number are merged away, the widest first."""
+"""Cuts beyond this number are merged away, the widest first: the programme is cubic in the blocks. A judgement: the
+49 blocks of BERT-large are below it. With fewer, budgets near the smallest cost more."""
 
+# Judgements, not measured, the rest.
 _MOST_CUTS: Final = 600
+"""Places for cuts that are looked at; merging them is quadratic."""
 _WORTH: Final = 0.6
+"""A cut stays where what crosses it is at most this share of what the smaller block beside it stores. Higher: blocks of
+which the checkpoint is nearly all that they could drop; lower: blocks so large that their menus are poor."""
 _LONG: Final = 0.1
+"""Of the backward part: a gradient that waits longer belongs to no block, but passes by all."""
 _GRAINS: Final = 2000
+"""Bytes beside a block are rounded up to the plain peak's share of 1/2000, so that equal layers come out as equal."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,9 +47,10 @@ class Block:
         ops: for each op of ``graph``, the op of the step; -1 for the one between.
         storages: for each tensor of ``graph``, the storage of the step.
         checkpoint: storages that cross the cut behind the block.
-        stubborn: storages of its forward part that are made once only and are needed to make others again, or backward.
-        fixed_forward_bytes: what lies in memory beside the block, never to be dropped, all the while it runs forward;
-            what comes and goes is part of the workspace of the graph's ops.
+        stubborn: storages of its forward part that must not be made twice, and that its backward ops or recomputations
+            read.
+        fixed_forward_bytes: bytes beside the block that are in memory all the while it runs forward, whatever is
+            planned for it. Bytes that come and go meanwhile count as workspace of the graph's ops.
         fixed_backward_bytes: the same while it runs backward.
     """
 
@@ -77,7 +85,7 @@ class Block:
 def find_blocks(board: Board) -> list[Block]:
     """The chain of blocks of a step; empty where it does not fall into three or more."""
     chain = _Chain(board)
-    # Where gradients wait at every cut, as beside the skip connections of a U-Net, they do not count.
+    # Beside the skip connections of a U-Net gradients wait at every cut; then cuts are chosen as if there were none.
     cuts = chain.cuts(with_gradients=True)
     if len(cuts) < 2:
         cuts = chain.cuts(with_gradients=False)
@@ -127,8 +135,8 @@ class _Chain:
         arriving = self._arriving(cuts) if with_gradients else dict.fromkeys(cuts, 0.0)
         ends = [-1, *cuts, self.turn]
         while len(ends) > 2:
-            # A cut pays where what crosses is little beside what the blocks around it store.
-            # Skip connections that cross the cut before it too are held in any case.
+            # A cut is worth it where the bytes that cross are few beside those that the blocks around it store.
+            # Storages that cross the cut before it, too, do not count: that checkpoint holds them already.
             nearest = np.searchsorted(ends, self.made[forward])
             own = until[forward] > np.array(ends)[nearest]
             width = np.bincount(nearest[own], self.size[forward][own], len(ends))[1:-1]
@@ -144,14 +152,14 @@ class _Chain:
 
     def _arriving(self, cuts: Sequence[int]) -> dict[int, float]:
         """For each cut, bytes of gradients that wait where the backward part of the block before it begins."""
-        # What waits long passes by: gradients of skip connections, and of weights.
+        # A gradient that waits long belongs to no block: it is one of a skip connection or of a weight.
         long = _LONG * (self.problem.count - self.turn)
         wait = (self.made > self.turn) & (self.last - self.made < long)
         waiting = bytes_alive(self.made[wait] + 1, self.last[wait] + 1, self.size[wait], self.problem.count + 1)
         return {cut: float(waiting[self._begin(cut)]) for cut in cuts}
 
     def _begin(self, end: int) -> int:
-        """Where the backward part of a block begins: something inside it, or further up, is first read."""
+        """The first backward op that reads something which was made up to the given op."""
         inside = (self.made <= end) & (self.last_forward <= end) & self.may_drop & (self.first_backward >= 0)
         return int(self.first_backward[inside].min()) if inside.any() else self.problem.count
 
@@ -221,10 +229,11 @@ class _Chain:
         )
 
     def _fixed(self, start: int, stop: int, counted: set[int]) -> tuple[int, dict[int, int]]:
-        """The bytes that lie beside a block all the time, and for each of its ops how many more while it runs.
+        """The bytes beside a block that are in memory all the time, and for each of its ops how many more there are.
 
-        These are gradients that only pass by, what is left out of the board, and workspace, which is also what was left
-        out when the step was reduced, and grows from block to block.
+        They are the gradients that pass by the block, the storages that the board leaves out, and workspace. In a
+        reduced step small storages count as workspace; they add up from layer to layer, so equal layers would differ
+        if all of it were the ops' own.
         """
         if start >= stop:
             return 0, {}

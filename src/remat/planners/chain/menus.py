@@ -18,13 +18,19 @@ from remat.planners.view.board import Board, expand
 from remat.planners.view.problem import BoolArray, Problem
 from remat.planners.walk.annealing import Walk
 
+# Judgements, not measured. More of each makes larger menus, and a programme that is slower and sees more.
 _LEVELS: Final = 8
+"""Amounts of stored bytes that the menu has options for."""
 _PEAKS: Final = (0.85, 0.7, 0.55, 0.45, 0.37, 0.3)
+"""Peaks that are tried for each, as shares of the peak without eviction."""
+_MOST_RUNS_PER_OP: Final = 6
+"""An option that runs its ops more often is given up."""
 _SHRINKS: Final = (0.93, 0.97)
 _WALK_STEPS: Final = 3000
 _HOT: Final = 1e-2
 _COLD: Final = 1e-4
-_MOST_RUNS_PER_OP: Final = 6
+"""The walks that look for options of smaller peaks: the share of the last peak asked for, first the lower one, their
+edits, and temperatures as shares of the block's time."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,11 +19,16 @@ from remat.planners.view.board import Board, expand
 from remat.planners.view.problem import FloatArray, IntArray, Problem
 
 LEVELS: Final = 400
-"""Bytes are rounded to so many levels of the budget."""
+"""Bytes are rounded to so many levels of the budget. A judgement: time grows with the levels, and with half of them
+the rounding of some fifty blocks can add up to a tenth of the budget."""
 
 _DEAREST: Final = 3.0
+"""Plain steps of extra time that the schedule of the smallest peak may take; a judgement, nobody would run more."""
+
 _SPLIT: Final = 1000
 _NONE: Final = -1
+"""Codes in the tables of choices: from the first on, "begin the next checkpoint at block code - 1000"; below it the
+number of an option, of which a block has far fewer; -1 for no choice."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -234,7 +239,7 @@ class ChainProgram:
         beside = chain.blocks[end].fixed_backward_bytes + chain.coming[end]
         best, choice = np.full(LEVELS + 1, np.inf), np.full(LEVELS + 1, _NONE, dtype=np.int64)
         for number, option in enumerate(chain.menus[start]):
-            # What is made once only is held by whoever runs the block again.
+            # Storages that must not be made twice are held since the first run, where their bytes are counted.
             once_bytes = option.stored_bytes - chain.held[start][number]
             need = option.backward_bytes - once_bytes + block.fixed_backward_bytes
             if start == end:

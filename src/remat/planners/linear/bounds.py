@@ -16,9 +16,13 @@ from remat.planners.view.problem import Problem
 SAMPLES: Final = (1, 4, 16)
 """How many samples to try, one after another: each gives a tighter bound and takes longer."""
 
+# Judgements, not measured. All of them only decide how good the bound is; it holds in any case.
 _MOST_ENTRIES: Final = 100_000
+"""Of a model: a larger one would take longer than planning does."""
 _NEAR: Final = 0.98
+"""Of what a schedule costs: a bound so near is good enough."""
 _LIMIT_S: Final = 60.0
+"""For both bounds together, where the caller gives no limit."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,7 @@ def overhead_lower_bound(
         time_limit_s: seconds for both, 60 if None; when they run out the bound is what is proved by then, 0 at first.
         reached_s: extra seconds of a schedule; a bound near it is not made better.
     """
-    deadline_s = time.monotonic() + (60.0 if time_limit_s is None else time_limit_s)
+    deadline_s = time.monotonic() + (_LIMIT_S if time_limit_s is None else time_limit_s)
     problem = Problem.of(graph)
     order = (
         "for schedules that keep first runs in program order; this graph allows others, which may cost less"

@@ -15,6 +15,7 @@ import numpy as np
 from remat.planners.view.problem import FloatArray, IntArray
 
 _ROUNDING: Final = float(np.finfo(np.float64).eps)
+"""The relative error of one operation in 64-bit floating point."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,8 +13,11 @@ from remat.planners.linear.highs import ModelBuilder, solve
 from remat.planners.view.board import Board
 from remat.planners.view.problem import Problem
 
+# Judgements, not measured.
 _LEVELS: Final = 2
+"""How far behind what a stretch touches ancestors may be computed again in it. More: larger models."""
 _ROUNDS: Final = 60
+"""Solutions whose broken memory rows are added; a model that needs more is given up, as one that ends too late is."""
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ from remat.planners.search import Search
 
 _TRIES: Final = 5
 _CAUTION: Final = 0.997
+"""How often the programme is asked again for a corrected budget, and a little less than the correction says, since
+bytes are rounded to levels of 1/400. Judgements; with fewer tries a schedule may miss the budget and be dropped."""
 
 
 @strategy("block_chain")

@@ -7,9 +7,13 @@ from typing import Final
 from remat.planners.registry import strategy
 from remat.planners.search import Search
 
+# Judgements, not measured: each value is one more replay, and which one wins differs from graph to graph.
 _INNER_BUDGETS: Final = (1.0, 0.97, 0.94)
+"""Shares of the budget to evict for; the undrop sweep then uses the rest better than eviction did."""
 _DISTANCE_POWERS: Final = (0.5, 0.0, 1.0)
+"""Weights of the distance to the next use; 1 is the paper's staleness, 0 leaves it out."""
 _FORWARD_SHARES: Final = (0.8, 0.6)
+"""Shares of the budget that the forward part may fill, so that the backward part has room to compute in."""
 
 
 @strategy("dtr", default_limit_s=10.0)

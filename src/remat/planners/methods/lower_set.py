@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import numpy as np
 
 from remat.planners.registry import strategy
@@ -10,10 +12,15 @@ from remat.planners.replay.residents import TooManyRuns
 from remat.planners.search import Search
 from remat.planners.view.problem import BoolArray, FloatArray, IntArray, Problem
 
-_FAMILY = 120
-_LEVELS = 100
-_SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
-_SHARES_OF_BUDGET = (1.3, 1.1, 1.0, 0.9, 0.75, 0.6)
+# Judgements, not measured.
+_FAMILY: Final = 120
+"""Lower sets that are considered; the programme is quadratic in them. Fewer: segments end at worse places."""
+_LEVELS: Final = 100
+"""Levels of overhead; a chain of sets costs up to one level more for each set than it is counted."""
+_SHARES: Final = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
+"""Of the plain peak, the budgets that are tried whatever the user's is; the smallest peak is one of theirs."""
+_SHARES_OF_BUDGET: Final = (1.3, 1.1, 1.0, 0.9, 0.75, 0.6)
+"""Of the user's budget, those that are tried beside: what the method counts for a segment is only roughly its peak."""
 
 
 @strategy("lower_set", has_fallbacks=True)
@@ -34,7 +41,7 @@ def lower_set(search: Search) -> None:
     pinned = problem.graph.pinned_bytes
     # Budgets that do not depend on the one asked for, so that the smallest peak can be reached again.
     scale = [int(share * (problem.plain.peak_bytes - pinned)) for share in _SHARES]
-    near = [int(share * (search.budget_bytes - pinned)) for share in _SHARES_OF_BUDGET]
+    near = [int(share * (search.budget_bytes - pinned)) for share in _SHARES_OF_BUDGET if not search.expired]
     decisions: set[bytes] = set()
     for bytes_ in [*near, *scale]:
         drop = programme.drops(bytes_)

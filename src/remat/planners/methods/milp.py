@@ -12,9 +12,11 @@ from remat.planners.search import Search
 from remat.planners.view.board import expand
 from remat.planners.view.problem import Problem
 
+# Judgements, not measured: the model has O(ops^2) columns.
 _MOST_OPS: Final = 400
 _MOST_OPS_UNLIMITED: Final = 60
 _LIMIT_S: Final = 60.0
+"""Ops above which the model is not built: where the caller gives a time limit, and where 60 s are the limit."""
 
 
 @strategy("milp")

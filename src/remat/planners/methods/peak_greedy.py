@@ -9,6 +9,8 @@ from remat.planners.replay.greedy import greedy_drops
 from remat.planners.search import Search
 
 _DEFLATIONS: Final = (1.0, 0.97, 0.93, 0.88)
+"""Shares of the budget to drop for: the greedy does not count what recomputation itself needs. A judgement; where none
+is low enough, eviction mends what does not fit, which costs more."""
 
 
 @strategy("peak_greedy", default_limit_s=10.0)

@@ -14,29 +14,58 @@ from remat.planners.walk.annealing import Walk
 from remat.planners.walk.orders import low_memory_order
 
 _ROUNDS: Final = ((5.0, 0.5), (0.0, 0.4), (1.5, 0.5), (5.0, 0.5), (0.0, 0.5), (0.0, 1.0))
-"""How hot each round begins, in runs of an op of middling length (0: from the best schedule known), and its share of
-the steps and of the time left."""
+"""In a free order: how hot each round begins, and its share of the edits and the time left; a judgement.
+
+Heat is counted in runs of an op of median length; 0 begins with the best schedule known instead of a new start. Other
+ways to cool bring nothing on layered graphs of 1000 ops that is more than chance (``docs/planners.md``).
+"""
 
 _STEPS_PER_OP: Final = 800
+_FEWEST_STEPS: Final = 2000
 _MOST_STEPS: Final = 400_000
+"""Edits in all, in a free order. On layered graphs of 1000 ops four times as many bring .6 % of a step."""
+
+_MOST_IDLE_ROUNDS: Final = 3
+_NO_GAP: Final = 2e-4
+_SMALL_GAP: Final = 5e-4
+"""When to stop: after so many rounds that found nothing; where the proven bound leaves .02 % of a step to win; and no
+round from a new start where it leaves .05 %. Judgements; smaller values cost seconds for what nobody would notice."""
+
+_MOST_S_OF_BOUND: Final = 2.0
+"""For that bound, an LP of milliseconds; without it every round is walked. A judgement."""
+
 _FIXED_STEPS_PER_RUN: Final = 12
 _MOST_FIXED_STEPS: Final = 24_000
+"""Edits of the best schedule, in a fixed order: a judgement. There the walk mends little that other methods left."""
+
+_HEAT: Final = 5.0
+"""How hot a walk from a new start begins, in a fixed order; in the unit of ``_ROUNDS``. A judgement."""
+
 _SMALL: Final = 200
-_HEATS: Final = (5.0,)
-# Where one walk ends is luck, so that several short ones find more than a long one that takes as long.
 _HEATS_OF_SMALL: Final = (1.5, 1.5, 1.5)
-_LAST_SEED: Final = 3
+"""Up to so many ops, three walks from new starts. Where one walk ends is luck: on ten traced steps of up to 200 ops at
+45, 60 and 35 % of the peak, three were .044 points of overhead above the best of four settings on average, one .109."""
+
 _FRESH_STEPS: Final = 45_000
 _FRESH_STEPS_PER_RUN: Final = 900
+"""Edits of those walks. On layered graphs of 20 to 60 ops they brought one overhead from 84.2 % to 53.6, and another
+from 8.8 to its optimum of 6.3."""
+
+_LAST_SEED: Final = 3
+"""Of the last walk: none of the seeds of those before it."""
+
+# Judgements, not measured, the rest.
 _COLD: Final = 1e-5
 _COLDEST: Final = 1e-6
 _WARM: Final = 2e-4
-_SMALL_GAP: Final = 5e-4
-_NO_GAP: Final = 2e-4
+"""Temperatures as shares of the plain step: the end of a walk from a new start, the end and the beginning of one from
+the best schedule. Warmer ends leave the schedule a little above the nearest optimum; a warmer start forgets it."""
+_LEAST_HOT: Final = 3e-4
+_MOST_HOT: Final = 3e-2
+_HOT_WITHOUT_TIMES: Final = 1e-3
+"""Limits of a hot beginning, which is measured in runs of a median op, and what it is where no op takes time."""
 _TIGHTENINGS: Final = 3
-_MOST_IDLE_ROUNDS: Final = 3
-_FEWEST_STEPS: Final = 2000
-_MOST_S_OF_BOUND: Final = 2.0
+"""How often a walk is repeated shortly for a smaller budget, where its schedule missed the whole step's."""
 
 
 @strategy("simulated_annealing")
@@ -69,7 +98,7 @@ def _anneal_recomputations(search: Search, board: Board) -> None:
     if search.best is None or is_small:
         # On a small step many edits take little time, and find what no rule of thumb does.
         fresh = max(4 * steps, min(_FRESH_STEPS, _FRESH_STEPS_PER_RUN * counted) if is_small else 0)
-        heats, share = (_HEATS_OF_SMALL, 0.3) if is_small else (_HEATS, 0.7)
+        heats, share = (_HEATS_OF_SMALL, 0.3) if is_small else ((_HEAT,), 0.7)
         for seed, heat in enumerate(heats):
             hot, part = _hot(board, heat), fresh // len(heats)
             _cool(search, board, seed, hot, _COLD, part, _part(search, share), fresh=True)
@@ -128,11 +157,11 @@ def _cool(
 
 
 def _hot(board: Board, heat: float) -> float:
-    """The temperature of so many runs of an op of middling length, as a share of the plain step."""
+    """The temperature that is worth ``heat`` runs of an op of median length, as a share of the plain step."""
     times = sorted(t for t, may in zip(board.repeat_time_s, board.repeatable, strict=True) if may and t > 0)
     if not times:
-        return 1e-3
-    return min(3e-2, max(3e-4, heat * times[len(times) // 2] / board.problem.graph.time_s))
+        return _HOT_WITHOUT_TIMES
+    return min(_MOST_HOT, max(_LEAST_HOT, heat * times[len(times) // 2] / board.problem.graph.time_s))
 
 
 def _bound_s(search: Search) -> float:

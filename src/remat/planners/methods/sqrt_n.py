@@ -90,7 +90,7 @@ def segment_drops(problem: Problem, segments: int, *, shrinking: bool = False, s
             gap = problem.first_gap[s] + uses.index(last)
             drop[gap] |= problem.may_drop[gap]
         else:
-            # Kept for what is made from it again, even if the backward part itself never reads it.
+            # Recomputations read it even where the backward part itself does not.
             drop[problem.first_gap[s] + len(uses) - 1] = False
     return drop
 

@@ -17,6 +17,7 @@ from remat.core.simulator import simulate
 from remat.planners.view.problem import IntArray, Problem
 
 _HOLE: Final = -(1 << 60)
+"""Added to the bytes of a step that was taken out, so that it never counts as the highest one."""
 
 
 def without_idle_runs(problem: Problem, schedule: Sequence[int]) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""What lies in memory while a schedule is replayed, and which of it goes where room is needed.
+"""The storages in memory while a schedule is replayed, and which of them are evicted where room is needed.
 
 Source of the eviction rule: Kirisame et al. 2021, "Dynamic Tensor Rematerialization" (arXiv:2006.09616);
 here the future is known, so the distance to the next use stands in for staleness.
@@ -14,11 +14,17 @@ import numpy as np
 from remat.planners.view.problem import Problem
 
 _NEVER: Final = 1e30
+"""The next use of a storage that has none: later than every step, and finite for the arithmetic."""
 _NEARLY: Final = 1 + 1e-9
+"""Rounding of sums of seconds: within it an estimate counts as exact."""
+# Judgements, not measured. Smaller ones end a hopeless replay sooner, and some that would have come to an end.
 _MOST_REFUSED: Final = 32
+"""Candidates for one eviction that may turn out too dear, before the budget is exceeded instead."""
+_MOST_LOOKED_AT: Final = 300
+"""Ops that one storage may need again; more is never worth it."""
 _MOST_VISITS_PER_OP: Final = 150
 _MOST_VISITS: Final = 400_000
-_MOST_LOOKED_AT: Final = 300
+"""Ops that may be looked at in one replay, for each op of the graph and in all."""
 
 
 class TooManyRuns(Exception):
@@ -126,9 +132,10 @@ class Residents:
         return saved
 
     def retire(self, s: int) -> bool:
-        """May a storage that cannot be made again go? If so, what is recomputed from it now becomes as stubborn.
+        """Let a storage go that must not be made twice, if no recomputation needs it; whether it may go.
 
-        True where no recomputation can ask for it, or where keeping what was made from it is no dearer.
+        It may where everything that is still wanted and made from it is in memory, and is no larger. Those storages
+        become stubborn in its place, since they cannot be made again without it.
         """
         problem = self.problem
         frozen: set[int] = set()

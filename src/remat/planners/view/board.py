@@ -1,8 +1,8 @@
-"""What of a training step takes part in a search, and what does not change while a schedule is edited.
+"""The part of a step that a search works on: the ops and storages that matter, and the reduced step made of them.
 
-Views are fused into their storages and small storages are a fixed profile (see :mod:`remat.planners.view.problem`), so
-that a training step of thousands of ops becomes one of the ops that matter. What is left out is put back by
-``expand``; only the simulator has the last word on its bytes.
+Views are fused into their storages; small storages are not followed one by one, but count as a fixed number of bytes at
+each op. A step of 5,000 ops becomes one of 1,500. ``expand`` puts the ops back that were left out; the bytes of the
+schedule that it returns are the simulator's to say.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from remat.planners.view.problem import IntArray, Problem
 
 @dataclass(frozen=True, eq=False)
 class Board:
-    """What does not change while a schedule is edited: the ops that matter and what they touch.
+    """The ops that matter and the storages that they touch; none of it changes while a schedule is edited.
 
     Attributes:
         problem: the graph.
@@ -58,7 +58,10 @@ class Board:
 
     @cached_property
     def repeatable(self) -> list[bool]:
-        """For each op, whether it may run again: what it makes can be made again, with views by views alone."""
+        """For each op, whether it may run again.
+
+        All that it makes must be allowed to be made twice, and each view of that come from an op that makes views only.
+        """
         problem = self.problem
         result = []
         for op, made in enumerate(problem.storages_made):
@@ -98,7 +101,7 @@ class Board:
     def before(self) -> list[tuple[int, ...]]:
         """For each op, the ops that must have run before it first runs though no storage of the board ties them.
 
-        These are the ones that it names, and those that make the views which it reads.
+        These are the ops that its ``after`` names, and those that make the views which it reads.
         """
         problem = self.problem
         result = []
@@ -118,7 +121,7 @@ class Board:
 
     @cached_property
     def base_bytes(self) -> IntArray:
-        """For each op that counts, pinned bytes and those of what is left out, up to the next op that counts."""
+        """For each op that counts, the pinned bytes and the most left-out bytes from it to the next op that counts."""
         problem = self.problem
         left_out = [s for s in problem.storages if not self.takes_part[s]]
         born = np.array([problem.uses[s][0] for s in left_out], dtype=np.int64)

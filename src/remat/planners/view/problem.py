@@ -64,7 +64,7 @@ class Problem(Liveness):
         result = [False] * len(self.graph.tensors)
         for s in self.storages:
             result[s] = all(ops[self.made_by[t]].recomputable for t in self.family[s])
-        # A second run of an op replaces all that it makes, so that one stubborn storage binds the others.
+        # A second run of an op makes all its outputs anew: where one of them must not be made twice, none can be.
         changed = True
         while changed:
             changed = False
@@ -77,10 +77,10 @@ class Problem(Liveness):
 
     @cached_property
     def small(self) -> list[bool]:
-        """For each tensor, whether its storage is too small to be worth dropping, ever.
+        """For each tensor, whether its storage is too small to be worth dropping.
 
-        Together the small storages stay below half a percent of the plain peak, so that keeping
-        them cuts the problem and costs next to nothing.
+        Together the small storages stay below half a percent of the plain peak, so keeping them costs next to nothing
+        and makes the problem smaller.
         """
         result = [False] * len(self.graph.tensors)
         largest = self.plain.peak_bytes - self.graph.pinned_bytes

@@ -13,14 +13,21 @@ from remat.planners.view.board import Board
 from remat.planners.walk.edits import Edits
 from remat.planners.walk.slots import Slots
 
+# Judgements, not measured, unless it says otherwise.
 _ADAPT_EVERY: Final = 100
+"""Edits after which the price of a byte over the budget is adapted. Fewer, and it follows chance."""
 _CHECK_TIME_EVERY: Final = 64
+"""Edits, of about 0.1 ms each, between two looks at the clock; the temperature changes as often."""
 _CHEAPEST: Final = 1e-4
 _DEAREST: Final = 1e4
+"""Limits of that price, so that it comes back soon from a stretch in which every edit fits, or none."""
 _HOPELESS: Final = 12.0
+"""Temperatures by which an edit may be worse and still be finished; it would be accepted once in exp(12) = 160,000."""
 _MOST_LOST: Final = 40
-_LATE: Final = 1.0
+"""Edits that found no empty slot, after which the runs are spread anew. More: edits are lost; fewer: time is."""
 _LATE_FROM: Final = 0.05
+"""By how much of the whole the clock may be ahead of the edits before cooling follows the clock. Smaller, and a walk
+that would end in time cools faster than it has to, and differently from run to run."""
 
 
 class Walk(Edits):
@@ -81,9 +88,9 @@ class Walk(Edits):
                     now_s = time.monotonic()
                     if now_s >= deadline_s:
                         return step
-                    # What is left of the time and of the steps ends together, whichever is shorter.
+                    # The last temperature is reached when the edits or the time run out, whichever is first.
                     spent = (now_s - begun_s) / (deadline_s - begun_s)
-                    progress = max(progress, spent) if spent > _LATE * (progress + _LATE_FROM) else progress
+                    progress = max(progress, spent) if spent > progress + _LATE_FROM else progress
                 temperature = hot * math.exp(cooling * progress)
             over += self.over_sum > 0
             if step % _ADAPT_EVERY == _ADAPT_EVERY - 1:
@@ -105,7 +112,7 @@ class Walk(Edits):
         slots, rng = self.slots, self.rng
         slots.mark()
         before_s = slots.extra_s
-        # Beyond this an edit is refused whatever it brings, so that it need not be finished.
+        # An edit that costs more than this is nearly certain to be refused, so it need not be finished.
         worst = _HOPELESS * temperature + self.price * self._scale * self.over_sum
         self.limit_s = before_s + worst * self.plain_s
         draw = rng.random()

@@ -13,13 +13,18 @@ from remat.planners.view.board import Board
 from remat.planners.view.problem import IntArray
 from remat.planners.walk.slots import Slots
 
+# Judgements, not measured, all three. Smaller: more edits fail, quickly. Larger: each edit takes longer, and one that
+# changes so much is nearly always refused.
 _TRIES: Final = 24
+"""Storages drawn in search of one that lies idle across a slot, before the edit is given up."""
 _DEEPEST: Final = 12
+"""How many levels of ancestors one edit computes again at most."""
 _LARGEST_GROUP: Final = 8
+"""Ops that move together at most."""
 
 
 class Edits:
-    """Random edits of one schedule. Each returns whether it could be made; one that could not is left half done.
+    """Random edits of one schedule. Each returns whether it could be made; where not, the caller undoes what was begun.
 
     Attributes:
         slots: the schedule.
@@ -75,7 +80,7 @@ class Edits:
     def move_group(self, hot: int) -> bool:
         """Move the reader of a storage that lies idle across a slot to before it, or its maker to after it.
 
-        With it go the first runs between, on which the reader rests or which rest on the maker.
+        The first runs between move along: those that the reader needs, or those that need the maker.
         """
         slots, rng, board = self.slots, self.rng, self.board
         s = self._idle_storage(hot)

@@ -14,6 +14,7 @@ import numpy as np
 from remat.planners.view.board import Board
 
 _END: Final = 1 << 60
+"""Above every slot: where the last life of a storage ends."""
 
 
 class Lives:

@@ -17,7 +17,8 @@ from remat.planners.view.board import Board, expand
 from remat.planners.walk.lives import Lives
 
 SPACING: Final = 6
-"""Slots for each run of a fresh ``Slots``."""
+"""Slots for each run of a fresh ``Slots``; a judgement. Fewer, and edits soon find no empty slot near, so that the runs
+are spread anew more often; more, and each change of a range of bytes takes longer."""
 
 
 class Slots(Lives):

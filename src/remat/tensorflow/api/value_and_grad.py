@@ -19,7 +19,7 @@ from remat.tensorflow.micro_batches.choose import (
     OnBody,
     Pieces,
     bytes_of_share,
-    choose_micro_batches,
+    choose_count,
     outside,
 )
 from remat.tensorflow.micro_batches.loop import batch_size_of
@@ -73,8 +73,10 @@ def value_and_grad(
 
     Returns:
         A function of ``fn``'s arguments. It returns the value, a scalar, and a list with one gradient per variable, of
-        the variable's shape and type: None where ``fn`` does not depend on it. With one micro-batch a sparse gradient
-        stays ``tf.IndexedSlices``; otherwise it is dense. Its attribute ``joint_plan`` is what "auto" chose last.
+        the variable's shape and type: None where ``fn`` does not depend on it. A sparse gradient (of an embedding)
+        stays ``tf.IndexedSlices``, the rows of one micro-batch behind those of another; it is dense where it is called
+        outside of ``tf.function`` with several micro-batches. Its attribute ``choice`` is what "auto" chose last (and
+        so is ``joint_plan``, the attribute's earlier name).
 
     Raises:
         ValueError: for a reduction or a number of micro-batches that does not exist.
@@ -104,7 +106,7 @@ def value_and_grad(
                     "@tf.function on the step that uses it"
                 )
             choice = choices.get(batch.signature) or _Aside(objective, batch, kwargs).choice()
-            choices[batch.signature] = wrapped.joint_plan = choice  # type: ignore[attr-defined]
+            choices[batch.signature] = wrapped.choice = wrapped.joint_plan = choice  # type: ignore[attr-defined]
             count, budget_bytes = choice.micro_batches, choice.budget_bytes
             objective = dataclasses.replace(objective, request=dataclasses.replace(request, budget=budget_bytes))
         elif count > 1 and "%" in str(budget) and not tf.executing_eagerly():
@@ -116,7 +118,7 @@ def value_and_grad(
             return objective.whole(args, kwargs)
         return accumulated(objective, batch, count, kwargs)
 
-    wrapped.joint_plan = None  # type: ignore[attr-defined]
+    wrapped.choice = wrapped.joint_plan = None  # type: ignore[attr-defined]
     return wrapped
 
 
@@ -172,7 +174,7 @@ class _Aside:
                 for op in function.func_graph.get_operations()
                 if op.type in _BATCH_NORMALIZATIONS and op.get_attr("is_training")
             ]
-            return choose_micro_batches(candidate_of(function), self._pieces, batch_size, self._request, coupled)
+            return choose_count(candidate_of(function), self._pieces, batch_size, self._request, coupled)
 
         choice = outside(chosen)
         print(choice, flush=True)

@@ -166,7 +166,7 @@ class Pieces:
         return known
 
 
-def choose_micro_batches(
+def choose_count(
     whole: FunctionCandidate,
     pieces: Callable[[], Pieces],
     batch_size: int,
@@ -245,6 +245,3 @@ def _unchanged(variables: Sequence[tf.Variable]) -> Iterator[None]:
 def _run(function: Any, batch: Sequence[tf.Tensor]) -> None:
     function(*batch)
     tf.test.experimental.sync_devices()
-
-
-joint_plan = choose_micro_batches

@@ -15,13 +15,12 @@ from remat.micro_batches.reduce import MEAN, RATIO, sum_and_denominator
 from remat.tensorflow import _private
 from remat.tensorflow.api.tape import GradientTape
 from remat.tensorflow.micro_batches.choose import OnBody
+from remat.tensorflow.micro_batches.gradients import GradientSums, may_be_sparse
 from remat.tensorflow.micro_batches.loop import (
     Carried,
     Size,
     accumulator_dtype,
-    added,
     batch_size_of,
-    empty_accumulators,
     for_each_micro_batch,
 )
 from remat.tensorflow.trace.func_graph import carried_inputs
@@ -167,7 +166,7 @@ def accumulated(
         check = tf.debugging.assert_greater_equal(batch_size, count, message=message)
         with tf.control_dependencies([] if check is None else [check]):
             batch_size = tf.identity(batch_size)
-    has_gradient = [False] * len(objective.variables)
+    sums = _gradient_sums(objective, batch, kwargs)
     value_dtypes = []
 
     def body(leaves: list[tf.Tensor], size: Size, carried: Carried) -> Carried:
@@ -180,22 +179,30 @@ def accumulated(
             value = tf.cast(value, objective.dtype)
             if objective.reduction == MEAN:
                 value *= tf.cast(size, value.dtype) / tf.cast(batch_size, value.dtype)
-        gradients = tape.gradient(value, objective.variables)
-        for number, gradient in enumerate(gradients):
-            has_gradient[number] |= gradient is not None
+        totals, rows = sums.add(totals, [tape.gradient(value, objective.variables)])
         if denominator is not None:
             denominator_total += denominator
-        totals = [added(total, gradient) for total, gradient in zip(totals, gradients, strict=True)]
-        return [value_total + value, denominator_total, *totals]
+        return [value_total + value, denominator_total, *totals, *rows]
 
     zero = tf.zeros((), objective.dtype)
-    initial = [zero, zero, *empty_accumulators(objective.variables)]
-    value, denominator, *totals = for_each_micro_batch(batch.leaves, batch_size, count, body, initial)
+    initial = [zero, zero, *sums.initial()]
+    last = for_each_micro_batch(batch.leaves, batch_size, count, body, initial, sums.joined)
+    (value, denominator, *totals), rows = last[: len(initial)], last[len(initial) :]
+    factor = None
     if objective.reduction == RATIO:
-        value = tf.math.divide_no_nan(value, denominator)
-        totals = [tf.math.divide_no_nan(total, tf.cast(denominator, total.dtype)) for total in totals]
-    gradients = [
-        tf.cast(total, variable.dtype) if has else None
-        for total, variable, has in zip(totals, objective.variables, has_gradient, strict=True)
-    ]
-    return tf.cast(value, value_dtypes[0]), gradients
+        factor = tf.math.divide_no_nan(tf.ones_like(denominator), denominator)
+        value *= factor
+    return tf.cast(value, value_dtypes[0]), sums.totals(totals, rows, [factor])
+
+
+def _gradient_sums(objective: Objective, batch: Batch, kwargs: dict[str, Any]) -> GradientSums:
+    """How the gradients are summed: the batch in one piece is traced aside to see which of them are sparse."""
+    if tf.executing_eagerly():
+        return GradientSums(objective.variables, 1)  # Which lookup a row belongs to is not known there.
+    with _private.FuncGraph("remat_whole_batch").as_default() as graph:
+        samples = [tf.compat.v1.placeholder(leaf.dtype, leaf.shape) for leaf in batch.leaves]
+        with tf.GradientTape() as tape:
+            value, _ = objective.call(batch.with_leaves(samples), kwargs)
+        if not may_be_sparse(graph):
+            return GradientSums(objective.variables, 1)
+        return GradientSums(objective.variables, 1, [tape.gradient(value, objective.variables)], samples)

@@ -1,1 +1,1 @@
-"""What a user of PyTorch calls: ``plan``, ``apply``, ``limit_memory``."""
+"""What a user of PyTorch calls: ``plan``, ``apply``, ``limit_memory``, ``compile``."""

@@ -9,14 +9,16 @@ from typing import Any, Final, Literal
 
 import torch
 
-from remat.core.budget import parse_budget
+from remat.core.budget import check_budget
 from remat.torch.api.apply import Applied, apply
 from remat.torch.api.plan import StepPlan, plan
 
 _log = logging.getLogger("remat")
 
 _MOST_PLANS: Final = 3
-"""For one combination of shapes: a step that departs from all of them branches too often to be planned."""
+"""Plans for one combination of shapes. A judgement, not measured: a step that departs from all of them branches too
+often to be planned. With more, such a step is planned over and over; with fewer, one with a rare branch is not limited
+there."""
 
 
 def limit_memory(
@@ -43,7 +45,7 @@ def limit_memory(
         budget: as ``plan`` takes it. A share means one of the first plan's plain step.
         on_change: what happens to a step that departs from its plan, with tensors of other shapes or through another
             branch: "replan" plans such steps too, up to three plans for the same shapes; "keep" runs them under the
-            first plan, from which on they keep what plain PyTorch keeps.
+            first plan, where they keep what plain PyTorch keeps from the place on where they depart.
         **options: passed on to ``plan``.
 
     Returns:
@@ -55,7 +57,7 @@ def limit_memory(
     """
     if on_change not in ("replan", "keep"):
         raise ValueError(f'on_change={on_change!r} is unknown; it is "replan" or "keep"')
-    parse_budget(budget, baseline_peak_bytes=1 << 60)
+    check_budget(budget)
     if loss_fn is None:
         return functools.partial(limit_memory, budget=budget, on_change=on_change, **options)
     function = loss_fn
@@ -73,6 +75,8 @@ def limit_memory(
 
 
 class _Limit:
+    """The plans of one function, made as calls come."""
+
     def __init__(self, loss_fn: Callable[..., Any], budget: int | str, replans: bool, options: dict[str, Any]) -> None:
         self._loss_fn = loss_fn
         self._budget = budget
@@ -97,6 +101,7 @@ class _Limit:
                 return result["loss"]
             return result[0] if isinstance(result, tuple) else result
 
+        # Later steps may be smaller; a share stays one of the first.
         budget = self.plans[0].budget_bytes if self.plans else self._budget
         found = plan(loss_of, args, kwargs, budget=budget, **self._options)
         self.plans.append(found)

@@ -19,12 +19,12 @@ from remat.fit.request import Request
 from remat.planning.checkpoints import plan_with_checkpoints
 from remat.running.cost_model import get_profile
 from remat.torch.emit.eager_order import Directions, Units, directions_of, in_eager_order
-from remat.torch.trace.record import record_step
+from remat.torch.trace.fake_step import record_step
 from remat.torch.trace.recording import Recording
-from remat.torch.trace.step import TracedStep, default_profile, traced_step
+from remat.torch.trace.trace import TracedStep, default_profile, traced_step
 
 _RESERVE: Final = 0.02
-"""The share of a peak that is left for scratch memory of kernels that ``trace.cpu_kernels`` does not know.
+"""The share of a peak that is left for scratch memory of kernels that ``trace.cpu_scratch`` does not know.
 
 Measured: in the table of docs/torch.md a step needs up to 1.9 % more than was predicted (ResNet-50 at its smallest).
 Too small, a step breaks its budget; too large, it recomputes more than it has to.
@@ -156,7 +156,7 @@ class EagerCandidate(Candidate):
 
     def keeping(self, storages: Collection[int]) -> StepPlan:
         """The plan that keeps what these recorded storages hold, and recomputes all else where that is exact."""
-        kept = [self.step.tensor[number] for number in storages if number in self.step.tensor]
+        kept = [self.step.graph_tensors[number] for number in storages if number in self.step.graph_tensors]
         return self.following(plan_with_checkpoints(self.graph, kept, self.step.forward_ops - 1))
 
     def following(self, plan: Plan) -> StepPlan:
@@ -170,6 +170,7 @@ class EagerCandidate(Candidate):
         run = plan_for_schedule(self.graph, order.schedule, planner=plan.planner)
         figures = dataclasses.replace(
             run,
+            baseline_peak_bytes=plan.baseline_peak_bytes,
             budget_bytes=plan.budget_bytes,
             traced_budget_bytes=plan.traced_budget_bytes,
             # Leaving out what nobody reads may make it cheaper than the planner's schedule, whose bound this is.

@@ -1,8 +1,8 @@
-"""A schedule -> what eager PyTorch can do of it.
+"""A schedule -> the nearest schedule that eager PyTorch can run, and directions for the run time.
 
 PyTorch runs the forward and the backward pass in its own order. A recomputation can start in one place only: where a
 backward node reads what autograd had saved. So every recomputation of a schedule moves to the first such place after
-it, those inside of the forward pass are left out (Python holds those tensors anyhow), and a storage that is written
+it. Those inside of the forward pass are left out, since Python holds those tensors anyhow. A storage that is written
 in place is always made again together with its writes.
 """
 
@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from remat.core.schedule import Schedule
-from remat.torch.trace.recording import Slot
-from remat.torch.trace.step import TracedStep
+from remat.torch.trace.recording import SavedTensor
+from remat.torch.trace.trace import TracedStep
 
 
 @dataclass(frozen=True)
@@ -34,17 +34,18 @@ class Rerun:
 
 @dataclass(frozen=True)
 class Directions:
-    """What the run time does about each saved tensor. An instance is a storage and the count of its recomputations.
+    """What the run time does about each saved tensor. An instance is a storage and how often it was made again.
 
-    What is neither recomputed nor read by a recomputation does not occur here: autograd keeps it, as ever.
+    A storage that is neither recomputed nor read by a recomputation does not occur here: autograd keeps it, as ever.
 
     Attributes:
         kept: storages whose first instance is kept.
         rerun: recorded ops that are recomputed.
         reruns: what is recomputed before an op of the backward pass.
-        begins: for saved tensors, by number, the op whose recomputations are due when it is first read.
-        instance: for each of these saved tensors, and all that read something recomputed, the instance that it reads.
-        pending: for each instance, how many such reads and reads by recomputations there are.
+        begins: by the number of a saved tensor: the op whose recomputations are due when that tensor is first read.
+        instance: by the number of a saved tensor: the instance that is read; for those in ``begins`` and for all that
+            read something recomputed.
+        pending: for each instance, how many saved tensors in ``instance`` and how many recomputations read it.
     """
 
     kept: frozenset[int]
@@ -69,7 +70,13 @@ class EagerOrder:
 
 
 class Units:
-    """The ops that are recomputed together: one that makes storages, and those that then write to them."""
+    """The ops that are recomputed together: one that makes storages, and those that then write to them.
+
+    A unit is named by the recorded op that makes the storages.
+
+    Attributes:
+        members: for each unit, its ops in the graph.
+    """
 
     def __init__(self, step: TracedStep) -> None:
         recording = step.recording
@@ -81,7 +88,7 @@ class Units:
                 continue
             writes = {w for storage in op.makes for w in recording.storages[storage].writes}
             members = (index, *sorted(w for w in writes if w < recording.forward_ops))
-            self.members[index] = tuple(step.place[m] for m in members)
+            self.members[index] = tuple(step.graph_ops[m] for m in members)
             for member in self.members[index]:
                 # An op that writes to storages of two units belongs to the later one; neither may run again alone.
                 self._of[member] = index
@@ -100,8 +107,14 @@ class Units:
 
 def in_eager_order(step: TracedStep, schedule: Sequence[int], units: Units) -> EagerOrder:
     """The nearest schedule that eager PyTorch can run."""
-    reads_saved = {step.place[s.unpacked] for s in step.recording.slots if s.unpacked is not None and _is_read(s, step)}
+    reads_saved = {
+        step.graph_ops[saved.unpacked]
+        for saved in step.recording.saved
+        if saved.unpacked is not None and _is_read(saved, step)
+    }
     seen: set[int] = set()
+    # Units whose recomputation the schedule has finished, and those that it is in the midst of; dicts keep the order.
+    # Both run at the next op of the backward pass that reads a saved tensor.
     waiting: dict[int, None] = {}
     begun: dict[int, None] = {}
     at: dict[int, tuple[int, ...]] = {}
@@ -126,9 +139,9 @@ def in_eager_order(step: TracedStep, schedule: Sequence[int], units: Units) -> E
     return _without_idle_runs(step, at, units)
 
 
-def _is_read(slot: Slot, step: TracedStep) -> bool:
-    """Does the backward pass read what autograd saved here?"""
-    return slot.unpacked is not None and step.recording.forward_ops <= slot.unpacked < len(step.place)
+def _is_read(saved: SavedTensor, step: TracedStep) -> bool:
+    """Does the backward pass read this saved tensor?"""
+    return saved.unpacked is not None and step.recording.forward_ops <= saved.unpacked < len(step.graph_ops)
 
 
 def _without_idle_runs(step: TracedStep, at: dict[int, tuple[int, ...]], units: Units) -> EagerOrder:
@@ -164,10 +177,10 @@ def directions_of(step: TracedStep, order: EagerOrder, units: Units) -> Directio
     reruns: dict[int, tuple[Rerun, ...]] = {}
     instance: dict[int, tuple[int, int]] = {}
     begins: dict[int, int] = {}
-    slots_at: dict[int, list[tuple[int, int]]] = {}
-    for place, slot in enumerate(recording.slots):
-        if slot.storage is not None and slot.unpacked is not None and _is_read(slot, step):
-            slots_at.setdefault(step.place[slot.unpacked], []).append((place, slot.storage))
+    saved_for: dict[int, list[tuple[int, int]]] = {}
+    for place, saved in enumerate(recording.saved):
+        if saved.storage is not None and saved.unpacked is not None and _is_read(saved, step):
+            saved_for.setdefault(step.graph_ops[saved.unpacked], []).append((place, saved.storage))
     found: list[tuple[int, int, dict[int, int], tuple[tuple[int, int], ...]]] = []
     for op in range(step.forward_ops, len(step.graph.ops)):
         units_here = order.at.get(op, ())
@@ -176,8 +189,9 @@ def directions_of(step: TracedStep, order: EagerOrder, units: Units) -> Directio
             pending.update(uses)
             number.update(recording.ops[unit].makes)
             found.append((op, unit, {storage: number[storage] for storage in recording.ops[unit].makes}, uses))
-        reads = [(place, (storage, number[storage])) for place, storage in slots_at.get(op, [])]
-        # Nothing tells which of them the backward node reads first. What was kept is autograd's if there is another.
+        reads = [(place, (storage, number[storage])) for place, storage in saved_for.get(op, [])]
+        # Nothing tells which tensor the backward node reads first. One that was kept stays autograd's if another read
+        # can begin the recomputations.
         chosen = [read for read in reads if read[1][1] > 0] or (reads if units_here else [])
         instance.update(chosen)
         pending.update(one for _, one in chosen)
@@ -194,6 +208,6 @@ def _reads_of(step: TracedStep, unit: int, units: Units) -> list[int]:
     """The storages of the step that a recomputation reads, other than what it makes itself."""
     recording = step.recording
     own = set(recording.ops[unit].makes)
-    back = {graph_op: recorded for recorded, graph_op in enumerate(step.place)}
-    reads = [storage for member in units.members[unit] for storage, _ in recording.ops[back[member]].reads]
+    recorded = {graph_op: index for index, graph_op in enumerate(step.graph_ops)}
+    reads = [storage for member in units.members[unit] for storage, _ in recording.ops[recorded[member]].reads]
     return [s for s in dict.fromkeys(reads) if s not in own and recording.storages[s].made_by is not None]

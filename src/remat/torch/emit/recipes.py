@@ -1,4 +1,9 @@
-"""How a storage of the forward pass is made again: the same operator on the same inputs, below autograd."""
+"""How a storage of the forward pass is made again: the same operator on the same inputs, below autograd.
+
+Read from the top: an ``Activation`` is one storage of the forward pass, a ``Recipe`` the call that makes it again, with
+arguments that are ``Made`` by the step or ``Given`` to it. ``ActivationTable`` finds activations while the forward pass
+runs, and writes recipes.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +17,7 @@ from remat.torch.trace import op_facts
 
 _STRIDED: Final = torch.strided
 
-# Where a tensor lies in its storage: shape, strides, offset, and what its elements are.
+# Where a tensor lies in its storage: shape, strides, offset and dtype.
 Geometry: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype]
 
 
@@ -22,7 +27,7 @@ def geometry_of(tensor: torch.Tensor) -> Geometry:
 
 
 def tensor_at(geometry: Geometry, base: torch.Tensor) -> torch.Tensor:
-    """The tensor that lies there in the storage of ``base``."""
+    """The tensor that lies at a place in the storage of ``base``."""
     shape, stride, offset, dtype = geometry
     if base.dtype is dtype:
         return base.as_strided(shape, stride, offset)
@@ -30,18 +35,19 @@ def tensor_at(geometry: Geometry, base: torch.Tensor) -> torch.Tensor:
     return empty.set_(base.untyped_storage(), offset, shape, stride)
 
 
-class Node:
+class Activation:
     """One storage of the forward pass, as far as the backward pass may need it.
 
     Attributes:
         number: of the storage in the traced step.
-        geometry: of ``value``, and of whatever the recipe makes; what shares this very object needs no view of it.
-        value: a tensor in that storage, or in one made again; None while there is neither.
+        geometry: where ``value``, and whatever the recipe makes, lies in the storage. A tensor whose place is this very
+            object needs no view of it.
+        value: a tensor in the storage, or in one made again; None while there is neither.
         instance: how often it had been made again when ``value`` was set.
-        recipe: how to make it again.
+        recipe: how to make it again; None if it cannot be.
         before_write: its content before a write that the plan does not know of; recipes read this.
-        is_read: does a recipe refer to it?
-        is_settled: has it been overwritten outside of the plan? Then it is kept as it is, as plain PyTorch would.
+        is_read: does a recipe read it?
+        is_settled: has a write that the plan does not know of changed it? It is then kept, as plain PyTorch would.
     """
 
     __slots__ = ("before_write", "geometry", "instance", "is_read", "is_settled", "number", "recipe", "value")
@@ -57,7 +63,7 @@ class Node:
         self.is_settled = False
 
     def hold(self, tensor: torch.Tensor) -> None:
-        """Keep the storage by a tensor that lies in it; an operator is under way."""
+        """Keep the storage by a tensor that lies in it; called inside an operator."""
         self.value = _private.alias(tensor)
         self.geometry = geometry_of(tensor)
 
@@ -67,33 +73,33 @@ class Node:
         return self.geometry if geometry == self.geometry else geometry
 
     def part(self, value: torch.Tensor, place: Geometry) -> torch.Tensor:
-        """What lies there, given a value of this node."""
+        """What lies at a place of the storage, given a value of this activation."""
         return value if place is self.geometry else tensor_at(place, value)
 
 
 class Made:
     """An argument that the step made itself."""
 
-    __slots__ = ("node", "place", "version")
+    __slots__ = ("activation", "place", "version")
 
-    def __init__(self, node: Node, tensor: torch.Tensor) -> None:
-        node.is_read = True
-        self.node = node
-        self.place = node.place_of(tensor)
+    def __init__(self, activation: Activation, tensor: torch.Tensor) -> None:
+        activation.is_read = True
+        self.activation = activation
+        self.place = activation.place_of(tensor)
         self.version = tensor._version
 
     def value(self, others: dict[int, torch.Tensor], func: Any) -> torch.Tensor:
         """The tensor, for a second run of ``func``."""
-        node = self.node
-        value = others.get(id(node))
-        if value is None and node.before_write is not None:
-            return tensor_at(self.place, node.before_write)
+        activation = self.activation
+        value = others.get(id(activation))
+        if value is None and activation.before_write is not None:
+            return tensor_at(self.place, activation.before_write)
         if value is None:
-            value = node.value
+            value = activation.value
             assert value is not None, "the caller sees to it that every argument has a value"
-            if node.instance == 0 and value._version != self.version:
+            if activation.instance == 0 and value._version != self.version:
                 raise _overwritten(self.place[0], func)
-        return node.part(value, self.place)
+        return activation.part(value, self.place)
 
 
 class Given:
@@ -144,18 +150,28 @@ class Recipe:
     Attributes:
         number: of the op; later ones have larger numbers.
         func: the operator.
-        args: its arguments, None in place of tensors.
-        kwargs: likewise.
-        tensors: place or keyword, and what stands there.
+        args: its positional arguments, None in place of tensors.
+        kwargs: its keyword arguments, None in place of tensors.
+        tensors: for each argument with tensors, its position or keyword, and what stands for it.
         random_state: of the generator that it drew from; None if it drew nothing.
-        nodes: the storages that it makes.
-        outputs: which of the tensors that it returns lie in them.
-        writes: calls that write to them afterwards.
+        grad_mode: were gradients enabled when it ran?
+        activations: the storages that it makes.
+        outputs: for each of them, the position of a tensor in what the call returns that lies in it.
+        writes: calls that write to the storages afterwards.
     """
 
     __slots__ = (
-        "args", "func", "grad_mode", "kwargs", "nodes", "number", "outputs", "random_state", "tensors", "writes",
-    )  # fmt: skip
+        "activations",
+        "args",
+        "func",
+        "grad_mode",
+        "kwargs",
+        "number",
+        "outputs",
+        "random_state",
+        "tensors",
+        "writes",
+    )
 
     def __init__(
         self,
@@ -173,43 +189,46 @@ class Recipe:
         self.tensors = tensors
         self.random_state = random_state
         self.grad_mode = torch.is_grad_enabled()
-        self.nodes: list[Node] = []
+        self.activations: list[Activation] = []
         self.outputs: list[int] = []
         self.writes: list[Recipe] = []
 
     @property
     def last_number(self) -> int:
-        """The number of the last call that belongs to it."""
+        """The number of the last call that writes to its results, or its own."""
         return max((self.number, *(write.number for write in self.writes)))
 
-    def missing(self) -> list[Node]:
-        """What it needs of the step, its own results left out, and has to be made before it."""
+    def missing(self) -> list[Activation]:
+        """The activations that have to be made before the call can run again; its own results do not count."""
         found = self._missing_arguments()
         for write in self.writes:
-            found += [node for node in write._missing_arguments() if node not in self.nodes]
+            found += [activation for activation in write._missing_arguments() if activation not in self.activations]
         return found
 
-    def _missing_arguments(self) -> list[Node]:
+    def _missing_arguments(self) -> list[Activation]:
         found = []
         for _, argument in self.tensors:
             for part in argument.parts if type(argument) is Several else (argument,):
-                if type(part) is Made and part.node.value is None and part.node.before_write is None:
-                    found.append(part.node)
+                if type(part) is Made and part.activation.value is None and part.activation.before_write is None:
+                    found.append(part.activation)
         return found
 
     def run(self, others: dict[int, torch.Tensor]) -> list[torch.Tensor]:
         """Make the storages again; called below autograd.
 
         Args:
-            others: values of nodes that have none of their own, by address.
+            others: values of activations that have none of their own, by address.
 
         Returns:
-            One tensor for each storage, in the order of ``nodes``.
+            One tensor for each storage, in the order of ``activations``.
         """
         outputs = tensors_in((self._call(others),))
         made = [outputs[place] for place in self.outputs]
         if self.writes:
-            values = {**others, **{id(node): tensor for node, tensor in zip(self.nodes, made, strict=True)}}
+            values = {
+                **others,
+                **{id(activation): tensor for activation, tensor in zip(self.activations, made, strict=True)},
+            }
             for write in self.writes:
                 write._call(values)
         return made
@@ -226,6 +245,72 @@ class Recipe:
             args, kwargs = op_facts.with_generator(self.func, args, kwargs, self.random_state)
         _private.enable_grad(self.grad_mode)  # A kernel may ask: oneDNN's recurrent layers do.
         return self.func(*args, **kwargs)
+
+
+class ActivationTable:
+    """The activations whose storages are alive during a forward pass."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[Any, Activation]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._found)
+
+    def add(self, tensor: torch.Tensor, activation: Activation) -> None:
+        """From now on this activation stands for the storage of a tensor."""
+        storage = tensor.untyped_storage()
+        self._found[_private.storage_key(storage)] = (_private.weak(storage), activation)
+
+    def of(self, tensor: torch.Tensor) -> Activation | None:
+        """The activation that stands for a tensor's storage, if there is one."""
+        if not self._found or tensor.layout is not torch.strided:
+            return None
+        storage = tensor.untyped_storage()
+        found = self._found.get(_private.storage_key(storage))
+        # A new storage may have the address of one that is gone.
+        return found[1] if found is not None and found[0]() is storage else None
+
+    def settle(self, activation: Activation, tensor: torch.Tensor) -> None:
+        """Before a write that cannot be repeated: keep the storage, and a copy for the recipes that have read it."""
+        if activation.is_read:
+            activation.before_write = _private.copy_of_storage(tensor)
+        if activation.value is None:
+            activation.hold(tensor)
+        activation.is_settled = True
+        del self._found[_private.storage_key(tensor.untyped_storage())]
+
+    def call(self, number: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recipe:
+        """The recipe of a call about to be made: activations by reference, all else as it is."""
+        state = None
+        if not op_facts.is_plain(func):
+            state = op_facts.random_state(func, args, kwargs) if op_facts.is_random(func, args, kwargs) else None
+            args = op_facts.repeatable_call(func, args)
+        again, named = list(args), kwargs
+        tensors: list[tuple[int | str, Made | Given | Several]] = []
+        for place, value in enumerate(args):
+            reference = self._reference(value)
+            if reference is not None:
+                tensors.append((place, reference))
+                again[place] = None
+        for name, value in kwargs.items():
+            reference = self._reference(value)
+            if reference is not None:
+                tensors.append((name, reference))
+                named = {**named, name: None}
+        return Recipe(number, func, again, named, tensors, state)
+
+    def _reference(self, value: Any) -> Made | Given | Several | None:
+        """What stands in a recipe for an argument with tensors."""
+        if isinstance(value, torch.Tensor):
+            activation = self.of(value)
+            return (
+                Given(value)
+                if activation is None or (activation.value is None and activation.recipe is None)
+                else Made(activation, value)
+            )
+        if isinstance(value, list | tuple) and any(isinstance(one, torch.Tensor) for one in value):
+            return Several([one if (part := self._reference(one)) is None else part for one in value])
+        return None
 
 
 def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
@@ -250,24 +335,53 @@ def new_storages(outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> lis
     return found
 
 
-def values_of(nodes: list[Node]) -> dict[int, torch.Tensor]:
-    """Values of nodes that have none at present, by address, made from what there is; they are not kept."""
+def values_of(activations: list[Activation]) -> dict[int, torch.Tensor]:
+    """Values of activations that have none at present, by address, made from what there is; they are not kept."""
     needed: dict[int, Recipe] = {}
-    open_nodes = list(nodes)
-    while open_nodes:
-        node = open_nodes.pop()
-        if node.recipe is None:
+    open_activations = list(activations)
+    while open_activations:
+        activation = open_activations.pop()
+        if activation.recipe is None:
             raise RuntimeError(
-                f"storage {node.number} of the step is gone: autograd reads a tensor that it had released. Give "
+                f"storage {activation.number} of the step is gone: autograd reads a tensor that it had released. Give "
                 "retain_graph=True to every backward pass through this graph but the last"
             )
-        if node.recipe.number not in needed:
-            needed[node.recipe.number] = node.recipe
-            open_nodes.extend(node.recipe.missing())
+        if activation.recipe.number not in needed:
+            needed[activation.recipe.number] = activation.recipe
+            open_activations.extend(activation.recipe.missing())
     values: dict[int, torch.Tensor] = {}
     with _private.BelowAutograd():
         # Writes in place come later than what they write to, and may read what was made in between.
         for recipe in sorted(needed.values(), key=lambda recipe: recipe.last_number):
             made = recipe.run(values)
-            values.update((id(node), tensor) for node, tensor in zip(recipe.nodes, made, strict=True))
+            values.update((id(activation), tensor) for activation, tensor in zip(recipe.activations, made, strict=True))
     return values
+
+
+def kept(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """What stands in autograd's graph for a tensor that is kept. With hooks PyTorch does not check its version."""
+    return tensor, tensor._version
+
+
+def read_kept(saved: tuple[torch.Tensor, int]) -> torch.Tensor:
+    """The tensor that was kept.
+
+    Raises:
+        RuntimeError: if it was written since, as plain autograd would.
+    """
+    tensor, version = saved
+    check_version(tensor, version, tensor.shape)
+    return tensor
+
+
+def check_version(value: torch.Tensor, version: int, shape: tuple[int, ...]) -> None:
+    """Refuse a tensor that was written since autograd saved it.
+
+    Raises:
+        RuntimeError: as plain autograd would.
+    """
+    if value._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
+            f"of shape {tuple(shape)} is at version {value._version}; expected version {version} instead"
+        )

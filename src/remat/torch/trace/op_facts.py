@@ -17,8 +17,11 @@ from remat.torch._private import OpOverload
 
 _OWN_NAMESPACES: Final = frozenset({"aten"})
 
-# They update running statistics, which their schema does not tell. Positions of those arguments, and of the flag that
-# says whether they are written.
+# The tables below were read from the schemas and kernels of PyTorch 2.13. An operator that is missing in one of them
+# would run twice where it must not (a BatchNorm would move its statistics twice), or be kept without need.
+
+# Normalisations update running statistics, though their schema does not say so. The positions of those arguments, and
+# of the flag by which the call says that they are written; None where they always are.
 _RUNNING_STATISTICS: Final[dict[str, tuple[tuple[int, ...], int | None]]] = {
     "aten::native_batch_norm": ((3, 4), 5),
     "aten::cudnn_batch_norm": ((3, 4), 5),
@@ -26,10 +29,11 @@ _RUNNING_STATISTICS: Final[dict[str, tuple[tuple[int, ...], int | None]]] = {
     "aten::_native_batch_norm_legit": ((3, 4), 5),
     "aten::_batch_norm_with_update": ((3, 4), None),
 }
-# Without buffers these are the same computation.
+# Without their running statistics these compute the same, so that a second run leaves them out.
 _WITHOUT_BUFFERS: Final = frozenset({"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"})
 
-# Attention kernels are tagged as random; without dropout they draw nothing. Position and name of the probability.
+# Attention kernels are tagged as random, but without dropout they draw nothing. The position of the probability, whose
+# name is dropout_p.
 _DROPOUT_ARGUMENT: Final = {
     "aten::_scaled_dot_product_flash_attention": 3,
     "aten::_scaled_dot_product_flash_attention_for_cpu": 3,
@@ -37,7 +41,7 @@ _DROPOUT_ARGUMENT: Final = {
     "aten::_scaled_dot_product_cudnn_attention": 5,
 }
 
-# Uses no randomness unless it is asked to, or makes values that nobody may rely on.
+# They hand values to Python, change a storage's size or owner, or talk to a stream: a second run is not the same.
 _NEVER_REPEATED: Final = frozenset(
     {
         "aten::_local_scalar_dense",
@@ -50,7 +54,7 @@ _NEVER_REPEATED: Final = frozenset(
         "aten::_fused_moving_avg_obs_fq_helper",
     }
 )
-# Sums in an order that differs from run to run where threads race.
+# On a GPU their threads race, so that sums are made in another order at each run.
 _UNORDERED_ON_GPU: Final = frozenset(
     {
         "aten::index_add",
@@ -62,13 +66,19 @@ _UNORDERED_ON_GPU: Final = frozenset(
     }
 )
 
-# Rough floating-point operations per element, where it is not one.
+# Rough floating-point operations per element, where it is not one. They are judgements by the usual polynomial and
+# table methods, not measured; element-wise operators are bound by the bytes that they move, so that a figure that is
+# twice too large or too small hardly changes a plan.
 _FLOPS_PER_ELEMENT: Final = {
-    **dict.fromkeys(("div", "rsqrt", "sqrt", "reciprocal"), 4.0),
-    **dict.fromkeys(("exp", "log", "sin", "cos", "tanh", "sigmoid", "silu", "_softmax", "_log_softmax"), 12.0),
-    **dict.fromkeys(("gelu", "erf", "pow", "mish", "softplus", "silu_backward", "gelu_backward"), 20.0),
-    **dict.fromkeys(("bernoulli_", "native_dropout", "normal_", "uniform_", "rand_like", "randn_like"), 40.0),
-    **dict.fromkeys(("native_layer_norm", "native_batch_norm", "native_group_norm"), 6.0),
+    f"aten::{name}": flops
+    for flops, names in (
+        (4.0, ("div", "rsqrt", "sqrt", "reciprocal")),
+        (12.0, ("exp", "log", "sin", "cos", "tanh", "sigmoid", "silu", "_softmax", "_log_softmax")),
+        (20.0, ("gelu", "erf", "pow", "mish", "softplus", "silu_backward", "gelu_backward")),
+        (40.0, ("bernoulli_", "native_dropout", "normal_", "uniform_", "rand_like", "randn_like")),
+        (6.0, ("native_layer_norm", "native_batch_norm", "native_group_norm")),
+    )
+    for name in names
 }
 
 
@@ -76,6 +86,12 @@ _FLOPS_PER_ELEMENT: Final = {
 def base_name(func: OpOverload) -> str:
     """The operator without its overload: ``aten::add``. Asking PyTorch takes longer than many an operator."""
     return str(func.name()).partition(".")[0]
+
+
+@cache
+def kind(func: OpOverload) -> str:
+    """The operator with its overload, as graphs write it: ``add.Tensor``."""
+    return str(func.name()).partition("::")[2]
 
 
 @cache
@@ -184,14 +200,14 @@ def flops(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: 
     formula = _private.flop_formula(func)
     if formula is not None:
         return float(formula(*args, **kwargs, out_val=out))
-    name = func.name().partition("::")[2].partition(".")[0]
+    name = base_name(func)
     tensors = [t for t in _private.tree_leaves((args, kwargs, out)) if isinstance(t, torch.Tensor)]
     elements: int = max((math.prod(t.shape) for t in tensors), default=0)
-    if name == "mkldnn_rnn_layer":
+    if name == "aten::mkldnn_rnn_layer":
         return 2.0 * _rnn_products(args)
-    if name == "mkldnn_rnn_layer_backward":
+    if name == "aten::mkldnn_rnn_layer_backward":
         return 6.0 * _rnn_products(args)
-    if name.startswith("_scaled_dot_product_flash_attention_for_cpu"):
+    if name.startswith("aten::_scaled_dot_product_flash_attention_for_cpu"):
         query, key = args[:2] if "backward" not in name else args[1:3]
         products = 2.0 * math.prod(query.shape) * int(key.shape[-2])
         return float(products * (5 if "backward" in name else 2))

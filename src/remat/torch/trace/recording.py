@@ -1,12 +1,25 @@
-"""What is seen of one training step: its operators, its storages and when they die, what autograd saves and reads."""
+"""What is seen of one training step: its operators, its storages and when they die, what autograd saves and reads.
+
+``Recording`` is the data. ``KnownStorages`` tells, while the step runs on fake tensors, which storage a tensor is in.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import weakref
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
+
+import torch
+
+from remat.torch import _private
 
 Phase: TypeAlias = Literal["forward", "backward", "update"]
+
+_MOST_ELEMENTS: Final = 4096
+"""Elements of a tensor whose values are followed. A judgement, not measured: masks of a small batch, seeds and counters
+have fewer. Of a larger tensor no value is known, and a step whose Python reads one is refused; a larger limit costs
+memory and time while a step is traced."""
 
 
 @dataclass
@@ -15,15 +28,15 @@ class RecordedStorage:
 
     Attributes:
         size_bytes: what the allocator is asked for.
-        shape: of the tensor that was first seen in it; None where PyTorch's shape rules do not tell.
-        dtype: likewise.
-        made_by: the op that makes it; None for what was there before the step.
-        writes: ops that write to it afterwards, rising.
-        released: the number of ops run when Python and autograd let go of it; None if it lives on after the step. What
-            autograd saves does not count here.
-        read_until: the number of ops run when the last backward node that had saved it was done; None if none had.
-        role: of what was there before the step, one of ``remat.core.graph.ROLES``; else "".
-        name: likewise, of the parameter or buffer; "" where it has none.
+        shape: of the tensor that was first seen in the storage; None where PyTorch's shape rules do not tell.
+        dtype: of that tensor.
+        made_by: the op that makes the storage; None for a storage that was there before the step.
+        writes: ops that write to the storage afterwards, rising.
+        released: how many ops had run when Python and autograd let go of the storage; None if it lives on after the
+            step. What autograd saves does not count here.
+        read_until: how many ops had run when the last backward node that had saved it was done; None if none had.
+        role: of a storage from before the step, one of ``remat.core.graph.ROLES``; else "".
+        name: of a parameter or buffer; "" for any other storage, and where it has none.
     """
 
     size_bytes: int
@@ -39,13 +52,13 @@ class RecordedStorage:
 
 @dataclass(frozen=True)
 class RecordedOp:
-    """An operator that made or wrote a storage; views leave no trace.
+    """An operator that made or wrote a storage; views are not recorded.
 
     Attributes:
         func: the operator; None for the accumulation of a gradient.
         name: module path and operator.
         phase: forward, backward, or the optimizer's update.
-        reads: storages and how often each had been written.
+        reads: storages, and how often each had been written.
         makes: storages.
         writes: storages that existed before.
         flops: floating-point operations.
@@ -53,8 +66,8 @@ class RecordedOp:
         dtype: of the arithmetic.
         repeatable: may it run twice?
         workspace_bytes: scratch memory of the kernel.
-        layer: path of the module whose forward pass ran; of a backward op, that of the op that it belongs to.
-        source: line of source, likewise.
+        layer: path of the module whose forward pass ran; a backward op has that of its forward op.
+        source: line of source; a backward op has that of its forward op.
     """
 
     func: Any
@@ -73,16 +86,15 @@ class RecordedOp:
 
 
 @dataclass
-class Slot:
+class SavedTensor:
     """One tensor that autograd saved, numbered in the order of saving.
 
     Attributes:
-        position: ops run when it was saved.
+        position: how many ops had run when it was saved.
         turn: how many tensors were saved at that position before it.
-        storage: of the tensor; None for one that was there before the step.
+        storage: of the tensor; None for a storage from before the step.
         version: writes to the storage before it was saved.
-        unpacked: ops run when the backward pass first read it; None if it never did.
-        released: ops run when its autograd node let go of it.
+        unpacked: how many ops had run when the backward pass first read it; None if it never did.
     """
 
     position: int
@@ -90,7 +102,6 @@ class Slot:
     storage: int | None = None
     version: int = 0
     unpacked: int | None = None
-    released: int | None = None
 
 
 @dataclass
@@ -99,8 +110,8 @@ class Recording:
 
     Attributes:
         ops: in the order in which they ran.
-        storages: of the tensors that they read and make.
-        slots: what autograd saved.
+        storages: of the tensors that the ops read and make.
+        saved: the tensors that autograd saved.
         forward_ops: how many ops the forward pass has.
         loss: its storage.
         device: the type of the device.
@@ -109,8 +120,169 @@ class Recording:
 
     ops: list[RecordedOp] = field(default_factory=list)
     storages: list[RecordedStorage] = field(default_factory=list)
-    slots: list[Slot] = field(default_factory=list)
+    saved: list[SavedTensor] = field(default_factory=list)
     forward_ops: int = 0
     loss: int | None = None
     device: str = "cpu"
     marked: dict[Hashable, list[int]] = field(default_factory=dict)
+
+
+class KnownStorages:
+    """The numbers that storages have in a recording. It keeps no fake tensor alive.
+
+    Args:
+        recording: to which new storages are added.
+
+    Attributes:
+        fake_mode: makes the fake tensors.
+        values: of small tensors of whole numbers, beside the fake ones.
+        captured: storages that live on after the step: the loss and the gradients.
+    """
+
+    def __init__(self, recording: Recording) -> None:
+        self.fake_mode = _private.FakeTensorMode(allow_non_fake_inputs=True)
+        self.values = KnownValues()
+        self.captured: set[int] = set()
+        self._recording = recording
+        self._known: dict[int, int] = {}
+        self._pinned: dict[int, int] = {}
+        # Real tensors and the fake ones that stand for them. Both are kept, since ``_known`` knows addresses.
+        self._fakes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def fake(self, tensor: torch.Tensor, role: str = "") -> torch.Tensor:
+        """The fake tensor of a real one; a real one that is new was there before the step, and has this role."""
+        if isinstance(tensor, _private.FakeTensor):
+            return tensor
+        if id(tensor) not in self._fakes:
+            if tensor.device.type not in ("cpu", "meta"):
+                self._recording.device = tensor.device.type
+            fake: torch.Tensor = self.fake_mode.from_tensor(tensor)
+            self._fakes[id(tensor)] = (tensor, fake)
+            self.values.pin(fake, tensor)
+            if has_storage(tensor):
+                real = _key(tensor)
+                if real not in self._pinned:
+                    self._pinned[real] = self._add(tensor, None)
+                    self._recording.storages[self._pinned[real]].role = role or _role_of(tensor)
+                self._known[_key(fake)] = self._pinned[real]
+        return self._fakes[id(tensor)][1]
+
+    def of(self, tensor: torch.Tensor) -> int:
+        """The number of a tensor's storage."""
+        number = self._known.get(_key(tensor))
+        if number is None:
+            # Python's own constructors made it, which no dispatch mode sees: no op of the step makes it.
+            number = self.made(tensor, None)
+        return number
+
+    def is_known(self, tensor: torch.Tensor) -> bool:
+        """Has the storage of a tensor been seen before?"""
+        return _key(tensor) in self._known
+
+    def made(self, tensor: torch.Tensor, made_by: int | None) -> int:
+        """Add the storage that an op makes, and return its number."""
+        number = self._known[_key(tensor)] = self._add(tensor, made_by)
+        self._watch(tensor, number, self._storage_died)
+        return number
+
+    def stands_for(self, tensor: torch.Tensor, number: int, *, until_it_dies: bool) -> None:
+        """From now on a tensor is in a storage that is known.
+
+        Args:
+            tensor: a fake one, with a storage of its own.
+            number: of the storage that it stands for.
+            until_it_dies: may the last read of the storage be when this tensor dies?
+        """
+        self._known[_key(tensor)] = number
+        if until_it_dies:
+            self._watch(tensor, number, self._stand_in_died)
+
+    def survivors(self) -> list[int]:
+        """Storages that something outside of the step still holds, though they are no result of it."""
+        storages = self._recording.storages
+        alive = set(self._known.values()) - self.captured
+        return [number for number in alive if storages[number].made_by is not None]
+
+    def name(self, tensor: torch.Tensor, name: str) -> None:
+        """Call the storage of a tensor from before the step by a name, if the step has touched it."""
+        number = self._pinned.get(_key(tensor)) if has_storage(tensor) else None
+        if number is not None:
+            self._recording.storages[number].name = name
+
+    def _add(self, tensor: torch.Tensor, made_by: int | None) -> int:
+        size = int(tensor.untyped_storage().nbytes())
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        self._recording.storages.append(RecordedStorage(size, tuple(tensor.shape), dtype, made_by))
+        return len(self._recording.storages) - 1
+
+    def _watch(self, tensor: torch.Tensor, number: int, died: Callable[[int, int], None]) -> None:
+        storage = tensor.untyped_storage()
+        weakref.finalize(storage, died, _private.storage_key(storage), number).atexit = False
+
+    def _storage_died(self, key: int, number: int) -> None:
+        self._forget(key, number)
+        if number not in self.captured:
+            self._recording.storages[number].released = len(self._recording.ops)
+
+    def _stand_in_died(self, key: int, number: int) -> None:
+        self._forget(key, number)
+        self._recording.storages[number].read_until = len(self._recording.ops)
+
+    def _forget(self, key: int, number: int) -> None:
+        if self._known.get(key) == number:
+            del self._known[key]
+
+
+class KnownValues:
+    """Values of small tensors of whole numbers, for code that reads them: seeds, "is anything masked?".
+
+    Beside a fake tensor stands the real one, as long as everything that it was made of is known too.
+    """
+
+    def __init__(self) -> None:
+        self._values = _private.by_tensor()
+
+    def pin(self, fake: torch.Tensor, real: torch.Tensor) -> None:
+        """Remember the value of a tensor from before the step. It is copied, since the step may write to it."""
+        if real.device.type == "cpu" and _is_small(real):
+            with _private.no_modes():
+                self._values[fake] = real.detach().clone()
+
+    def item(self, fake: torch.Tensor) -> Any:
+        """The number that a tensor of one element holds; None where it is not known."""
+        value = self._values.get(fake)
+        with _private.no_modes():
+            return None if value is None else value.item()
+
+    def follow(self, func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor], out: Any) -> None:
+        """After an operator on fake tensors: run it on the real ones, if all of them are known."""
+        outputs = [t for t in _private.tree_leaves(out) if isinstance(t, torch.Tensor)]
+        known = bool(inputs) and all(t in self._values for t in inputs)
+        if not known or not outputs or not all(_is_small(t) for t in outputs):
+            for tensor in outputs:
+                # An operator with unknown inputs may have written to a tensor that was known.
+                self._values.pop(tensor, None)
+            return
+        args, kwargs = _private.tree_map_only(torch.Tensor, self._values.__getitem__, (args, kwargs))
+        with _private.no_modes(), torch.no_grad():
+            results = [t for t in _private.tree_leaves(func(*args, **kwargs)) if isinstance(t, torch.Tensor)]
+        self._values.update(zip(outputs, results, strict=True))
+
+
+def has_storage(tensor: torch.Tensor) -> bool:
+    """Has a tensor one storage of its own? Sparse ones do not."""
+    return tensor.layout is torch.strided
+
+
+def _is_small(tensor: torch.Tensor) -> bool:
+    kind = tensor.dtype
+    return tensor.numel() <= _MOST_ELEMENTS and not (kind.is_floating_point or kind.is_complex)
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return _private.storage_key(tensor.untyped_storage())
+
+
+def _role_of(tensor: torch.Tensor) -> str:
+    """Of a tensor that the step finds: one that it differentiates by is a parameter, any other (a buffer) is state."""
+    return "parameter" if isinstance(tensor, torch.nn.Parameter) or tensor.requires_grad else "state"

@@ -1,33 +1,60 @@
-"""Sees the operators of a step on fake tensors, what they make and write, and what autograd saves and reads."""
+"""Sees the operators of a step on fake tensors: what they make and write, what autograd saves, and whose they are."""
 
 from __future__ import annotations
 
 import logging
+import sys
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from contextvars import ContextVar
+from functools import cache
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final, TypeAlias
 
 import torch
+from torch.nn.modules import module as module_hooks
 
+from remat.core.labels import shown_path
 from remat.torch import _private
-from remat.torch.trace import cpu_kernels, op_facts
-from remat.torch.trace.names import ModuleNames, source_line
-from remat.torch.trace.recording import Phase, RecordedOp, RecordedStorage, Recording, Slot
-from remat.torch.trace.storages import KnownStorages, has_storage
+from remat.torch.trace import cpu_scratch, op_facts
+from remat.torch.trace.recording import (
+    KnownStorages,
+    Phase,
+    RecordedOp,
+    RecordedStorage,
+    Recording,
+    SavedTensor,
+    has_storage,
+)
 
 _log = logging.getLogger("remat")
 
-_ITEM = torch.ops.aten._local_scalar_dense.default
+_ITEM: Final = torch.ops.aten._local_scalar_dense.default
+
+Take: TypeAlias = Callable[[torch.Tensor, Hashable], None]
+_take: ContextVar[Take | None] = ContextVar("take", default=None)
 
 
-class _Saved:
-    """What stands in autograd's graph for a tensor that was saved."""
+def mark(tensor: torch.Tensor, as_what: Hashable) -> None:
+    """Note a tensor of the step that is being traced, see ``Recording.marked``; does nothing in a real step."""
+    if (take := _take.get()) is not None:
+        take(tensor, as_what)
 
-    __slots__ = ("__weakref__", "geometry", "slot")
 
-    def __init__(self, slot: int, tensor: torch.Tensor) -> None:
-        self.slot = slot
+class _Packed:
+    """What stands in autograd's graph for a tensor that it saved.
+
+    Attributes:
+        number: of the saved tensor in the recording.
+        geometry: where the tensor lies in its storage, and how large that is.
+    """
+
+    __slots__ = ("__weakref__", "geometry", "number")
+
+    def __init__(self, number: int, tensor: torch.Tensor) -> None:
+        self.number = number
         self.geometry = (
             tuple(tensor.shape),
             tensor.stride(),
@@ -38,14 +65,21 @@ class _Saved:
         )
 
 
-class StepRecorder(_private.TorchDispatchMode):
-    """Sees every operator below autograd and autocast. Fake tensors are not kept alive by it."""
+class StepWatcher(_private.TorchDispatchMode):
+    """Sees every operator below autograd and autocast, and notes it in a recording. It keeps no fake tensor alive.
+
+    Attributes:
+        recording: what was seen so far.
+        storages: which storage a tensor is in.
+        modules: which module's forward pass runs.
+        phase: the part of the step that runs.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.recording = Recording()
         self.storages = KnownStorages(self.recording)
-        self.names = ModuleNames()
+        self.modules = RunningModules()
         self.phase: Phase = "forward"
         # Of each autograd node, by its number: the module and the line of source that made it.
         self._origins: dict[int, tuple[str, str]] = {}
@@ -76,14 +110,23 @@ class StepRecorder(_private.TorchDispatchMode):
             storage.role = role or storage.role  # What an optimizer's state is cannot be told by the tensor.
 
     def count_beside(self, size_bytes: int) -> None:
-        """Count memory that is there for the whole step and that no operator of it touches."""
+        """Count memory that is there for the whole step, though no operator touches it."""
         self.recording.storages.append(RecordedStorage(size_bytes, None, "uint8", role="state"))
 
-    def mark(self, tensor: torch.Tensor, as_what: Hashable) -> None:
-        """Note the storage of a tensor that ``remat.torch.trace.marks.mark`` was given."""
-        if has_storage(tensor):
-            number = self.storages.of(self.storages.fake(tensor))
-            self.recording.marked.setdefault(as_what, []).append(number)
+    @contextmanager
+    def taking_marks(self) -> Iterator[None]:
+        """Inside, the storage of each tensor that ``mark`` is given is noted."""
+
+        def take(tensor: torch.Tensor, as_what: Hashable) -> None:
+            if has_storage(tensor):
+                number = self.storages.of(self.storages.fake(tensor))
+                self.recording.marked.setdefault(as_what, []).append(number)
+
+        token = _take.set(take)
+        try:
+            yield
+        finally:
+            _take.reset(token)
 
     def _read(self, tensor: torch.Tensor) -> tuple[int, int]:
         number = self.storages.of(tensor)
@@ -128,11 +171,11 @@ class StepRecorder(_private.TorchDispatchMode):
             moved_bytes=sum(t.numel() * t.element_size() for t in everything),
             dtype=str((outputs or inputs)[0].dtype).removeprefix("torch.") if everything else "float32",
             repeatable=self.phase == "forward" and all_strided and self._may_repeat(func, args, kwargs, on_gpu),
-            workspace_bytes=0 if on_gpu else cpu_kernels.workspace_bytes(func, args, out),
+            workspace_bytes=0 if on_gpu else cpu_scratch.workspace_bytes(func, args, out),
         )
         if not on_gpu:
             with self.paused():
-                for number, size_bytes in cpu_kernels.real_sizes(func, args, made).items():
+                for number, size_bytes in cpu_scratch.real_sizes(func, args, made).items():
                     recording.storages[number].size_bytes = size_bytes
                     recording.storages[number].shape = None
         recording.ops.append(op)
@@ -145,12 +188,12 @@ class StepRecorder(_private.TorchDispatchMode):
 
     def _origin(self, func: Any) -> tuple[str, str, str]:
         """Name, module and line of source of an operator; of the backward pass, those that its autograd node is of."""
-        short = func.name().partition("::")[2]
+        short = op_facts.kind(func)
         if self.phase == "update":
             return f"optimizer/{short}", "optimizer", ""
         node = _private.running_node()
         if node is None:
-            origin = (self.names.current, source_line())
+            origin = (self.modules.path, _source_line())
             self._origins[_private.forward_sequence_number()] = origin
             return "/".join(part for part in (origin[0], short) if part), *origin
         origin = self._origins.get(node[1], ("", ""))
@@ -160,42 +203,40 @@ class StepRecorder(_private.TorchDispatchMode):
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Called by autograd for each tensor that it saves."""
-        slots, position = self.recording.slots, len(self.recording.ops)
-        turn = slots[-1].turn + 1 if slots and slots[-1].position == position else 0
-        slots.append(Slot(position, turn))
+        saved, position = self.recording.saved, len(self.recording.ops)
+        turn = saved[-1].turn + 1 if saved and saved[-1].position == position else 0
+        saved.append(SavedTensor(position, turn))
         if type(tensor) is not _private.FakeTensor or not has_storage(tensor):
             return tensor
         number = self.storages.of(tensor)
         if self.recording.storages[number].made_by is None:
             return tensor
-        slots[-1].storage, slots[-1].version = number, len(self.recording.storages[number].writes)
-        saved = _Saved(len(slots) - 1, tensor)
-        weakref.finalize(saved, self._slot_released, slots[-1]).atexit = False
-        return saved
+        saved[-1].storage, saved[-1].version = number, len(self.recording.storages[number].writes)
+        packed = _Packed(len(saved) - 1, tensor)
+        weakref.finalize(packed, self._packed_died, number).atexit = False
+        return packed
 
-    def unpack(self, saved: Any) -> Any:
+    def unpack(self, packed: Any) -> Any:
         """Called by autograd when a backward node reads what it saved."""
-        if not isinstance(saved, _Saved):
-            return saved
-        slot = self.recording.slots[saved.slot]
-        if slot.unpacked is None:
-            slot.unpacked = len(self.recording.ops)
-        assert slot.storage is not None
-        shape, stride, offset, dtype, device, elements = saved.geometry
+        if not isinstance(packed, _Packed):
+            return packed
+        saved = self.recording.saved[packed.number]
+        if saved.unpacked is None:
+            saved.unpacked = len(self.recording.ops)
+        assert saved.storage is not None
+        shape, stride, offset, dtype, device, elements = packed.geometry
         self._is_paused = True
         try:
             whole = torch.empty(elements, dtype=dtype, device=device)
             tensor = whole.as_strided(shape, stride, offset)
         finally:
             self._is_paused = False
-        # The same storage as far as the step is concerned: who reads it reads what was saved.
-        self.storages.stands_for(tensor, slot.storage, until_it_dies=True)
+        # An operator that reads this tensor reads what was saved.
+        self.storages.stands_for(tensor, saved.storage, until_it_dies=True)
         return tensor
 
-    def _slot_released(self, slot: Slot) -> None:
-        slot.released = len(self.recording.ops)
-        assert slot.storage is not None
-        self.recording.storages[slot.storage].read_until = len(self.recording.ops)
+    def _packed_died(self, storage: int) -> None:
+        self.recording.storages[storage].read_until = len(self.recording.ops)
 
     # The end of the forward pass, gradients.
 
@@ -220,7 +261,7 @@ class StepRecorder(_private.TorchDispatchMode):
             reads = [self._read(gradient)]
             # Autograd takes a gradient over if nobody else holds it and its strides are those of the parameter.
             owned = recording.storages[source].made_by is not None and source not in self.storages.captured
-            if not exists and owned and _same_layout(gradient, leaf):
+            if not exists and owned and _may_take_over(gradient, leaf):
                 self.storages.captured.add(source)
                 self._gradients[id(leaf)] = source
                 return
@@ -238,7 +279,7 @@ class StepRecorder(_private.TorchDispatchMode):
             )
             self.storages.captured.add(number)
             self._gradients[id(leaf)] = number
-            # Autograd lets go of it here; only the gradients that this trace was given hold it longer.
+            # Autograd lets go of the gradient here. Only ``_held`` keeps it longer.
             self._let_go[source] = len(recording.ops)
 
         return accumulate
@@ -287,7 +328,7 @@ class StepRecorder(_private.TorchDispatchMode):
         """The recording, once everything that only the trace held is gone."""
         recording = self.recording
         self._held.clear()
-        for module in self.names.outermost:
+        for module in self.modules.outermost:
             for name, tensor in (*module.named_parameters(), *module.named_buffers()):
                 self.storages.name(tensor, name)
         for number in self._let_go.keys() - self.storages.captured:
@@ -310,8 +351,8 @@ class StepRecorder(_private.TorchDispatchMode):
         return recording
 
 
-def _same_layout(gradient: torch.Tensor, leaf: torch.Tensor) -> bool:
-    """Autograd's layout contract: the strides of a dense parameter, else contiguous."""
+def _may_take_over(gradient: torch.Tensor, leaf: torch.Tensor) -> bool:
+    """Has a gradient the layout that autograd wants: the strides of a dense parameter, else contiguous?"""
     if gradient.dtype != leaf.dtype or gradient.device != leaf.device:
         return False
     dense = leaf.is_contiguous() or leaf.is_contiguous(memory_format=torch.channels_last)
@@ -320,3 +361,62 @@ def _same_layout(gradient: torch.Tensor, leaf: torch.Tensor) -> bool:
     return same or all(
         size <= 1 or a == b for size, a, b in zip(gradient.shape, gradient.stride(), leaf.stride(), strict=True)
     )
+
+
+class RunningModules:
+    """A context that knows which module's forward pass runs.
+
+    Attributes:
+        outermost: the modules that ran and that no other called.
+    """
+
+    def __init__(self) -> None:
+        self.outermost: list[torch.nn.Module] = []
+        self._paths: dict[int, str] = {}
+        self._stack: list[str] = []
+        self._handles: list[Any] = []
+
+    @property
+    def path(self) -> str:
+        """The dotted path of the innermost module that runs, ``h.0.mlp`` say; empty outside of any module."""
+        return self._stack[-1] if self._stack else ""
+
+    def __enter__(self) -> RunningModules:
+        self._handles = [
+            module_hooks.register_module_forward_pre_hook(self._before),
+            module_hooks.register_module_forward_hook(self._after, always_call=True),
+        ]
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _before(self, module: torch.nn.Module, args: Any) -> None:
+        if not self._stack:
+            self.outermost.append(module)
+            for path, inner in module.named_modules():
+                self._paths[id(inner)] = path or type(module).__name__
+        self._stack.append(self._paths.get(id(module), type(module).__name__))
+
+    def _after(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        if self._stack:
+            self._stack.pop()
+
+
+_shown_path = cache(shown_path)
+_NOT_THE_MODEL: Final = tuple(str(Path(path).parent) + "/" for path in (torch.__file__, __file__))
+_REMAT: Final = str(Path(__file__).parents[1]) + "/"
+
+
+def _source_line() -> str:
+    """The innermost line that runs outside of PyTorch and of this folder: ``model.py:12 in forward``.
+
+    Empty where that is one of ``remat.torch``, as when the command line calls a module.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_MODEL):
+        frame = frame.f_back
+    if frame is None or frame.f_code.co_filename.startswith(_REMAT):
+        return ""
+    return f"{_shown_path(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}"

@@ -1,165 +1,37 @@
-"""Every symbol of Inductor and AOTAutograd in use; ``tests/torch/test_torch_private.py`` checks each.
-
-Importing this imports Inductor, which takes seconds: only ``remat.torch.compile`` does so.
-"""
+"""What a step allocates at its peak once Inductor has compiled it, read from the code that Inductor writes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 from unittest import mock
 
 import torch
 from torch import fx
-from torch._dynamo.exc import BackendCompilerFailed
-from torch._functorch import config as functorch_config
-from torch._functorch.compile_utils import fx_graph_cse
-from torch._functorch.partitioners import (
-    _extract_fwd_bwd_modules,
-    _must_be_in_backward,
-    _must_be_in_forward,
-    min_cut_rematerialization_partition,
-)
-from torch._inductor import ir
-from torch._inductor.codegen import wrapper as lines
-from torch._inductor.codegen.wrapper import PythonWrapperCodegen
-from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-from torch._inductor.config import patch
-from torch._inductor.custom_graph_pass import CustomPartitionerFn
-from torch._inductor.virtualized import V
 
 from remat.core.errors import UnsupportedStep
 from remat.torch._private import OpOverload, storage_key, tree_leaves, tree_map_only
-from remat.torch.compile.kernel_memory import Ledger
-from remat.torch.trace import cpu_kernels
-
-__all__ = ["BackendCompilerFailed"]
+from remat.torch.compiled._inductor import (
+    PythonWrapperCodegen,
+    V,
+    compile_fx_inner,
+    copied,
+    ir,
+    lines,
+    patch,
+)
+from remat.torch.trace import cpu_scratch
 
 AS_EVER: Final[Mapping[str, Any]] = {}
 """No change to Inductor's settings."""
 FRUGAL: Final[Mapping[str, Any]] = {"allow_buffer_reuse": False, "pattern_matcher": False}
-"""Inductor holds a freed buffer back for a later one of its size, and makes a product only where a sum needs it, its
-factors being held until then; it weighs neither against the memory that it takes."""
-
-_SETTINGS: Final = "remat_settings"
-
-
-class _Partitioner(CustomPartitionerFn):
-    """Hands a joint graph to a function that parts it."""
-
-    def __init__(self, partition: Callable[..., tuple[fx.GraphModule, fx.GraphModule]]) -> None:
-        self._partition = partition
-
-    def __call__(
-        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
-    ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        return self._partition(gm, **kwargs)
-
-    def uuid(self) -> None:
-        """No key for Inductor's caches: what it does follows from a budget and from the time that planning had."""
-
-
-def backend(partition: Callable[..., tuple[fx.GraphModule, fx.GraphModule]]) -> Callable[..., Any]:
-    """A backend for ``torch.compile``: Inductor, with this function to part forward and backward pass.
-
-    What it compiles is not kept on disk: the same graph is parted in another way under another budget.
-    """
-    patches = {"custom_partitioner_fn": _Partitioner(partition), "fx_graph_cache": False}
-
-    def compile_with(module: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
-        with functorch_config.patch(enable_autograd_cache=False):
-            return compile_fx(module, inputs, inner_compile=_compile_part, config_patches=patches, **kwargs)
-
-    return compile_with
-
-
-def _compile_part(module: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-    with patch(dict(module.meta.get(_SETTINGS, AS_EVER))):
-        return compile_fx_inner(module, inputs, **kwargs)
-
-
-def use_settings(modules: Iterable[fx.GraphModule], settings: Mapping[str, Any]) -> None:
-    """Have these modules compiled with other settings than Inductor's present ones."""
-    for module in modules:
-        module.meta[_SETTINGS] = settings
-
-
-def simplified(joint: fx.GraphModule) -> fx.GraphModule:
-    """The joint graph without dead code and common subexpressions, as PyTorch's own partitioner begins."""
-    joint.graph.eliminate_dead_code()
-    joint.graph = fx_graph_cse(joint.graph)
-    joint.recompile()
-    return joint
-
-
-def plain_partition(joint: fx.GraphModule, options: dict[str, Any]) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Forward and backward pass as ``torch.compile`` parts them without a budget."""
-    found: tuple[fx.GraphModule, fx.GraphModule] = min_cut_rematerialization_partition(copied(joint), (), **options)
-    return found
-
-
-def extracted(
-    joint: fx.GraphModule, saved: list[fx.Node], num_fwd_outputs: int
-) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Forward and backward pass with these values handed on between them, in the convention of AOTAutograd."""
-    found: tuple[fx.GraphModule, fx.GraphModule] = _extract_fwd_bwd_modules(
-        joint, saved, saved_sym_nodes=[], num_fwd_outputs=num_fwd_outputs
-    )
-    return found
-
-
-def copied(module: fx.GraphModule) -> fx.GraphModule:
-    """The same graph in a module of its own; passes over it leave the first one alone."""
-    graph = fx.Graph()
-    known: dict[fx.Node, fx.Node] = {}
-    for node in module.graph.nodes:
-        known[node] = graph.node_copy(node, known.__getitem__)
-    return fx.GraphModule(module, graph)
-
-
-def is_tied(node: fx.Node) -> str:
-    """The pass that a node must be in, since it writes to an input: "forward", "backward" or "" for neither."""
-    if _must_be_in_backward(node):
-        return "backward"
-    return "forward" if _must_be_in_forward(node) else ""
-
-
-def is_overwritten(joint: fx.GraphModule) -> Iterator[fx.Node]:
-    """The inputs of a joint graph that the step writes to: buffers, mostly."""
-    (output,) = joint.graph.find_nodes(op="output")
-    descriptions = output.meta.get("desc", ())
-    written = {id(d.mutated_input) for d in tree_leaves(descriptions) if hasattr(d, "mutated_input")}
-    for node in joint.graph.find_nodes(op="placeholder"):
-        is_target = any(user.target is torch.ops.aten.copy_.default and user.args[0] is node for user in node.users)
-        if is_target or id(node.meta.get("desc")) in written:
-            yield node
-
-
-def roles_of(joint: fx.GraphModule, static: Sequence[int]) -> dict[fx.Node, str]:
-    """Roles of the inputs of a joint graph.
-
-    Args:
-        joint: the graph.
-        static: places of the inputs that are the same in every step, parameters and buffers.
-    """
-    (output,) = joint.graph.find_nodes(op="output")
-    differentiated = {d.grad_of for d in tree_leaves(output.meta.get("desc", ())) if hasattr(d, "grad_of")}
-    found = {}
-    for place, node in enumerate(joint.graph.find_nodes(op="placeholder")):
-        is_parameter = node.meta.get("desc") in differentiated
-        found[node] = "batch" if place not in static else "parameter" if is_parameter else "state"
-    return found
-
-
-def layer_of(node: fx.Node) -> str:
-    """The path of the module that a node belongs to, as Dynamo writes it."""
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-    return str(list(stack.values())[-1][0]) if stack else ""
+"""Two habits of Inductor off that weigh nothing against memory. It holds a freed buffer back for a later one of its
+size, and makes a product only where a sum needs it, so that the factors are held until then."""
 
 
 class _Read(BaseException):
-    """Ends the compilation of a module once its lines are read; no error, so nobody handles it."""
+    """Ends the compilation of a module once its lines are read. It is no ``Exception``, so that nobody handles it."""
 
 
 def peak_bytes(modules: Iterable[fx.GraphModule], settings: Mapping[str, Any] = AS_EVER) -> int:
@@ -193,7 +65,7 @@ class _Result:
 
 
 def _peak_of(module: fx.GraphModule, made: dict[str, _Result], settings: Mapping[str, Any]) -> int:
-    """Of one pass. ``made`` are the results of the forward pass by their names, once that was looked at."""
+    """The peak of one pass. The forward pass, which comes first, adds its results to ``made`` by their names."""
     (output,) = module.graph.find_nodes(op="output")
     results = tree_leaves(output.args)
     inputs = module.graph.find_nodes(op="placeholder")
@@ -239,7 +111,7 @@ def _laid_out(value: Any, result: _Result | None) -> Any:
 
 
 class _Memory:
-    """Follows the lines of a module's code, and what each does to memory."""
+    """Follows the lines of a module's code, and counts what each does to memory."""
 
     def __init__(self) -> None:
         self.ledger = Ledger()
@@ -258,7 +130,7 @@ class _Memory:
                 self.ledger.share(name, holder)
 
     def run(self, line: Any) -> None:
-        """One line. Those that are not named here allocate nothing, or not from PyTorch's allocator."""
+        """Follow one line. A kind that is not named here allocates nothing, or not from PyTorch's allocator."""
         ledger = self.ledger
         match line:
             case lines.AllocateLine():
@@ -298,7 +170,7 @@ def _size_bytes(buffer: Any) -> int:
 
 
 def _scratch_bytes(kernel: Any) -> int:
-    """What the operator's own kernel takes in passing, its arguments laid out as Inductor has them."""
+    """Scratch memory of an operator's own kernel, its arguments laid out as Inductor has them."""
     if kernel.get_device_or_error().type != "cpu":
         return 0
     laid_out = [
@@ -313,10 +185,65 @@ def _scratch_bytes(kernel: Any) -> int:
         values = laid_out if len(laid_out) == len(tensors) else [one.meta["val"] for one in tensors]
         known = dict(zip(tensors, values, strict=True))
         args = tree_map_only(fx.Node, known.__getitem__, tuple(origin.args))
-        found = max(found, cpu_kernels.workspace_bytes(origin.target, args, origin.meta["val"]))
+        found = max(found, cpu_scratch.workspace_bytes(origin.target, args, origin.meta["val"]))
     return found
 
 
 def _place(indices: Sequence[tuple[type, Any]]) -> Hashable:
     """Which of an operator's results."""
     return tuple(at for _, at in indices)
+
+
+class Ledger:
+    """The storages that a module has allocated, and the names that hold them; one goes with the last of its names.
+
+    A name that was never introduced stands for something that is there anyway, a parameter say, and counts nothing.
+
+    Attributes:
+        bytes: allocated now.
+        peak_bytes: the most that was allocated at one time.
+    """
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self.peak_bytes = 0
+        self._sizes: list[int] = []
+        self._holders: list[int] = []
+        self._held: dict[str, dict[Hashable, int]] = {}
+
+    def allocate(self, name: str, size_bytes: int) -> None:
+        """Let a name hold a new storage."""
+        self.allocate_parts(name, {None: size_bytes})
+
+    def allocate_parts(self, name: str, sizes: dict[Hashable, int]) -> None:
+        """Let a name hold a new storage for each of its parts: the results of an operator."""
+        parts = {}
+        for part, size_bytes in sizes.items():
+            parts[part] = len(self._sizes)
+            self._sizes.append(size_bytes)
+            self._holders.append(0)
+            self.bytes += size_bytes
+        self.peak_bytes = max(self.peak_bytes, self.bytes)
+        self._hold(name, parts)
+
+    def share(self, name: str, of: str, part: Hashable = None) -> None:
+        """Let a name hold what another one holds; only the given part of it, if it has that part."""
+        parts = self._held.get(of, {})
+        self._hold(name, {part: parts[part]} if part in parts else dict(parts))
+
+    def free(self, name: str) -> None:
+        """Let go of whatever the name holds."""
+        for storage in self._held.pop(name, {}).values():
+            self._holders[storage] -= 1
+            if not self._holders[storage]:
+                self.bytes -= self._sizes[storage]
+
+    def scratch(self, size_bytes: int) -> None:
+        """Bytes that are allocated and freed again within a kernel."""
+        self.peak_bytes = max(self.peak_bytes, self.bytes + size_bytes)
+
+    def _hold(self, name: str, parts: dict[Hashable, int]) -> None:
+        for storage in parts.values():
+            self._holders[storage] += 1
+        self.free(name)
+        self._held[name] = parts

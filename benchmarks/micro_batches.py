@@ -1,6 +1,6 @@
-"""Recomputation only, accumulation only, and the joint plan at the same bytes: peak and time of an update.
+"""Recomputation only, accumulation only, and what "auto" chooses at the same bytes: peak and time of an update.
 
-    python -m benchmarks.joint_plan      # from the project's root; writes benchmarks/results/joint_plan_<device>.*
+    python -m benchmarks.micro_batches   # from the project's root; writes benchmarks/results/micro_batches_<device>.*
 
 One process per model holds every variant of its training step. They are measured in turn, round after round, so that
 what else runs on the machine disturbs them alike: only ratios mean something. A budget is a share of the peak that the
@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parent.parent / "results"
+RESULTS = Path(__file__).parent / "results"
 MODELS = ("transformer", "convolutions")
 SHARES = (60, 40, 25)
 
@@ -114,7 +114,7 @@ def measured(model_name: str, batch_size: int, rounds: int, shares: Sequence[int
     alone = {}
     for share in shares:
         budget = plain_bytes * share // 100
-        for variant, asked in (("recomputation only", 1), ("joint plan", "auto")):
+        for variant, asked in (("recomputation only", 1), ("chosen", "auto")):
             try:
                 run = made.step(
                     batch_size,
@@ -125,16 +125,17 @@ def measured(model_name: str, batch_size: int, rounds: int, shares: Sequence[int
             except remat.InfeasibleBudget as error:
                 add(variant, budget, None, minimum_bytes=error.minimum_bytes)
                 continue
-            plan, joint = remat.keras.plan_of(made.model), remat.keras.joint_plan_of(made.model)
+            plan = remat.keras.plan_of(made.model)
+            choice = remat.keras.micro_batch_choice_of(made.model)
             add(
                 variant,
                 budget,
                 run,
-                micro_batches=1 if joint is None else joint.micro_batches,
+                micro_batches=1 if choice is None else choice.micro_batches,
                 predicted_bytes=plan.peak_bytes,
                 predicted_overhead=plan.overhead,
                 recomputed=plan.recomputed,
-                why=None if joint is None else str(joint),
+                why=None if choice is None else str(choice),
             )
         for count in list(counts_to_try(batch_size))[1:]:
             if count not in alone:
@@ -175,7 +176,7 @@ def _share(line: dict[str, Any], plain_bytes: int) -> int | None:
 def as_markdown(lines: list[dict[str, Any]], about: str) -> str:
     """The table; times are ratios to the plain step of the same model."""
     rows = [
-        "# Recomputation only, accumulation only, and the joint plan",
+        '# Recomputation only, accumulation only, and what `micro_batches="auto"` chooses',
         "",
         about,
         "",
@@ -215,7 +216,7 @@ def main() -> None:
         return
     lines = []
     for name in asked.models:
-        command = [sys.executable, "-m", "benchmarks.joint_plan", "--worker", name]
+        command = [sys.executable, "-m", "benchmarks.micro_batches", "--worker", name]
         command += ["--batch-size", str(asked.batch_size), "--rounds", str(asked.rounds)]
         command += ["--shares", *map(str, asked.shares)]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
@@ -232,8 +233,8 @@ def main() -> None:
         "the plain step of the same model, per sample."
     )
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"joint_plan_{device}.json").write_text(json.dumps({"about": about, "lines": lines}, indent=1) + "\n")
-    (RESULTS / f"joint_plan_{device}.md").write_text(as_markdown(lines, about))
+    (RESULTS / f"micro_batches_{device}.json").write_text(json.dumps({"about": about, "lines": lines}, indent=1) + "\n")
+    (RESULTS / f"micro_batches_{device}.md").write_text(as_markdown(lines, about))
     print(as_markdown(lines, about))
 
 

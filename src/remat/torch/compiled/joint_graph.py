@@ -1,8 +1,9 @@
-"""A joint graph of AOTAutograd, forward and backward pass in one, -> Graph.
+"""A joint graph of AOTAutograd, forward and backward pass in one -> Graph.
 
-An op of the graph stands for what Inductor will most likely make one kernel of. What is free to have again is no op and
-made anew wherever it is read: views, constants, and element-wise values no smaller than all that they are made of.
-Other element-wise operators go into the only kernel that reads them, and what they make is never stored.
+An op of the graph stands for what Inductor will most likely make one kernel of. What is free to have again is no op,
+and is made anew wherever it is read: views, constants, and element-wise values that are hardly smaller than all that
+they are made of. Other element-wise operators go into the only kernel that reads them, and their values are never
+stored.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from remat.core.errors import UnsupportedStep
 from remat.core.graph import Graph, Op, Tensor
 from remat.running.cost_model import DeviceProfile, op_time_s
 from remat.torch._private import OpOverload, is_mutable, tree_leaves
-from remat.torch.compile import _inductor, joint_nodes
-from remat.torch.compile.inlining import Inlined
+from remat.torch.compiled import _inductor, joint_nodes
+from remat.torch.compiled.joint_nodes import Inlined
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class JointStep:
     Attributes:
         graph: forward pass first, its order fixed.
         groups: for each op, the nodes that it stands for, in order; none for the arrival of the incoming gradients.
-        first_backward: the op with which the backward pass begins, those gradients.
+        first_backward: the op with which the backward pass begins: the arrival of the incoming gradients.
         inlined: the nodes that are made anew wherever they are read.
     """
 
@@ -113,7 +114,7 @@ class _Builder:
         return self._inlined.sources(node) if node in self._inlined else (node,)
 
     def _ancestors(self, nodes: list[fx.Node]) -> set[fx.Node]:
-        """Everything that the forward pass runs: what its outputs need, writes to inputs, and every random draw."""
+        """What the forward pass runs: all that its outputs need, writes to inputs, and every random draw."""
         after_gradients: set[fx.Node] = set(self._tangents)
         for node in self._calls:
             if any(base in after_gradients for base in self._inlined.sources(node)):
@@ -133,7 +134,7 @@ class _Builder:
         return found
 
     def _grouped(self) -> list[tuple[fx.Node, ...]]:
-        """Nodes that become one kernel, in the order of the last of each."""
+        """Groups of nodes that become one kernel each, in the order of their last nodes."""
         readers: dict[fx.Node, list[fx.Node]] = {}
         for node in self._calls:
             for base in self._inlined.sources(node):

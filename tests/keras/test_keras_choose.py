@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from accumulation import train
 from keras import layers
-from small_models import BATCH, PLANNING, WIDTH, OwnTrainStep, assert_same_variables, compiled, data, functional
+from small_models import BATCH, BEST, QUICK, WIDTH, OwnTrainStep, assert_same_variables, compiled, data, functional
 
 import remat
 from remat.tensorflow.peak.device import current_device
@@ -29,36 +29,37 @@ def training(model):
     return model.fit(*data(2 * BATCH), batch_size=BATCH, shuffle=False, verbose=0)
 
 
-def trained(build, budget):
+def trained(build, budget, planning=QUICK):
     """The model, and its training's history, within a budget; None trains plainly."""
     keras.utils.set_random_seed(3)
     model = compiled(build)
     if budget is not None:
-        remat.keras.limit_memory(model, budget, micro_batches="auto", **PLANNING)
+        remat.keras.limit_memory(model, budget, micro_batches="auto", **planning)
     return model, training(model).history
 
 
 def test_the_same_numbers_within_the_budget_and_a_line_per_option(capsys):
     plain, expected = trained(dense, None)
     # About half of what the plain step takes, beside whatever other tests have left on the device.
-    model, history = trained(dense, current_device().in_use_bytes + 2_700_000)
+    model, history = trained(dense, current_device().in_use_bytes + 2_700_000, BEST)
 
-    joint, plan = remat.keras.joint_plan_of(model), remat.keras.plan_of(model)
-    assert plan.peak_bytes <= joint.budget_bytes == plan.budget_bytes
-    assert joint.micro_batches > 1 or plan.recomputed > 0
+    choice, plan = remat.keras.micro_batch_choice_of(model), remat.keras.plan_of(model)
+    assert plan.peak_bytes <= choice.budget_bytes == plan.budget_bytes
+    assert choice.options[0].micro_batches == 1
+    assert choice.options[0].recomputes or choice.options[0].plan is None, "the whole batch does not fit as it is"
     for name, values in expected.items():
         np.testing.assert_allclose(history[name], values, rtol=1e-5)
     assert_same_variables(model, plain)
 
     printed = capsys.readouterr().out
-    assert printed.count("remat joint plan: batches of 1024 samples within") == 1
+    assert printed.count("remat micro-batches: batches of 1024 samples within") == 1
     lines = LINE.findall(printed)
     assert [int(count) for _, count, _, _ in lines][:3] == [1, 2, 3]
-    assert [int(count) for mark, count, _, _ in lines if mark == "*"] == [joint.micro_batches]
+    assert [int(count) for mark, count, _, _ in lines if mark == "*"] == [choice.micro_batches]
     assert re.search("the least (predicted|measured) time", printed)
-    assert joint.times_are_measured
-    if any(option.recomputes for option in joint.options):
-        assert joint.chosen.measured_time_s is not None
+    assert choice.times_are_measured
+    if any(option.recomputes for option in choice.options):
+        assert choice.chosen.measured_time_s is not None
 
 
 @pytest.mark.slow
@@ -66,7 +67,7 @@ def test_batch_normalization_is_recomputed(capsys):
     """Dropout, metrics, seeds and statistics besides: that pieces were timed leaves no trace in them."""
     plain, expected = trained(functional, None)
     model, history = trained(functional, "95%")
-    assert remat.keras.joint_plan_of(model).micro_batches == 1
+    assert remat.keras.micro_batch_choice_of(model).micro_batches == 1
     assert remat.keras.plan_of(model).recomputed > 0
     for name, values in expected.items():
         np.testing.assert_allclose(history[name], values, rtol=1e-5)
@@ -77,7 +78,7 @@ def test_batch_normalization_is_recomputed(capsys):
 
 def test_what_fits_is_left_alone(capsys):
     model, _ = trained(dense, "1GiB")
-    assert remat.keras.joint_plan_of(model).options == (remat.keras.joint_plan_of(model).chosen,)
+    assert remat.keras.micro_batch_choice_of(model).options == (remat.keras.micro_batch_choice_of(model).chosen,)
     assert "1 micro-batch: the whole batch fits as it is" in capsys.readouterr().out
 
 
@@ -94,16 +95,17 @@ def test_a_step_of_the_models_own_is_recomputed(capsys):
 def test_a_larger_batch_is_chosen_for_again(capsys):
     keras.utils.set_random_seed(3)
     model = compiled(dense)
-    remat.keras.limit_memory(model, "12MB", micro_batches="auto", **PLANNING)
+    remat.keras.limit_memory(model, "12MB", micro_batches="auto", **QUICK)
     x, y = data(4 * BATCH)
     model.fit(x[:256], y[:256], batch_size=256, verbose=0)
-    small = remat.keras.joint_plan_of(model)
+    small = remat.keras.micro_batch_choice_of(model)
     model.fit(x, y, batch_size=2 * BATCH, verbose=0)
-    large = remat.keras.joint_plan_of(model)
+    large = remat.keras.micro_batch_choice_of(model)
     assert (small.batch_size, large.batch_size) == (256, 2 * BATCH)
     assert (small.micro_batches, small.chosen.plan.overhead) == (1, 0.0)
-    assert large.micro_batches > 1 or large.chosen.plan.overhead > 0
-    assert capsys.readouterr().out.count("remat joint plan") == 2
+    assert len(large.options) > 1, "the whole batch does not fit as it is"
+    assert large.chosen.plan.peak_bytes <= large.budget_bytes
+    assert capsys.readouterr().out.count("remat micro-batches") == 2
 
 
 @pytest.mark.slow
@@ -114,16 +116,20 @@ def test_under_xla():
     plain = train(build, training, 1)
     keras.utils.set_random_seed(7)
     model = build()
-    remat.keras.limit_memory(model, "60%", micro_batches="auto", **PLANNING)
+    remat.keras.limit_memory(model, "60%", micro_batches="auto", **QUICK)
     history = training(model).history
     np.testing.assert_allclose(history["loss"], plain.history["loss"], rtol=1e-5)
     assert_same_variables(model, plain.model)
 
 
+def test_the_earlier_name():
+    assert remat.keras.joint_plan_of is remat.keras.micro_batch_choice_of
+
+
 @pytest.mark.slow
 def test_nothing_fits():
     model = compiled(dense)
-    remat.keras.limit_memory(model, "1KB", micro_batches="auto", **PLANNING)
+    remat.keras.limit_memory(model, "1KB", micro_batches="auto", **QUICK)
     with pytest.raises(remat.InfeasibleBudget, match=r"within 1000 bytes .* was found"):
         training(model)
 

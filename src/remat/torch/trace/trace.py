@@ -1,40 +1,42 @@
-"""A recorded step -> Graph."""
+"""``trace``: a training step -> Graph. What planners and ``apply`` know of a step is a ``TracedStep``."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from remat.core.graph import Graph, Op, Tensor
 from remat.running.cost_model import DeviceProfile, device_here, get_profile, op_time_s
-from remat.torch.trace.record import record_step
+from remat.torch.trace.fake_step import record_step
+from remat.torch.trace.op_facts import kind
 from remat.torch.trace.recording import RecordedOp, Recording
 
-# What Python holds on to for longer than it reads it is worth an entry of its own above this share of all bytes.
-_HELD_SHARE = 1e-4
+_HELD_SHARE: Final = 1e-4
+"""What Python holds longer than anything reads it gets an op of its own if it is larger than this share of the largest
+storage. A judgement, not measured: a larger share misses bytes at the peak, a smaller one adds ops that change nothing.
+"""
 
 
 @dataclass(frozen=True)
 class TracedStep:
-    """A step as the planner and the run time see it.
+    """A training step as a graph, and how the graph and the recording belong together.
 
     Attributes:
-        graph: ops are those of the recording, with a ``held`` op in between where Python keeps a tensor that nothing
-            reads any more.
+        graph: the recorded ops, with a ``held`` op in between where Python keeps a tensor that nothing reads any more.
         recording: what was seen.
-        place: for each recorded op, its index in the graph.
+        graph_ops: for each recorded op, its index in the graph.
         forward_ops: how many ops of the graph belong to the forward pass.
-        tensor: for each recorded storage that an op of the graph makes or reads, its first tensor in the graph.
+        graph_tensors: for each recorded storage that an op of the graph makes or reads, its first tensor in the graph.
     """
 
     graph: Graph
     recording: Recording
-    place: tuple[int, ...]
+    graph_ops: tuple[int, ...]
     forward_ops: int
-    tensor: Mapping[int, int]
+    graph_tensors: Mapping[int, int]
 
 
 def trace(
@@ -86,18 +88,16 @@ class _Builder:
         recording = self._recording
         held = self._held_until()
         unpacked = self._unpacked_at()
-        place: list[int] = []
+        graph_ops: list[int] = []
         forward_ops = 0
         for index, op in enumerate(recording.ops):
             for storage in op.reads:
                 self._tensor_of(storage[0])
-            place.append(len(self._ops))
-            backward_reads = unpacked.get(index, []) if index >= recording.forward_ops else []
-            if index >= recording.forward_ops:
-                backward_reads = [*backward_reads, *held.get(index, [])]
-            self._add_op(index, op, backward_reads)
-            if index < recording.forward_ops and (kept := held.get(index)):
-                # An op of its own: a second run of this one must not need what Python merely held.
+            graph_ops.append(len(self._ops))
+            in_forward = index < recording.forward_ops
+            self._add_op(index, op, [] if in_forward else [*unpacked.get(index, []), *held.get(index, [])])
+            if in_forward and (kept := held.get(index)):
+                # It is an op of its own, since a second run of this one must not need what Python merely held.
                 inputs = tuple(self._newest[s] for s in kept)
                 self._ops.append(
                     Op("held by Python", "held", inputs, recomputable=False, phase=op.phase, layer=op.layer)
@@ -115,10 +115,10 @@ class _Builder:
         graph = Graph(
             tuple(self._ops), tuple(self._tensors), tuple(dict.fromkeys((*pinned, *tiny))), outputs, free_order=False
         )
-        return TracedStep(graph, recording, tuple(place), forward_ops, dict(self._root))
+        return TracedStep(graph, recording, tuple(graph_ops), forward_ops, dict(self._root))
 
     def _tensor_of(self, number: int) -> int:
-        """The newest tensor in a storage; made here for what was there before the step."""
+        """The newest tensor in a storage; that of a storage from before the step is made at its first use."""
         if number not in self._newest:
             storage = self._recording.storages[number]
             self._newest[number] = self._root[number] = len(self._tensors)
@@ -146,11 +146,10 @@ class _Builder:
                 Tensor(storage.size_bytes, op.name, storage.shape, storage.dtype, self._newest[number])
             )
             self._newest[number] = outputs[-1]
-        kind = op.func.name().partition("::")[2] if op.func is not None else "accumulate"
         self._ops.append(
             Op(
                 name=op.name,
-                kind=kind,
+                kind="accumulate" if op.func is None else kind(op.func),
                 inputs=tuple(inputs),
                 outputs=tuple(outputs),
                 time_s=op_time_s(self._profile, op.flops, op.moved_bytes, op.dtype),
@@ -165,9 +164,9 @@ class _Builder:
     def _unpacked_at(self) -> dict[int, list[int]]:
         """For each recorded op of the backward pass, the storages that autograd reads just before it."""
         found: dict[int, list[int]] = {}
-        for slot in self._recording.slots:
-            if slot.storage is not None and slot.unpacked is not None:
-                found.setdefault(slot.unpacked, []).append(slot.storage)
+        for saved in self._recording.saved:
+            if saved.storage is not None and saved.unpacked is not None:
+                found.setdefault(saved.unpacked, []).append(saved.storage)
         return found
 
     def _held_until(self) -> dict[int, list[int]]:
@@ -193,18 +192,15 @@ class _Builder:
 def _overwritten_reads(recording: Recording) -> set[int]:
     """Ops that must not run again because of what is written in place.
 
-    What an op read may have been overwritten since; what autograd saved may have been; what was there before the step
-    may change during it.
+    Since an op ran, what it read may have been overwritten, and so may what autograd saved of its results. What was
+    there before the step may change during it.
     """
     storages = recording.storages
-    last_phase = len(recording.ops)
-    for index, op in enumerate(recording.ops):
-        if op.phase == "update":
-            last_phase = index
-            break
+    # Nothing runs again once the optimizer's update has begun, so that its writes do not count.
+    update = next((index for index, op in enumerate(recording.ops) if op.phase == "update"), len(recording.ops))
 
     def final_version(number: int) -> int:
-        return sum(1 for write in storages[number].writes if write < last_phase)
+        return sum(1 for write in storages[number].writes if write < update)
 
     never: set[int] = set()
     for index, op in enumerate(recording.ops):
@@ -217,16 +213,16 @@ def _overwritten_reads(recording: Recording) -> set[int]:
                 never.add(index)
         if any(storages[number].made_by is None for number in op.writes):
             never.add(index)
-    for slot in recording.slots:
-        if slot.storage is None:
+    for saved in recording.saved:
+        if saved.storage is None:
             continue
-        storage = storages[slot.storage]
-        read_in_forward = slot.unpacked is not None and slot.unpacked < recording.forward_ops
-        overwritten = slot.version < final_version(slot.storage)
-        if storage.made_by is not None and (overwritten or slot.unpacked is None or read_in_forward):
+        storage = storages[saved.storage]
+        read_in_forward = saved.unpacked is not None and saved.unpacked < recording.forward_ops
+        overwritten = saved.version < final_version(saved.storage)
+        if storage.made_by is not None and (overwritten or saved.unpacked is None or read_in_forward):
             never.add(storage.made_by)
     for storage in storages:
-        # Python still holds it when the backward pass begins, or it is written then: it cannot be dropped.
+        # What Python still holds when the backward pass begins, or writes to in it, cannot be dropped.
         outlives = storage.released is None or storage.released > recording.forward_ops
         late = outlives or any(write >= recording.forward_ops for write in storage.writes)
         if late and storage.made_by is not None:

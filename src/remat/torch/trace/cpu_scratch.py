@@ -1,6 +1,8 @@
-"""Memory of kernels on a CPU that no shape tells: copies in other layouts, and what oneDNN keeps of a recurrent layer.
+"""Scratch memory of CPU kernels that no shape tells: copies in other layouts, and what oneDNN keeps of an LSTM or GRU.
 
-Found by running each operator under the profiler, PyTorch 2.13; ``tests/torch/test_torch_cpu_kernels.py`` repeats that.
+Found by running each operator under the profiler, PyTorch 2.13; ``tests/torch/test_torch_cpu_scratch.py`` repeats that.
+Where a figure here is too small, a step needs more than was predicted, and breaks its budget once that is more than the
+reserve of ``remat.torch.plan``.
 """
 
 from __future__ import annotations
@@ -15,51 +17,59 @@ from torch.profiler import ProfilerActivity, profile
 
 from remat.torch import _private
 from remat.torch._private import OpOverload
+from remat.torch.trace.op_facts import base_name
 
-_BLOCK: Final = 16
-"""oneDNN stores channels in blocks of this many."""
-_SMALL_BLOCK: Final = 8
+_AVX512_BLOCK: Final = 16
+_OTHER_BLOCK: Final = 8
+"""How many channels oneDNN stores in one block: as many floats as a vector register holds, but 8 where it holds 4. The
+last block is filled up, so that with a wrong figure the copies of odd numbers of channels come out too large or small.
+"""
+_FEWEST_IN_BLOCKS: Final = 8
+"""Channels that a convolution has to read before oneDNN copies them into blocks. Measured: up to 7 it reads as they
+are."""
 _LAST_SCRATCH: Final = 4096
 _LAST_SCRATCH_OF_A_THREAD: Final = 4120
-"""Beside the weights in its own order, with channels last."""
+"""Bytes that a convolution takes where channels lie last, beside the weights in oneDNN's own order. Measured at 1 and 2
+threads."""
 
 _RNN: Final = torch.ops.aten.mkldnn_rnn_layer.default
 _RNN_BACKWARD: Final = torch.ops.aten.mkldnn_rnn_layer_backward.default
 
-_LOSSES: Final = frozenset({"mse_loss", "smooth_l1_loss", "huber_loss"})
+# They write the losses of all elements before they sum them up.
+_LOSSES: Final = frozenset({"aten::mse_loss", "aten::smooth_l1_loss", "aten::huber_loss"})
 
 # These kernels first copy what is not contiguous.
 _WANT_CONTIGUOUS: Final = frozenset(
     {
-        "native_layer_norm",
-        "native_layer_norm_backward",
-        "native_group_norm",
-        "native_group_norm_backward",
-        "upsample_nearest2d_backward",
-        "upsample_bilinear2d_backward",
-        "embedding_dense_backward",
-        "max_pool2d_with_indices_backward",
+        "aten::native_layer_norm",
+        "aten::native_layer_norm_backward",
+        "aten::native_group_norm",
+        "aten::native_group_norm_backward",
+        "aten::upsample_nearest2d_backward",
+        "aten::upsample_bilinear2d_backward",
+        "aten::embedding_dense_backward",
+        "aten::max_pool2d_with_indices_backward",
     }
 )
 
 
 def workspace_bytes(func: OpOverload, args: tuple[Any, ...], out: Any) -> int:
     """Scratch memory that the kernel takes from PyTorch's allocator while it runs."""
-    name = func.name().partition("::")[2].partition(".")[0]
+    name = base_name(func)
     tensors = [t for t in args if isinstance(t, torch.Tensor)]
-    if name == "convolution":
+    if name == "aten::convolution":
         return _convolution(tensors[0], tensors[1], out)
-    if name == "convolution_backward":
+    if name == "aten::convolution_backward":
         return _convolution_backward(tensors[0], tensors[1], tensors[2], args[4])
-    if name == "native_batch_norm_backward":
+    if name == "aten::native_batch_norm_backward":
         return _bytes(tensors[1])
-    if name in ("upsample_nearest2d", "upsample_bilinear2d"):
+    if name in ("aten::upsample_nearest2d", "aten::upsample_bilinear2d"):
         return _bytes(tensors[0]) + _bytes(out)
     if name in _LOSSES:
         return _bytes(tensors[0]) if out.numel() == 1 else 0
-    if name == "_safe_softmax":
+    if name == "aten::_safe_softmax":
         return int(math.prod(out.shape))
-    if name in ("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward"):
+    if name in ("aten::mkldnn_rnn_layer", "aten::mkldnn_rnn_layer_backward"):
         backward = name.endswith("backward")
         scratch = _rnn_line(args, backward).workspace_bytes(args[0].shape[0])
         # With batch_first the outputs' gradient comes transposed, and is copied first.
@@ -71,8 +81,8 @@ def workspace_bytes(func: OpOverload, args: tuple[Any, ...], out: Any) -> int:
 
 def real_sizes(func: OpOverload, args: tuple[Any, ...], made: Sequence[int]) -> dict[int, int]:
     """Bytes of the outputs that PyTorch's shape rules do not know, by the numbers given for the outputs."""
-    name = func.name().partition("::")[2].partition(".")[0]
-    if name == "mkldnn_rnn_layer" and len(made) == 4 and args[0].device.type == "cpu":
+    name = base_name(func)
+    if name == "aten::mkldnn_rnn_layer" and len(made) == 4 and args[0].device.type == "cpu":
         return {made[3]: _rnn_line(args, False).kept_bytes(args[0].shape[0])}
     if name in _LOSSES and made and args[0].device.type == "cpu":
         # The scalar stands in the storage of the losses of all elements.
@@ -85,18 +95,24 @@ def _bytes(tensor: torch.Tensor) -> int:
     return size
 
 
+@cache
+def _block() -> int:
+    """How many channels oneDNN stores in one block on this processor."""
+    return _AVX512_BLOCK if torch.backends.cpu.get_cpu_capability().startswith("AVX512") else _OTHER_BLOCK
+
+
 def _blocked(tensor: torch.Tensor) -> int:
     """Bytes of a copy in blocks of channels."""
     channels = int(tensor.shape[1])
-    return _bytes(tensor) // max(1, channels) * (-(-channels // _BLOCK) * _BLOCK)
+    return _bytes(tensor) // max(1, channels) * (-(-channels // _block()) * _block())
 
 
 def _read_in_blocks(inputs: torch.Tensor) -> int:
-    """Bytes of the copy of what a convolution reads: few channels are read as they are, up to 8 are one block."""
+    """Bytes of the copy of what a convolution reads: few channels are read as they are, 8 are one block everywhere."""
     channels = inputs.shape[1]
-    if channels < _SMALL_BLOCK:
+    if channels < _FEWEST_IN_BLOCKS:
         return 0
-    return _bytes(inputs) if channels == _SMALL_BLOCK else _blocked(inputs)
+    return _bytes(inputs) if channels == _OTHER_BLOCK else _blocked(inputs)
 
 
 def _has_channels_last(tensor: torch.Tensor) -> bool:
@@ -113,8 +129,9 @@ def _convolution(inputs: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) 
     if _has_channels_last(inputs) or _has_channels_last(weight):
         scratch = _LAST_SCRATCH + torch.get_num_threads() * _LAST_SCRATCH_OF_A_THREAD
         return _brought_last(inputs, weight) + _bytes(weight) + scratch
-    copied = _read_in_blocks(inputs)
-    return copied + _bytes(weight) + _blocked(out) - _bytes(out) if copied else _blocked(out)
+    # At first everything lies in blocks; then the copies of what was read go, and the result is there in both orders.
+    in_blocks = _read_in_blocks(inputs) + _bytes(weight) + _blocked(out) - _bytes(out)
+    return max(in_blocks, _blocked(out)) if inputs.shape[1] >= _FEWEST_IN_BLOCKS else _blocked(out)
 
 
 def _convolution_backward(
@@ -124,7 +141,7 @@ def _convolution_backward(
         return _brought_last(gradient, inputs, weight) + 2 * _bytes(weight)
     copied, own = _read_in_blocks(inputs), _bytes(weight)
     for_weights = _blocked(gradient) + copied + own
-    # A strided one makes the inputs' gradient in blocks and not.
+    # With a stride, the gradient of the inputs is there in both orders.
     return max(for_weights, 2 * copied - own) if max(stride) > 1 else for_weights
 
 

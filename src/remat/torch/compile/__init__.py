@@ -1,1 +1,0 @@
-"""``torch.compile`` within a budget: the joint graph of AOTAutograd planned and parted for Inductor."""

@@ -1,0 +1,147 @@
+"""Every symbol of Inductor and AOTAutograd in use; ``tests/torch/test_torch_private.py`` checks each.
+
+Importing this imports Inductor, which takes seconds: only ``remat.torch.compile`` does so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import fx
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._functorch import config as functorch_config
+from torch._functorch.compile_utils import fx_graph_cse
+from torch._functorch.partitioners import (
+    _extract_fwd_bwd_modules,
+    _must_be_in_backward,
+    _must_be_in_forward,
+    min_cut_rematerialization_partition,
+)
+from torch._inductor import ir
+from torch._inductor.codegen import wrapper as lines
+from torch._inductor.codegen.wrapper import PythonWrapperCodegen
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.config import patch
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch._inductor.virtualized import V
+
+from remat.torch._private import tree_leaves
+
+__all__ = ["BackendCompilerFailed", "PythonWrapperCodegen", "V", "compile_fx_inner", "ir", "lines", "patch"]
+
+_SETTINGS: Final = "remat_settings"  # Where a module carries its settings to the point where it is compiled.
+
+
+class _Partitioner(CustomPartitionerFn):
+    """Hands a joint graph to a function that parts it."""
+
+    def __init__(self, partition: Callable[..., tuple[fx.GraphModule, fx.GraphModule]]) -> None:
+        self._partition = partition
+
+    def __call__(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        return self._partition(gm, **kwargs)
+
+    def uuid(self) -> None:
+        """No key for Inductor's caches: what this does follows from a budget and from the time that planning had."""
+
+
+def backend(partition: Callable[..., tuple[fx.GraphModule, fx.GraphModule]]) -> Callable[..., Any]:
+    """A backend for ``torch.compile``: Inductor, with this function to part forward and backward pass.
+
+    What it compiles is not kept on disk: the same graph is parted in another way under another budget.
+    """
+    patches = {"custom_partitioner_fn": _Partitioner(partition), "fx_graph_cache": False}
+
+    def compile_with(module: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
+        with functorch_config.patch(enable_autograd_cache=False):
+            return compile_fx(module, inputs, inner_compile=_compile_part, config_patches=patches, **kwargs)
+
+    return compile_with
+
+
+def _compile_part(module: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+    with patch(dict(module.meta.get(_SETTINGS, {}))):
+        return compile_fx_inner(module, inputs, **kwargs)
+
+
+def use_settings(modules: Iterable[fx.GraphModule], settings: Mapping[str, Any]) -> None:
+    """Have these modules compiled with other settings than Inductor's present ones."""
+    for module in modules:
+        module.meta[_SETTINGS] = settings
+
+
+def simplified(joint: fx.GraphModule) -> fx.GraphModule:
+    """The joint graph without dead code and common subexpressions, as PyTorch's own partitioner begins."""
+    joint.graph.eliminate_dead_code()
+    joint.graph = fx_graph_cse(joint.graph)
+    joint.recompile()
+    return joint
+
+
+def plain_partition(joint: fx.GraphModule, options: dict[str, Any]) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Forward and backward pass as ``torch.compile`` parts them without a budget."""
+    found: tuple[fx.GraphModule, fx.GraphModule] = min_cut_rematerialization_partition(copied(joint), (), **options)
+    return found
+
+
+def extracted(
+    joint: fx.GraphModule, saved: list[fx.Node], num_fwd_outputs: int
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Forward and backward pass with these values handed on between them, in the convention of AOTAutograd."""
+    found: tuple[fx.GraphModule, fx.GraphModule] = _extract_fwd_bwd_modules(
+        joint, saved, saved_sym_nodes=[], num_fwd_outputs=num_fwd_outputs
+    )
+    return found
+
+
+def copied(module: fx.GraphModule) -> fx.GraphModule:
+    """The same graph in a module of its own; passes over it leave the first one alone."""
+    graph = fx.Graph()
+    known: dict[fx.Node, fx.Node] = {}
+    for node in module.graph.nodes:
+        known[node] = graph.node_copy(node, known.__getitem__)
+    return fx.GraphModule(module, graph)
+
+
+def is_tied(node: fx.Node) -> str:
+    """The pass that a node must be in, since it writes to an input: "forward", "backward" or "" for neither."""
+    if _must_be_in_backward(node):
+        return "backward"
+    return "forward" if _must_be_in_forward(node) else ""
+
+
+def is_overwritten(joint: fx.GraphModule) -> Iterator[fx.Node]:
+    """The inputs of a joint graph that the step writes to, mostly buffers."""
+    (output,) = joint.graph.find_nodes(op="output")
+    descriptions = output.meta.get("desc", ())
+    written = {id(d.mutated_input) for d in tree_leaves(descriptions) if hasattr(d, "mutated_input")}
+    for node in joint.graph.find_nodes(op="placeholder"):
+        is_target = any(user.target is torch.ops.aten.copy_.default and user.args[0] is node for user in node.users)
+        if is_target or id(node.meta.get("desc")) in written:
+            yield node
+
+
+def roles_of(joint: fx.GraphModule, static: Sequence[int]) -> dict[fx.Node, str]:
+    """Roles of the inputs of a joint graph.
+
+    Args:
+        joint: the graph.
+        static: places of the inputs that are the same in every step, parameters and buffers.
+    """
+    (output,) = joint.graph.find_nodes(op="output")
+    differentiated = {d.grad_of for d in tree_leaves(output.meta.get("desc", ())) if hasattr(d, "grad_of")}
+    found = {}
+    for place, node in enumerate(joint.graph.find_nodes(op="placeholder")):
+        is_parameter = node.meta.get("desc") in differentiated
+        found[node] = "batch" if place not in static else "parameter" if is_parameter else "state"
+    return found
+
+
+def layer_of(node: fx.Node) -> str:
+    """The path of the module that a node belongs to, as Dynamo writes it."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    return str(list(stack.values())[-1][0]) if stack else ""

@@ -1,0 +1,205 @@
+"""Runs one training step on fake tensors: the loss, its gradients, the optimizer's update -> Recording.
+
+Nothing is allocated and no parameter changes: PyTorch's ``FakeTensorMode`` carries shapes, strides and devices only.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import random
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any, TypeAlias
+from unittest import mock
+
+import numpy as np
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from remat.core.errors import UnsupportedStep
+from remat.torch import _private
+from remat.torch.trace.recording import Recording
+from remat.torch.trace.watcher import StepWatcher
+
+Update: TypeAlias = Callable[[Callable[[torch.Tensor], torch.Tensor | None]], None]
+"""An optimizer's update, as a function of what gives a parameter's gradient; writes to real tensors change none."""
+
+
+def record_step(
+    loss_fn: Callable[..., Any],
+    args: Sequence[Any],
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    update: Update | None = None,
+    accumulates: bool = False,
+    resident: Sequence[torch.Tensor] = (),
+    resident_bytes: int = 0,
+) -> Recording:
+    """Run the loss, its gradients and the optimizer's update on fake tensors.
+
+    Args:
+        loss_fn: returns the loss, a tensor of one element.
+        args: its arguments.
+        optimizer: whose state and update are counted; it is not changed.
+        update: what happens with the gradients instead, see ``Update``; it is counted as far as it needs no values.
+        accumulates: do gradients of earlier micro-batches exist, to which those of this step are added?
+        resident: tensors that count although the step does not touch them.
+        resident_bytes: memory that counts although no tensor of it is known.
+
+    Raises:
+        UnsupportedStep: where Python needs the value of a tensor, or the loss cannot be differentiated.
+    """
+    watcher = StepWatcher()
+    with undisturbed(), ExitStack() as stack:
+        stack.enter_context(watcher.storages.fake_mode)
+        stack.enter_context(watcher)
+        watcher.pin([t for t in _private.tree_leaves(args) if isinstance(t, torch.Tensor)], "batch")
+        watcher.pin(resident, "optimizer_state")
+        if resident_bytes:
+            watcher.count_beside(resident_bytes)
+        with (
+            watcher.modules,
+            watcher.taking_marks(),
+            _without_reduction(watcher.count_beside),
+            torch.autograd.graph.saved_tensors_hooks(watcher.pack, watcher.unpack),
+        ):
+            loss = _loss_of(loss_fn, args)
+        watcher.end_forward(loss)
+        _differentiate(watcher, loss, accumulates)
+        kept = None if accumulates else loss  # Of a micro-batch nothing but gradients is left when the update comes.
+        del loss
+        if optimizer is not None:
+            _run_optimizer(watcher, optimizer)
+        elif update is not None:
+            _run_update(watcher, update)
+        del kept
+    return watcher.finished()
+
+
+def _loss_of(loss_fn: Callable[..., Any], args: Sequence[Any]) -> torch.Tensor:
+    try:
+        loss = loss_fn(*args)
+    except (_private.DataDependentOutputException, _private.DynamicOutputShapeException) as error:
+        raise UnsupportedStep(
+            f"the step cannot be traced without values: {getattr(error, 'func', error)} turns a tensor's values into a "
+            "Python number or a shape (.item(), if tensor:, nonzero). Compute that outside of the loss and pass the "
+            "result in, or replace it by operations on tensors"
+        ) from error
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        what = (
+            f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+        )
+        if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+            what += " that depends on no parameter"
+        raise UnsupportedStep(f"the loss function returned {what}; it returns a loss of one element to differentiate")
+    return loss
+
+
+def _differentiate(watcher: StepWatcher, loss: torch.Tensor, accumulates: bool) -> None:
+    """As ``loss.backward()`` would, but leaving every ``grad`` alone, and hooks on accumulated gradients unrun."""
+    leaves = _private.leaves_of(loss)
+    hooks = [leaf.register_hook(watcher.accumulation_into(leaf, accumulates)) for leaf in leaves]
+    try:
+        watcher.hold_gradients(torch.autograd.grad(loss, leaves, allow_unused=True))
+    except (_private.DataDependentOutputException, _private.DynamicOutputShapeException) as error:
+        raise UnsupportedStep(
+            f"the backward pass cannot be traced: {getattr(error, 'func', error)} needs a tensor's values"
+        ) from error
+    except RuntimeError as error:
+        if "use_reentrant=True" not in str(error):
+            raise
+        raise UnsupportedStep(
+            "torch.utils.checkpoint with use_reentrant=True runs a backward pass of its own and cannot be traced; give "
+            "use_reentrant=False, or take the checkpoint out and leave the choice to the plan"
+        ) from error
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _run_update(watcher: StepWatcher, update: Update) -> None:
+    watcher.begin_update({})
+    # An update that wants values (a loss scale: is everything finite?) counts up to there. A real mistake comes up
+    # again in the real update.
+    with suppress(RuntimeError):
+        update(watcher.gradient_of)
+        return
+    gc.collect()  # The error's frames hold on to fake tensors.
+
+
+def _run_optimizer(watcher: StepWatcher, optimizer: torch.optim.Optimizer) -> None:
+    """Run ``optimizer.step()`` on fake parameters and the gradients of the step; nothing of the optimizer changes.
+
+    State that the optimizer makes at its first step counts as resident: it is there from the second step on.
+    """
+    fakes: dict[int, torch.Tensor] = {}
+    with watcher.paused():
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                fakes[id(parameter)] = torch.nn.Parameter(watcher.stand_in(parameter), parameter.requires_grad)
+        clone = _clone(optimizer, fakes, watcher)
+        for parameter in _parameters(clone):
+            parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+        if not clone.state:
+            type(clone).step(clone)
+    watcher.begin_update(fakes)
+    state = [t for t in _private.tree_leaves(list(clone.state.values())) if isinstance(t, torch.Tensor)]
+    watcher.pin(state, "optimizer_state")
+    type(clone).step(clone)
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _clone(optimizer: torch.optim.Optimizer, fakes: dict[int, torch.Tensor], watcher: StepWatcher) -> Any:
+    """An optimizer of the same kind over fake parameters, without the hooks of schedulers and scalers."""
+
+    def stand_in(tensor: torch.Tensor) -> torch.Tensor:
+        # Optimizers read their step counts as numbers, which a fake tensor has only if it was made from one.
+        return watcher.stand_in(tensor) if tensor.dim() else torch.tensor(1.0, dtype=tensor.dtype)
+
+    clone: Any = copy.copy(optimizer)
+    clone.__dict__.pop("step", None)
+    clone._optimizer_step_pre_hooks = OrderedDict()
+    clone._optimizer_step_post_hooks = OrderedDict()
+    clone.param_groups = [
+        {**group, "params": [fakes[id(parameter)] for parameter in group["params"]]} for group in optimizer.param_groups
+    ]
+    clone.state = defaultdict(dict)
+    for parameter, state in optimizer.state.items():
+        known = fakes.get(id(parameter), parameter)
+        clone.state[known] = _private.tree_map_only(torch.Tensor, stand_in, dict(state))
+    return clone
+
+
+@contextmanager
+def _without_reduction(count: Callable[[int], None]) -> Iterator[None]:
+    """Inside, a ``DistributedDataParallel`` module runs as the module in it: its hooks want real gradients.
+
+    Args:
+        count: called with the bytes of the buckets in which its gradients are reduced, once for each module.
+    """
+    seen: set[int] = set()
+
+    def forward(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
+        if id(self) not in seen:
+            seen.add(id(self))
+            count(sum(p.numel() * p.element_size() for p in self.module.parameters() if p.requires_grad))
+        return self.module(*args, **kwargs)
+
+    with mock.patch.object(DistributedDataParallel, "forward", forward):
+        yield
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Python's and NumPy's random states as before; PyTorch's own are not drawn from by fake tensors."""
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
