@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
-import numpy as np
 from front_ends import PLANNING, FrontEnd, Loss, Step, Values
 
 import remat.keras
@@ -143,7 +142,7 @@ class _KerasStep(Step):
         model = self._made(shapes, self._seeds)
         model.adds_loss = self._reduction == "added"
         kinds = {"mean": "sum_over_batch_size", "sum": "sum", "ratio": "mean_with_sample_weight"}
-        loss = None if model.adds_loss else _ValuesAsTheyAre(kinds[self._reduction])
+        loss = None if model.adds_loss else _ValuesAsTheyAre(reduction=kinds[self._reduction])
         # Without it Keras on JAX divides a missing loss's log by no samples.
         model.compile(keras.optimizers.SGD(LEARNING_RATE), loss)
         if self._budget is not None or self._count > 1:
@@ -153,12 +152,8 @@ class _KerasStep(Step):
 
 def _peak_in_tensorflow(model: Any, data: tuple[Any, Any, Any]) -> int:
     from remat.tensorflow import measure
-    from remat.tensorflow.peak.device import current_device
 
-    # The counter is that of the process: what earlier checks have left in memory is not the step's.
-    there = current_device().in_use_bytes
-    own = sum(int(np.prod(one.shape)) * 4 for one in (*model.weights, *data) if one is not None)
-    return int(measure(lambda: _train(model, data), repeats=1).peak_bytes) - max(0, there - own)
+    return int(measure(lambda: _train(model, data), repeats=1).peak_bytes)
 
 
 def _peak_in_torch(model: Any, data: tuple[Any, Any, Any]) -> int:

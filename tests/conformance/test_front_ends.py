@@ -15,7 +15,7 @@ import remat
 from worker_process import worker
 
 VERBS = ("trace", "measure", "recompute")
-ROOMS = ("_private", "api", "check", "emit", "kernels", "measure", "micro_batches", "recompute", "trace", "workload")
+ROOMS = ("_private", "api", "emit", "measure", "micro_batches", "recompute", "timed_ops", "trace", "workload")
 KERAS_BACKENDS = ("tensorflow", "jax", "torch")
 NOT_IN_KERAS = (
     checks.a_saved_plan_is_followed,  # limit_memory takes no plan.

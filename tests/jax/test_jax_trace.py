@@ -139,7 +139,8 @@ def test_every_planner_makes_a_plan_that_runs(small, planner):
     search = get_planner(planner)
     smallest = remat.simulate(graph, search(graph, 1, time_limit_s=0.0)).peak_bytes
     schedule = search(graph, int(1.05 * smallest), time_limit_s=0.2)
-    assert (len(schedule) > len(graph.ops)) == (planner != "store_all")
+    # Lower sets of so small a step save nothing: its plan is the plain one, as that of store_all is everywhere.
+    assert (len(schedule) > len(graph.ops)) == (planner not in ("lower_set", "store_all"))
     plan = plan_for_schedule(graph, schedule, planner=planner)
 
     assert_close(remat.jax.value_and_grad(case.loss, plan=plan)(*case.args), expected)

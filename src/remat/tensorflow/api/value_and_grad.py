@@ -94,10 +94,13 @@ def value_and_grad(
     budgets: dict[Any, int] = {}
     choices: dict[Any, MicroBatchChoice] = {}
 
+    @_private.left_alone_by_autograph
     def wrapped(*args: Any, **kwargs: Any) -> tuple[tf.Tensor, Gradients]:
+        # Only what the user wrote is AutoGraph's business.
+        converted = _private.converted_by_autograph(fn)
         batch = Batch.of(args, batch_argnums)
-        sources = list(variables) if variables is not None else _variables_read(fn, args, kwargs)
-        objective = Objective(fn, reduction, sources, request)
+        sources = list(variables) if variables is not None else _variables_read(converted, args, kwargs)
+        objective = Objective(converted, reduction, sources, request)
         count = fixed_count
         if count is None:
             if tf.executing_eagerly():
@@ -135,9 +138,7 @@ class _Aside:
         self._batch = batch
         self._request = objective.request
         self._in_xla = _private.in_xla_context(tf.compat.v1.get_default_graph())
-        # Only what the user wrote is AutoGraph's business.
-        fn = _private.converted_by_autograph(objective.fn, always=True)
-        self._plain = dataclasses.replace(objective, fn=fn, request=Request())
+        self._plain = dataclasses.replace(objective, request=Request())
         self._everything = (batch.args, kwargs)
         self._flat = tf.nest.flatten(self._everything)
         # Tensors of the function that is being traced exist there only: aside, others stand for them.
@@ -155,13 +156,11 @@ class _Aside:
                     "micro_batches and of bytes"
                 )
 
-    @_private.left_alone_by_autograph
     def budget_bytes(self) -> int:
         """The budget in bytes, a share being one of the plain peak of the batch in one piece."""
         assert self._request.budget is not None
         return bytes_of_share(self._request.budget, outside(lambda: candidate_of(self._in_one_piece())))
 
-    @_private.left_alone_by_autograph
     def choice(self) -> MicroBatchChoice:
         """The number of micro-batches that costs least, which is printed."""
         batch_size = batch_size_of(self._batch.leaves, self._batch.names)
@@ -213,7 +212,8 @@ def _variables_read(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
             fn(*args, **kwargs)
         found.extend(tape.watched_variables())
 
-    tf.function(read).get_concrete_function()  # Traced, not run: what the function does besides happens later.
+    # Traced, not run: what the function does besides happens later.
+    tf.function(read, autograph=False).get_concrete_function()
     if not found:
         raise UnsupportedStep(
             "the function reads no trainable variable, so there is nothing to differentiate by; give variables="

@@ -37,7 +37,8 @@ def batch_size_of(leaves: Sequence[tf.Tensor], names: Sequence[str]) -> Size:
                 f"{name} is a {type(leaf).__name__}, which cannot be split into micro-batches; give a dense tensor"
             )
     shapes = [None if leaf.shape.rank is None else tuple(leaf.shape) for leaf in leaves]
-    if (known := count_samples(shapes, names)) is not None:
+    known = count_samples(shapes, names)
+    if known is not None:
         return known
     size = tf.shape(leaves[0])[0]
     if _private.in_xla_context(tf.compat.v1.get_default_graph()):
