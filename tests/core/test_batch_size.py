@@ -14,7 +14,7 @@ WEIGHTS = 1000
 
 def step(samples: int) -> Graph:
     """A chain whose activations take 10 bytes a sample, beside weights."""
-    plain = chain(12, size_bytes=10 * samples)
+    plain = chain(12, size_bytes=10 * samples, free_order=False)
     tensors = (*plain.tensors, remat.Tensor(WEIGHTS, role="parameter"))
     return Graph(plain.ops, tensors, (*plain.inputs, len(plain.tensors)), plain.outputs, plain.free_order)
 
@@ -26,7 +26,7 @@ def plain_peak(samples: int) -> int:
 def test_plain_batch_is_the_largest_that_fits_and_the_planned_one_is_larger() -> None:
     budget = plain_peak(50) + 7
 
-    found = largest_batches(step, budget, batch_size=4)
+    found = largest_batches(step, budget, batch_size=4, planner="sqrt_n")
 
     assert found.plain.batch_size == 50
     assert found.plain.peak_bytes == plain_peak(50) <= budget < plain_peak(51)
@@ -35,7 +35,7 @@ def test_plain_batch_is_the_largest_that_fits_and_the_planned_one_is_larger() ->
     assert found.planned.peak_bytes <= budget
     assert found.planned.overhead > 0
     # It really is a batch that can be planned.
-    remat.plan(step(found.planned.batch_size), budget)
+    remat.plan(step(found.planned.batch_size), budget, planner="sqrt_n")
 
 
 def test_nothing_fits() -> None:
@@ -51,7 +51,7 @@ def test_sizes_that_are_rounded_are_corrected_by_replaying() -> None:
         return step(7 * -(-samples // 7))
 
     budget = plain_peak(70)
-    found = largest_batches(rounded, budget, batch_size=8)
+    found = largest_batches(rounded, budget, batch_size=8, planner="sqrt_n")
 
     assert remat.simulate(rounded(found.plain.batch_size), rounded(1).plain_schedule).peak_bytes <= budget
     assert 60 <= found.plain.batch_size <= 70

@@ -40,15 +40,15 @@ def diamond(**changes: Any) -> Graph:
 @pytest.mark.parametrize(
     ("schedule", "rule", "message"),
     [
-        ((0, 1, 2, 4), "index out of range", "step 3 is 4, .* has 4 ops"),
-        ((0, 1, 2, -1), "index out of range", "step 3 is -1"),
-        ((0, True, 2, 3), "index out of range", "step 1 is True"),
-        ((0, 1.0, 2, 3), "index out of range", r"step 1 is 1\.0"),
+        ((0, 1, 2, 4), "index out of range", "position 3 is 4, .* has 4 ops"),
+        ((0, 1, 2, -1), "index out of range", "position 3 is -1"),
+        ((0, True, 2, 3), "index out of range", "position 1 is True"),
+        ((0, 1.0, 2, 3), "index out of range", r"position 1 is 1\.0"),
         ((0, 1, 2), "missing op", r"op 3 \(Join 'd'\) never runs"),
         ((), "missing op", r"op 0 \(Make 'a'\) never runs"),
         ((0, 1, 1, 2, 3), "repeated op", r"op 1 \(Draw 'b'\) runs 2 times"),
-        ((1, 0, 2, 3), "unmade input", r"step 0 runs op 1 \(Draw 'b'\), which reads tensor 0 \('x'\)"),
-        ((0, 2, 1, 3), "after", r"step 1 runs op 2 \(Map 'c'\) before op 1 \(Draw 'b'\)"),
+        ((1, 0, 2, 3), "unmade input", r"position 0 runs op 1 \(Draw 'b'\), which reads tensor 0 \('x'\)"),
+        ((0, 2, 1, 3), "after", r"position 1 runs op 2 \(Map 'c'\) before op 1 \(Draw 'b'\)"),
     ],
 )
 def test_broken_rule_is_named(schedule: Schedule, rule: str, message: str) -> None:
@@ -62,7 +62,7 @@ def test_fixed_order_concerns_first_runs_only() -> None:
     ops = tuple(Op(name) for name in "abc")
     fixed = Graph(ops, (), free_order=False)
     assert validate(fixed, (0, 1, 0, 2, 1, 0)) == 0
-    with pytest.raises(InvalidSchedule, match=r"step 1 runs op 2 .* before op 1") as caught:
+    with pytest.raises(InvalidSchedule, match=r"position 1 runs op 2 .* before op 1") as caught:
         validate(fixed, (0, 2, 1))
     assert caught.value.rule == "fixed order"
     assert validate(Graph(ops, (), free_order=True), (0, 2, 1)) == 0

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -16,23 +17,38 @@ from remat.planners.walk.annealing import Walk
 from remat.testing import chain, graphs, residual_blocks
 
 BLOCKS = residual_blocks(5)
-SOME = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+SOME = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 all_planners = pytest.mark.parametrize("name", planner_names())
 
 
-@all_planners
 @SOME
 @given(graph=graphs(max_ops=12), share=st.floats(0.0, 1.1))
-def test_contract_on_random_graphs(name: str, graph: Graph, share: float) -> None:
+def test_contract_on_random_graphs(graph: Graph, share: float) -> None:
     plain = simulate(graph, graph.plain_schedule).peak_bytes
-    check_planner(get_planner(name), graph, int(share * plain))
+    # All planners on one graph: its smallest peak, which takes the most time, is worked out once.
+    for name in planner_names():
+        with named(name):
+            check_planner(get_planner(name), graph, int(share * plain))
+
+
+@contextlib.contextmanager
+def named(planner: str) -> Iterator[None]:
+    """Says which planner it was that failed."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"planner {planner!r}")
+        raise
+
+
+CHAINS = {layers: chain(layers, free_order=False) for layers in (0, 1, 2, 12)}
 
 
 @all_planners
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 1.0])
-@pytest.mark.parametrize("layers", [0, 1, 2, 12])
+@pytest.mark.parametrize("layers", CHAINS)
 def test_contract_on_chains(name: str, layers: int, share: float) -> None:
-    graph = chain(layers)
+    graph = CHAINS[layers]
     check_planner(get_planner(name), graph, int(share * simulate(graph, graph.plain_schedule).peak_bytes))
 
 
@@ -51,17 +67,17 @@ def test_empty_graph_has_the_empty_schedule(name: str) -> None:
 
 @all_planners
 def test_deterministic(name: str) -> None:
-    graph = chain(40)
-    budget_bytes = simulate(graph, graph.plain_schedule).peak_bytes // 2
+    budget_bytes = simulate(chain(20), chain(20).plain_schedule).peak_bytes // 2
     planner = get_planner(name)
-    assert planner(graph, budget_bytes) == planner(graph, budget_bytes)
+    # Two graphs, so that nothing which is kept with a graph can make them equal.
+    assert planner(chain(20), budget_bytes) == planner(chain(20), budget_bytes)
 
 
 @pytest.mark.parametrize("name", sorted(set(planner_names()) - {"store_all"}))
 def test_half_of_a_chain_is_met_by_every_method(name: str) -> None:
-    graph = chain(60)
+    graph = chain(20)
     budget_bytes = simulate(graph, graph.plain_schedule).peak_bytes // 2
-    timeline = simulate(graph, get_planner(name)(graph, budget_bytes, time_limit_s=3))
+    timeline = simulate(graph, get_planner(name)(graph, budget_bytes))
     assert timeline.peak_bytes <= budget_bytes
     assert graph.time_s < timeline.time_s <= 1.5 * graph.time_s
 

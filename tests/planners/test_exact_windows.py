@@ -24,7 +24,9 @@ def wasteful(graph: Graph, seed: int) -> Search:
     return search
 
 
-@pytest.mark.parametrize(("n", "seed", "share"), [(26, 0, 0.8), (26, 1, 0.8), (40, 1, 0.85), (60, 3, 0.9)])
+@pytest.mark.parametrize(
+    ("n", "seed", "share"), [(26, 1, 0.8), (26, 3, 0.85), (40, 1, 0.8), (40, 3, 0.85), (60, 2, 0.8), (60, 2, 0.9)]
+)
 def test_a_small_graph_is_one_window_and_comes_out_optimal(n: int, seed: int, share: float) -> None:
     graph = layered(n, seed, free_order=False)
     problem = Problem.of(graph)

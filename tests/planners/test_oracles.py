@@ -14,6 +14,9 @@ from remat.planners.methods.milp import solve_stages
 from remat.planners.view.problem import Problem
 from remat.testing import chain, exhaustive, layered, random_graph, revolve, revolve_runs
 
+# They take ten seconds each: up to 60 ops, their windows are solved as an oracle would.
+LONG_CHAINS = ((20, 3), (40, 5), (60, 8))
+
 
 def small_graph(rng: random.Random, *, free_order: bool) -> tuple[Graph, int]:
     """A graph without views and in-place pairs, and a budget between its largest op and its plain peak."""
@@ -25,9 +28,10 @@ def small_graph(rng: random.Random, *, free_order: bool) -> tuple[Graph, int]:
     return graph, rng.randint(problem.largest_step_bytes, problem.plain.peak_bytes)
 
 
-def test_milp_meets_exhaustive_search_in_program_order() -> None:
+@pytest.mark.parametrize("seeds", [range(60), pytest.param(range(60, 250), marks=pytest.mark.slow)], ids=str)
+def test_milp_meets_exhaustive_search_in_program_order(seeds: range) -> None:
     met = recomputing = outside = 0
-    for seed in range(250):
+    for seed in seeds:
         graph, budget_bytes = small_graph(random.Random(seed), free_order=False)
         best = exhaustive(graph, budget_bytes)
         found = solve_stages(Problem.of(graph), budget_bytes, time.monotonic() + 60)
@@ -45,26 +49,27 @@ def test_milp_meets_exhaustive_search_in_program_order() -> None:
         assert simulate(graph, found).time_s == pytest.approx(simulate(graph, best).time_s)
         met += 1
         recomputing += len(found) > len(graph.ops)
-    assert met >= 150
-    assert recomputing >= 5
-    assert outside <= 8
+    assert met >= 0.6 * len(seeds)
+    assert recomputing >= 0.02 * len(seeds)
+    assert outside <= 0.035 * len(seeds)
 
 
-def test_auto_meets_exhaustive_search_in_any_order() -> None:
+@pytest.mark.parametrize("seeds", [range(40), pytest.param(range(40, 120), marks=pytest.mark.slow)], ids=str)
+def test_auto_meets_exhaustive_search_in_any_order(seeds: range) -> None:
     worse, met, moved = [], 0, 0
-    for seed in range(120):
+    for seed in seeds:
         graph, budget_bytes = small_graph(random.Random(seed), free_order=True)
         best = exhaustive(graph, budget_bytes)
         if best is None:
             continue
         moved += not keeps_program_order(best)
-        found = simulate(graph, get_planner("auto")(graph, budget_bytes, time_limit_s=5))
+        found = simulate(graph, get_planner("auto")(graph, budget_bytes))
         if found.peak_bytes <= budget_bytes:
             assert found.time_s >= simulate(graph, best).time_s - 1e-9
             met += 1
             worse.append(found.time_s / max(simulate(graph, best).time_s, 1e-9) - 1)
-    assert met >= 70
-    assert moved >= 5
+    assert met >= 0.58 * len(seeds)
+    assert moved >= 0.04 * len(seeds)
     assert sum(worse) / len(worse) <= 0.005
     assert sum(share > 1e-9 for share in worse) <= 0.03 * len(worse)
 
@@ -110,7 +115,9 @@ def test_no_schedule_of_a_small_chain_is_cheaper_than_revolve(n: int) -> None:
         assert simulate(graph, best).time_s <= simulate(graph, schedule).time_s
 
 
-@pytest.mark.parametrize(("n", "slots"), [(20, 3), (40, 5), (60, 8)])
+@pytest.mark.parametrize(
+    ("n", "slots"), [(8, 2), (16, 4), (101, 10), *(pytest.param(*case, marks=pytest.mark.slow) for case in LONG_CHAINS)]
+)
 def test_auto_meets_revolve_on_chains(n: int, slots: int) -> None:
     graph = chain(n)
     reference = simulate(graph, revolve(n, slots))

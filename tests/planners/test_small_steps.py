@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from remat import Graph, InfeasibleBudget, Op, Tensor, plan
+from remat import Graph, InfeasibleBudget, Op, Tensor
+from remat.planning.find import find
 
 
 def training_chain(layers: int, seed: int) -> Graph:
@@ -55,7 +56,7 @@ def dense_layers(layers: int) -> Graph:
 
 def smallest_bytes(graph: Graph, planner: str, budget_bytes: int = 1) -> int | None:
     try:
-        return plan(graph, budget_bytes, planner=planner, time_limit_s=2).peak_bytes
+        return find(graph, budget_bytes, planner=planner, time_limit_s=2).peak_bytes
     except InfeasibleBudget as error:
         return error.minimum_bytes if budget_bytes == 1 else None
 
@@ -65,7 +66,7 @@ def test_the_smallest_peak_is_near_the_exact_one(seed: int) -> None:
     graph = training_chain(6, seed)
     named = smallest_bytes(graph, "auto")
     assert named is not None
-    assert plan(graph, named, time_limit_s=0.5).peak_bytes <= named
+    assert find(graph, named, time_limit_s=0).peak_bytes <= named
 
     exact: int | None = named
     while exact is not None:
@@ -78,7 +79,7 @@ def test_room_above_the_smallest_budget_is_used_even_where_no_method_has_time() 
     named = smallest_bytes(graph, "auto")
     assert named is not None
 
-    tightest, hurried = plan(graph, named), plan(graph, int(1.2 * named), time_limit_s=1e-6)
+    tightest, hurried = find(graph, named), find(graph, int(1.2 * named), time_limit_s=0)
 
     assert hurried.overhead < 0.9 * tightest.overhead
 

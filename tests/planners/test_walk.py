@@ -49,7 +49,7 @@ def test_the_best_fits_and_costs_what_it_says(seed: int) -> None:
 
 
 def test_a_fixed_order_stays() -> None:
-    free, fixed = layered(60, 2), layered(60, 2, free_order=False)
+    free, fixed = layered(20, 2), layered(20, 2, free_order=False)
     budget_bytes = int(0.85 * simulate(free, free.plain_schedule).peak_bytes)
     moved = get_planner("simulated_annealing")(free, budget_bytes)
     kept = get_planner("simulated_annealing")(fixed, budget_bytes)

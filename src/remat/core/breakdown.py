@@ -87,20 +87,20 @@ def breakdown(graph: Graph, schedule: Sequence[int] | None = None, *, largest: i
 
 
 def bytes_by_category(graph: Graph, schedule: Sequence[int]) -> dict[str, list[int]]:
-    """For each category the bytes of every step of a schedule; step by step they add up to ``Timeline.bytes``.
+    """For each category the bytes at every position of a schedule; together they are ``Timeline.bytes``.
 
-    An output that takes over the storage of an input in place counts where the input does for that one step.
+    An output that takes over the storage of an input in place counts where the input does at that one position.
     """
-    steps = len(schedule)
-    found = {name: np.zeros(steps, dtype=np.int64) for name in CATEGORIES}
-    if steps:
+    count = len(schedule)
+    found = {name: np.zeros(count, dtype=np.int64) for name in CATEGORIES}
+    if count:
         lifetimes = storage_lifetimes(graph, schedule)
         category = [_category(graph, tensor) for tensor in range(len(graph.tensors))]
         names = [category[tensor] for tensor in lifetimes.tensor.tolist()]
         for name in set(names):
             chosen = np.array([other == name for other in names])
             born, gone = lifetimes.birth[chosen], lifetimes.last[chosen] + 1
-            found[name] += bytes_alive(born, gone, lifetimes.size_bytes[chosen], steps)
+            found[name] += bytes_alive(born, gone, lifetimes.size_bytes[chosen], count)
         for target in np.flatnonzero(lifetimes.taken_over >= 0).tolist():
             source = int(lifetimes.taken_over[target])
             shared = min(int(lifetimes.size_bytes[source]), int(lifetimes.size_bytes[target]))

@@ -8,12 +8,13 @@ The memory model, which the simulator and the validator each implement on their 
 - A *storage instance* is born when a run of an op makes a root tensor, one that is no view. A run that makes a
   view binds the new instance of the view to the storage that the run itself makes or reads.
 - A read binds to the newest instance of the tensor. A storage lives from its birth to the last read of any
-  instance bound to it; what nobody reads still counts during the step that makes it.
+  instance bound to it; what nobody reads still counts at the position that makes it.
 - The newest instance of each output of the graph lives to the end of the schedule.
 - The storages of the graph's inputs count always, and once; views of them add nothing.
-- The bytes of a step are the pinned bytes, every storage alive (read, made, or kept for later) and the op's workspace.
-- ``in_place`` pairs: where the step is the last use of the source's storage, and that storage is neither pinned nor
-  kept to the end, the output takes it over and the step is charged the larger of the two only. A storage serves one
+- The bytes at a position are the pinned bytes, every storage alive (read, made, or kept for later) and the op's
+  workspace.
+- ``in_place`` pairs: where a run is the last use of the source's storage, and that storage is neither pinned nor
+  kept to the end, the output takes it over and the run is charged the larger of the two only. A storage serves one
   output, an output takes one storage, and the first listed pair goes first.
 """
 

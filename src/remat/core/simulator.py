@@ -1,4 +1,4 @@
-"""Predicts the bytes of every step of a schedule, in a few milliseconds for 20,000 steps."""
+"""Predicts the bytes at every position of a schedule, in a few milliseconds for 20,000 runs."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _CACHE_KEY: Final = "_simulator_arrays"
 
 @dataclass(frozen=True)
 class Timeline:
-    """What a schedule needs, step by step.
+    """What a schedule needs, position by position.
 
     Attributes:
-        bytes: bytes resident during each step, one int per entry of the schedule.
+        bytes: bytes in memory at each position of the schedule.
         peak_bytes: the largest of them; the pinned bytes for an empty schedule.
-        peak_step: the first step that needs that many, or None for an empty schedule.
-        live_at_peak: root tensors whose storage is alive at that step, largest first, pinned ones left out. A tensor
-            with two storage instances alive stands twice.
+        peak_step: the first position that needs that many, or None for an empty schedule.
+        live_at_peak: root tensors whose storage is alive there, largest first, pinned ones left out. A tensor with two
+            storage instances alive stands twice.
         time_s: predicted seconds of all runs.
     """
 
@@ -50,13 +50,13 @@ def simulate(graph: Graph, schedule: Sequence[int]) -> Timeline:
         InvalidSchedule: for what cannot be replayed: an index out of range, a read of a storage that was not made.
             The other rules are left to :func:`remat.validate`.
 
-    Complexity: O(steps + reads), and a logarithm for each read of a recomputed tensor, all of it in numpy.
+    Complexity: O(runs + reads), and a logarithm for each read of a recomputed tensor, all of it in numpy.
     """
     arrays = _arrays_of(graph)
-    steps = _as_indices(graph, schedule)
-    if not len(steps):
+    runs = _as_indices(graph, schedule)
+    if not len(runs):
         return Timeline((), graph.pinned_bytes, None, (), 0.0)
-    replay = _Replay(graph, arrays, steps)
+    replay = _Replay(graph, arrays, runs)
     bytes_ = replay.bytes_per_step()
     peak_step = int(np.argmax(bytes_))
     return Timeline(
@@ -65,7 +65,7 @@ def simulate(graph: Graph, schedule: Sequence[int]) -> Timeline:
         peak_step=peak_step,
         live_at_peak=replay.live_at(peak_step),
         # Exact summation: the same runs in another order cost exactly the same.
-        time_s=math.fsum(arrays.time_s[steps].tolist()),
+        time_s=math.fsum(arrays.time_s[runs].tolist()),
     )
 
 
@@ -76,8 +76,8 @@ class StorageLifetimes:
     Attributes:
         tensor: the root tensor that it holds.
         size_bytes: bytes of each.
-        birth: step that makes it.
-        last: last step that uses it.
+        birth: the position that makes it.
+        last: the last position that uses it.
         kept: True where it lives on to the end because it holds an output of the graph.
         taken_over: the storage instance whose bytes it takes over at birth, -1 where it needs its own.
     """
@@ -98,26 +98,26 @@ def storage_lifetimes(graph: Graph, schedule: Sequence[int]) -> StorageLifetimes
     return _Replay(graph, _arrays_of(graph), _as_indices(graph, schedule)).lifetimes()
 
 
-def bytes_alive(born: _Ints, gone: _Ints, size_bytes: _Ints, steps: int) -> _Ints:
-    """For each of so many steps, the bytes of what is alive: instance i is from step ``born[i]`` up to ``gone[i]``."""
-    change = np.zeros(steps + 1, dtype=np.int64)
+def bytes_alive(born: _Ints, gone: _Ints, size_bytes: _Ints, count: int) -> _Ints:
+    """At each of so many positions, the bytes that are alive: instance i is from ``born[i]`` up to ``gone[i]``."""
+    change = np.zeros(count + 1, dtype=np.int64)
     np.add.at(change, born, size_bytes)
     np.subtract.at(change, gone, size_bytes)
-    return np.cumsum(change[:steps])
+    return np.cumsum(change[:count])
 
 
 def _as_indices(graph: Graph, schedule: Sequence[int]) -> _Ints:
     given = np.asarray(schedule)
     if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
         raise InvalidSchedule("index out of range", f"the schedule is not a sequence of op indices: {schedule!r:.200}")
-    steps = given.astype(np.int64)
-    wrong = np.flatnonzero((steps < 0) | (steps >= len(graph.ops)))
+    runs = given.astype(np.int64)
+    wrong = np.flatnonzero((runs < 0) | (runs >= len(graph.ops)))
     if len(wrong):
         raise InvalidSchedule(
             "index out of range",
-            f"step {wrong[0]} runs op {steps[wrong[0]]}, but the graph has {len(graph.ops)} ops",
+            f"position {wrong[0]} runs op {runs[wrong[0]]}, but the graph has {len(graph.ops)} ops",
         )
-    return steps
+    return runs
 
 
 @dataclass(frozen=True)
@@ -202,55 +202,56 @@ def _build_arrays(graph: Graph) -> _Arrays:
 class _Replay:
     """One replay. Every tensor instance has a number; ``storage`` maps it to the instance that owns its bytes."""
 
-    def __init__(self, graph: Graph, arrays: _Arrays, steps: _Ints) -> None:
+    def __init__(self, graph: Graph, arrays: _Arrays, runs: _Ints) -> None:
         self._graph = graph
         self._arrays = arrays
-        self._steps = steps
+        self._runs = runs
         self._index_runs()
-        place, self._birth = arrays.makes.take(steps)
+        place, self._birth = arrays.makes.take(runs)
         self._tensor = arrays.makes.flat[place]
         self._size = arrays.size_bytes[self._tensor]
-        self._first_instance = np.cumsum(arrays.makes.count[steps]) - arrays.makes.count[steps]
+        self._first_instance = np.cumsum(arrays.makes.count[runs]) - arrays.makes.count[runs]
         self._storage = self._bind_views(place)
         self._last, self._kept = self._find_last_use()
 
     def bytes_per_step(self) -> _Ints:
-        alive = bytes_alive(self._birth, self._last + 1, self._size, len(self._steps))
-        total: _Ints = self._graph.pinned_bytes + alive + self._arrays.workspace_bytes[self._steps]
+        alive = bytes_alive(self._birth, self._last + 1, self._size, len(self._runs))
+        total: _Ints = self._graph.pinned_bytes + alive + self._arrays.workspace_bytes[self._runs]
         return total - self._saved_in_place()
 
-    def live_at(self, step: int) -> tuple[int, ...]:
+    def live_at(self, position: int) -> tuple[int, ...]:
         is_root = self._storage == np.arange(len(self._storage))
-        alive = is_root & (self._birth <= step) & (step <= self._last)
+        alive = is_root & (self._birth <= position) & (position <= self._last)
         tensors, sizes = self._tensor[alive], self._size[alive]
         return tuple(tensors[np.lexsort((tensors, -sizes))].tolist())
 
     def _index_runs(self) -> None:
         ops = len(self._graph.ops)
-        order = np.argsort(self._steps, kind="stable")
-        self._run_count = np.bincount(self._steps, minlength=ops)
+        order = np.argsort(self._runs, kind="stable")
+        self._run_count = np.bincount(self._runs, minlength=ops)
         first = np.cumsum(self._run_count) - self._run_count
         # One more entry, so that an op that never runs still has a place to look at.
-        self._order = np.append(order, len(self._steps))
+        self._order = np.append(order, len(self._runs))
         self._first_run = self._order[first]
         self._last_run = self._order[first + self._run_count - 1]
-        self._run_keys = self._steps[order] * (len(self._steps) + 1) + order
+        self._run_keys = self._runs[order] * (len(self._runs) + 1) + order
 
     def _newest_instance(self, tensors: _Ints, before: _Ints) -> _Ints:
-        """The newest instance of each tensor made strictly before the given steps."""
+        """The newest instance of each tensor made strictly before the given positions."""
         producers = self._arrays.producer[tensors]
         made = self._first_run[producers]
         many = np.flatnonzero(self._run_count[producers] > 1)
-        keys = producers[many] * (len(self._steps) + 1) + before[many]
+        keys = producers[many] * (len(self._runs) + 1) + before[many]
         # The run found may belong to a lower op where none of this one came before; then its first run is too late.
         found = self._order[np.searchsorted(self._run_keys, keys) - 1]
         made[many] = np.where(made[many] < before[many], found, made[many])
         wrong = np.flatnonzero((made >= before) | (self._run_count[producers] == 0))
         if len(wrong):
-            step, tensor = int(before[wrong[0]]), int(tensors[wrong[0]])
+            position, tensor = int(before[wrong[0]]), int(tensors[wrong[0]])
+            reader = self._graph.describe_op(int(self._runs[position]))
             raise InvalidSchedule(
                 "unmade input",
-                f"step {step} runs {self._graph.describe_op(int(self._steps[step]))}, which reads tensor {tensor} "
+                f"position {position} runs {reader}, which reads tensor {tensor} "
                 f"({self._graph.tensors[tensor].name!r}) before {self._graph.describe_op(int(producers[wrong[0]]))} "
                 "has made it",
             )
@@ -274,14 +275,14 @@ class _Replay:
     def _find_last_use(self) -> tuple[_Ints, npt.NDArray[np.bool_]]:
         arrays = self._arrays
         last = self._birth.copy()
-        place, step = arrays.reads.take(self._steps)
-        read = self._storage[self._newest_instance(arrays.reads.flat[place], step)]
-        last[read] = step  # Steps rise, and of repeated indices numpy keeps the last assignment.
+        place, position = arrays.reads.take(self._runs)
+        read = self._storage[self._newest_instance(arrays.reads.flat[place], position)]
+        last[read] = position  # Positions rise, and of repeated indices numpy keeps the last assignment.
         kept = np.zeros(len(last), dtype=np.bool_)
         made = arrays.outputs[self._run_count[arrays.producer[arrays.outputs]] > 0]
         newest = self._first_instance[self._last_run[arrays.producer[made]]] + arrays.slot[made]
         kept[self._storage[newest]] = True
-        last[kept] = len(self._steps) - 1
+        last[kept] = len(self._runs) - 1
         return last, kept
 
     def lifetimes(self) -> StorageLifetimes:
@@ -296,27 +297,27 @@ class _Replay:
         )
 
     def _saved_in_place(self) -> _Ints:
-        saved = np.zeros(len(self._steps), dtype=np.int64)
-        for step, _, _, gain in self._takeovers():
-            saved[step] += gain
+        saved = np.zeros(len(self._runs), dtype=np.int64)
+        for position, _, _, gain in self._takeovers():
+            saved[position] += gain
         return saved
 
     def _takeovers(self) -> list[tuple[int, int, int, int]]:
-        """The in-place pairs that happen: (step, source storage, target storage, bytes saved)."""
+        """The in-place pairs that happen: (position, source storage, target storage, bytes saved)."""
         arrays = self._arrays
-        place, step = arrays.pair_sources.take(self._steps)
+        place, position = arrays.pair_sources.take(self._runs)
         if not len(place):
             return []
-        source = self._storage[self._newest_instance(arrays.pair_sources.flat[place], step)]
+        source = self._storage[self._newest_instance(arrays.pair_sources.flat[place], position)]
         target_tensor = arrays.pair_targets[place]
-        target = self._first_instance[step] + arrays.slot[target_tensor]
-        free = (self._last[source] == step) & ~self._kept[source]
+        target = self._first_instance[position] + arrays.slot[target_tensor]
+        free = (self._last[source] == position) & ~self._kept[source]
         smaller = np.minimum(self._size[source], arrays.size_bytes[target_tensor])
         found: list[tuple[int, int, int, int]] = []
         taken: set[int] = set()
         given: set[int] = set()
         for at, lent, to, gain in zip(
-            step[free].tolist(), source[free].tolist(), target[free].tolist(), smaller[free].tolist(), strict=True
+            position[free].tolist(), source[free].tolist(), target[free].tolist(), smaller[free].tolist(), strict=True
         ):
             if lent not in given and to not in taken:
                 given.add(lent)

@@ -23,9 +23,9 @@ def validate(graph: Graph, schedule: Sequence[int]) -> int:
         The peak in bytes of this function's own replay.
 
     Raises:
-        InvalidSchedule: naming the broken rule (see ``remat.core.schedule.RULES``), the step and the op.
+        InvalidSchedule: naming the broken rule (see ``remat.core.schedule.RULES``), the position and the op.
 
-    Complexity: O(steps + reads), in plain Python.
+    Complexity: O(runs + reads), in plain Python.
     """
     _check_indices(graph, schedule)
     _check_repeats(graph, schedule)
@@ -34,11 +34,11 @@ def validate(graph: Graph, schedule: Sequence[int]) -> int:
 
 
 def _check_indices(graph: Graph, schedule: Sequence[int]) -> None:
-    for step, op in enumerate(schedule):
+    for position, op in enumerate(schedule):
         if not _is_index(op) or not 0 <= op < len(graph.ops):
             raise InvalidSchedule(
                 "index out of range",
-                f"step {step} is {op!r}, which is not the index of an op; the graph has {len(graph.ops)} ops",
+                f"position {position} is {op!r}, which is not the index of an op; the graph has {len(graph.ops)} ops",
             )
 
 
@@ -61,27 +61,27 @@ def _check_repeats(graph: Graph, schedule: Sequence[int]) -> None:
 
 def _check_order(graph: Graph, schedule: Sequence[int]) -> None:
     done: set[int] = set()
-    for step, index in enumerate(schedule):
+    for position, index in enumerate(schedule):
         if index in done:
             continue
         for before in graph.ops[index].after:
             if before not in done:
                 raise InvalidSchedule(
                     "after",
-                    f"step {step} runs {graph.describe_op(index)} before {graph.describe_op(before)}, which it must "
-                    "come after",
+                    f"position {position} runs {graph.describe_op(index)} before {graph.describe_op(before)}, which it "
+                    "must come after",
                 )
         if not graph.free_order and index != len(done):
             raise InvalidSchedule(
                 "fixed order",
-                f"step {step} runs {graph.describe_op(index)} for the first time before "
+                f"position {position} runs {graph.describe_op(index)} for the first time before "
                 f"{graph.describe_op(len(done))}, but this graph's first runs keep program order (free_order is false)",
             )
         done.add(index)
 
 
 class _Storage:
-    """One piece of memory, and how many steps still read it."""
+    """One piece of memory, and how many runs still read it."""
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
@@ -104,16 +104,16 @@ def _bind(graph: Graph, schedule: Sequence[int]) -> list[_Run]:
     newest: dict[int, _Storage] = {}
     pinned: dict[int, _Storage] = {}
     for tensor in graph.inputs:
-        # Size 0: the pinned bytes are added once to every step, and freeing them must change nothing.
+        # Size 0: the pinned bytes are added once to every position, and freeing them must change nothing.
         newest[tensor] = pinned.setdefault(_root(graph, tensor), _Storage(0))
     runs = []
-    for step, index in enumerate(schedule):
+    for position, index in enumerate(schedule):
         run = _Run(graph.ops[index])
         for tensor in run.op.inputs:
             if tensor not in newest:
                 raise InvalidSchedule(
                     "unmade input",
-                    f"step {step} runs {graph.describe_op(index)}, which reads tensor {tensor} "
+                    f"position {position} runs {graph.describe_op(index)}, which reads tensor {tensor} "
                     f"({graph.tensors[tensor].name!r}) before any op has made it",
                 )
             run.read[tensor] = newest[tensor]

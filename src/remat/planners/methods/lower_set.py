@@ -41,7 +41,7 @@ def lower_set(search: Search) -> None:
     pinned = problem.graph.pinned_bytes
     # Budgets that do not depend on the one asked for, so that the smallest peak can be reached again.
     scale = [int(share * (problem.plain.peak_bytes - pinned)) for share in _SHARES]
-    near = [int(share * (search.budget_bytes - pinned)) for share in _SHARES_OF_BUDGET]
+    near = [int(share * (search.budget_bytes - pinned)) for share in _SHARES_OF_BUDGET if not search.expired]
     decisions: set[bytes] = set()
     for bytes_ in [*near, *scale]:
         drop = programme.drops(bytes_)

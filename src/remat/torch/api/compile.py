@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from remat.core.budget import check_budget
 from remat.core.errors import RematError
 from remat.core.graph import Graph
 from remat.core.plan import Plan
@@ -53,8 +54,9 @@ def compile(
     Raises:
         InvalidBudget: if the budget cannot be read.
     """
+    check_budget(budget)
     request = Request(budget, planner=planner, time_limit_s=time_limit_s, options=options)
-    return Compiled(fn, request.check("remat.torch.compile", takes_auto=False), resident_bytes, device)
+    return Compiled(fn, request.check("remat.torch.compile"), resident_bytes, device)
 
 
 class Compiled:

@@ -9,7 +9,7 @@ from typing import Any, Final, Literal
 
 import torch
 
-from remat.core.budget import parse_budget
+from remat.core.budget import check_budget
 from remat.torch.api.apply import Applied, apply
 from remat.torch.api.plan import StepPlan, plan
 
@@ -57,7 +57,7 @@ def limit_memory(
     """
     if on_change not in ("replan", "keep"):
         raise ValueError(f'on_change={on_change!r} is unknown; it is "replan" or "keep"')
-    parse_budget(budget, baseline_peak_bytes=1 << 60)
+    check_budget(budget)
     if loss_fn is None:
         return functools.partial(limit_memory, budget=budget, on_change=on_change, **options)
     function = loss_fn
@@ -101,6 +101,7 @@ class _Limit:
                 return result["loss"]
             return result[0] if isinstance(result, tuple) else result
 
+        # Later steps may be smaller; a share stays one of the first.
         budget = self.plans[0].budget_bytes if self.plans else self._budget
         found = plan(loss_of, args, kwargs, budget=budget, **self._options)
         self.plans.append(found)

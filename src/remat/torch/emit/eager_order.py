@@ -70,7 +70,13 @@ class EagerOrder:
 
 
 class Units:
-    """The ops that are recomputed together: one that makes storages, and those that then write to them."""
+    """The ops that are recomputed together: one that makes storages, and those that then write to them.
+
+    A unit is named by the recorded op that makes the storages.
+
+    Attributes:
+        members: for each unit, its ops in the graph.
+    """
 
     def __init__(self, step: TracedStep) -> None:
         recording = step.recording
@@ -107,6 +113,8 @@ def in_eager_order(step: TracedStep, schedule: Sequence[int], units: Units) -> E
         if saved.unpacked is not None and _is_read(saved, step)
     }
     seen: set[int] = set()
+    # Units whose recomputation the schedule has finished, and those that it is in the midst of; dicts keep the order.
+    # Both run at the next op of the backward pass that reads a saved tensor.
     waiting: dict[int, None] = {}
     begun: dict[int, None] = {}
     at: dict[int, tuple[int, ...]] = {}

@@ -17,7 +17,7 @@ from remat.torch.trace import op_facts
 
 _STRIDED: Final = torch.strided
 
-# Where a tensor lies in its storage: shape, strides, offset, and what its elements are.
+# Where a tensor lies in its storage: shape, strides, offset and dtype.
 Geometry: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], int, torch.dtype]
 
 
@@ -27,7 +27,7 @@ def geometry_of(tensor: torch.Tensor) -> Geometry:
 
 
 def tensor_at(geometry: Geometry, base: torch.Tensor) -> torch.Tensor:
-    """The tensor that lies there in the storage of ``base``."""
+    """The tensor that lies at a place in the storage of ``base``."""
     shape, stride, offset, dtype = geometry
     if base.dtype is dtype:
         return base.as_strided(shape, stride, offset)
@@ -150,13 +150,14 @@ class Recipe:
     Attributes:
         number: of the op; later ones have larger numbers.
         func: the operator.
-        args: its arguments, None in place of tensors.
-        kwargs: likewise.
-        tensors: place or keyword, and what stands there.
+        args: its positional arguments, None in place of tensors.
+        kwargs: its keyword arguments, None in place of tensors.
+        tensors: for each argument with tensors, its position or keyword, and what stands for it.
         random_state: of the generator that it drew from; None if it drew nothing.
+        grad_mode: were gradients enabled when it ran?
         activations: the storages that it makes.
-        outputs: which of the tensors that it returns lie in them.
-        writes: calls that write to them afterwards.
+        outputs: for each of them, the position of a tensor in what the call returns that lies in it.
+        writes: calls that write to the storages afterwards.
     """
 
     __slots__ = (
@@ -170,7 +171,7 @@ class Recipe:
         "random_state",
         "tensors",
         "writes",
-    )  # fmt: skip
+    )
 
     def __init__(
         self,
@@ -194,11 +195,11 @@ class Recipe:
 
     @property
     def last_number(self) -> int:
-        """The number of the last call that belongs to it."""
+        """The number of the last call that writes to its results, or its own."""
         return max((self.number, *(write.number for write in self.writes)))
 
     def missing(self) -> list[Activation]:
-        """What it needs of the step, its own results left out, and has to be made before it."""
+        """The activations that have to be made before the call can run again; its own results do not count."""
         found = self._missing_arguments()
         for write in self.writes:
             found += [activation for activation in write._missing_arguments() if activation not in self.activations]
