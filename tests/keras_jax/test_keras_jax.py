@@ -105,7 +105,7 @@ def test_fit_with_weights_validation_and_a_short_last_batch():
 
 def test_the_front_end_of_tensorflow_is_not_loaded():
     loaded = result_of("short last batch")["loaded"]
-    assert "remat.jax.jit" in loaded
+    assert "remat.jax.api.jit" in loaded
     assert not [name for name in loaded if name.startswith("remat.tensorflow")]
 
 
