@@ -81,7 +81,7 @@ def a_budget_is_kept_with_the_same_numbers(front_end: FrontEnd, folder: Path) ->
     plain = front_end.step(chain(front_end))
     expected = plain(*args)
     whole = front_end.peak_bytes(plain, *args)
-    step = front_end.step(chain(front_end), budget="65%")
+    step = front_end.step(chain(front_end), budget=front_end.kept_share)
     found = step(*args)
     measured = front_end.peak_bytes(step, *args)
     plan = step.plan

@@ -45,12 +45,14 @@ class FrontEnd(abc.ABC):
     Attributes:
         name: of the folder in ``remat``.
         accuracy: how far a predicted peak may be from the measured one.
+        kept_share: of the plain peak, the budget that a chain is asked to keep.
         rounding: largest difference of a gradient, as a share of its largest value.
     """
 
     name: str
     accuracy: float
     rounding = 2e-5
+    kept_share = "65%"
 
     @property
     def verbs(self) -> Any:

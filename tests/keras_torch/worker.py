@@ -205,18 +205,22 @@ def outcome(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def choose_as_if_all_took_a_second() -> dict[str, Any]:
-    """What is chosen by such a clock; each computation that would be timed is run once."""
+    """What is chosen where samples take alike in micro-batches of any size, and each step under a plan takes a second.
+
+    Each computation that would be timed is run once.
+    """
+    samples = 900
 
     def seconds(runs: Any, *_: Any) -> dict[int, float]:
         for run in runs.values():
             run()
-        return dict.fromkeys(runs, 1.0)
+        # Steps under a plan go by the number of micro-batches, the whole batch among them; else by samples.
+        return {key: 1.0 if 1 in runs else key / samples for key in runs}
 
     own = choose._least_times_s
     choose._least_times_s = seconds
     try:
-        size = 900
-        spec = {"model": "dense", "budget": "70%", "micro_batches": "auto", "batch": size, "samples": size}
+        spec = {"model": "dense", "budget": "70%", "micro_batches": "auto", "batch": samples, "samples": samples}
         return dict(chosen(train(spec, limited=True)[1]) or {})
     finally:
         choose._least_times_s = own
