@@ -73,7 +73,7 @@ class Jitted(Follower):
     def __init__(self, fun: Callable[..., Any], request: Request, jit_options: Mapping[str, Any]) -> None:
         request.check("remat.jax.jit")
         super().__init__(request)
-        functools.update_wrapper(self, fun)
+        functools.update_wrapper(self, fun, updated=())
         self._fun = fun
         self._jit_options = dict(jit_options)
         self._static = _numbers(jit_options.get("static_argnums"))

@@ -132,7 +132,7 @@ class Gradient(Follower):
         argnums: int | Sequence[int],
     ) -> None:
         super().__init__(request)
-        functools.update_wrapper(self, fun)
+        functools.update_wrapper(self, fun, updated=())
         self._gradient = gradient
         self._fun = fun
         self._split = split
@@ -213,7 +213,7 @@ class Grad:
     """What ``grad`` returns."""
 
     def __init__(self, gradient: Gradient, has_aux: bool) -> None:
-        functools.update_wrapper(self, gradient)
+        functools.update_wrapper(self, gradient, updated=())
         self._gradient_and_value = gradient
         self._has_aux = has_aux
 
