@@ -16,7 +16,7 @@ digits = load_digits()
 images = (digits.images[..., None] / 16).astype(np.float32)
 
 layers = [keras.Input((8, 8, 1)), keras.layers.UpSampling2D(4)]
-for _ in range(8):
+for _ in range(6):
     layers += [
         keras.layers.Conv2D(16, 3, padding="same", use_bias=False),
         keras.layers.BatchNormalization(),

@@ -1,4 +1,4 @@
-"""``remat plan``, ``measure`` and ``check`` on callables of each framework, each command in a process of its own."""
+"""``remat plan``, ``measure`` and ``check`` on callables of each framework."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+
+from worker_process import worker
 
 STEPS = """
 def jax_step(batch_size=64):
@@ -100,33 +104,64 @@ def subclassed():
 """
 
 
+WORKER = Path(__file__).with_name("cli_worker.py")
+
+
+@pytest.fixture(scope="session")
+def steps_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("steps")
+    (folder / "my_steps.py").write_text(STEPS)
+    return folder
+
+
 @pytest.fixture
-def remat_cli(tmp_path):
-    (tmp_path / "my_steps.py").write_text(STEPS)
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), "TF_CPP_MIN_LOG_LEVEL": "3"}
+def remat_cli(tmp_path, steps_folder):
+    """Run a command in a process of its own."""
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
     environment.pop("REMAT_TRACEBACK", None)
 
-    def run(*args: object, code: int = 0, **more: str) -> subprocess.CompletedProcess[str]:
+    def run(*args: object, code: int = 0, **more: str) -> Done:
         command = [sys.executable, "-m", "remat.cli", *map(str, args)]
         done = subprocess.run(
-            command, cwd=tmp_path, capture_output=True, text=True, timeout=600, env={**environment, **more}
+            command, cwd=steps_folder, capture_output=True, text=True, timeout=600, env={**environment, **more}
         )
         assert done.returncode == code, done.stdout + done.stderr
-        return done
+        return Done(done.stdout, done.stderr)
 
     return run
 
 
-def mistake(remat_cli, *args: object) -> str:
-    done = remat_cli(*args, code=2)
+@pytest.fixture
+def in_shared_process(steps_folder):
+    """Run a command in the one process that all commands of a framework share: each import of it takes seconds."""
+
+    def run(framework: str, *args: object, code: int = 0) -> Done:
+        process = worker(WORKER, FRAMEWORK_OF_COMMANDS=framework)
+        answer = process.ask("run", str(steps_folder), *map(str, args))
+        assert answer["code"] == code, answer["stdout"] + answer["stderr"]
+        return Done(answer["stdout"], answer["stderr"])
+
+    return run
+
+
+class Done(NamedTuple):
+    """What a command wrote."""
+
+    stdout: str
+    stderr: str
+
+
+def mistake(run, *args: object) -> str:
+    done = run(*args, code=2)
     assert done.stdout == ""
     lines = done.stderr.splitlines()
     assert len(lines) == 1, done.stderr
     return lines[0]
 
 
-def test_jax_step_is_planned_with_its_layers_lines_and_largest_batch(remat_cli, tmp_path):
-    done = remat_cli("plan", "my_steps:jax_step", "--batch-size", 1024, "--budget", "1600kB", "--max-batch", "--json")
+def test_jax_step_is_planned_with_its_layers_lines_and_largest_batch(in_shared_process):
+    options = ("--batch-size", 1024, "--budget", "1600kB", "--max-batch", "--planner", "peak_greedy", "--json")
+    done = in_shared_process("jax", "plan", "my_steps:jax_step", *options)
 
     printed = json.loads(done.stdout)
     assert printed["peak_bytes"] <= printed["budget_bytes"] == 1_600_000
@@ -144,8 +179,9 @@ def test_jax_step_is_planned_with_its_layers_lines_and_largest_batch(remat_cli, 
     assert batches["planned"]["peak_bytes"] <= 1_600_000
 
 
-def test_torch_step_is_planned_with_its_layers_and_lines(remat_cli):
-    done = remat_cli("plan", "my_steps:torch_step", "--batch-size", 1024, "--budget", "60%", "--json")
+def test_torch_step_is_planned_with_its_layers_and_lines(in_shared_process):
+    options = ("--batch-size", 1024, "--budget", "60%", "--planner", "peak_greedy", "--json")
+    done = in_shared_process("torch", "plan", "my_steps:torch_step", *options)
 
     printed = json.loads(done.stdout)
     assert (
@@ -167,8 +203,8 @@ def test_torch_module_is_planned_and_checked(remat_cli):
     assert "my_steps:torch_module: equal: " in remat_cli("check", *arguments, "--budget", "70%").stdout
 
 
-def test_function_that_returns_no_loss(remat_cli):
-    assert "returns float32[3], no loss" in mistake(remat_cli, "plan", "my_steps:no_scalar")
+def test_function_that_returns_no_loss(in_shared_process):
+    assert "returns float32[3], no loss" in mistake(in_shared_process, "jax", "plan", "my_steps:no_scalar")
 
 
 @pytest.mark.parametrize(
@@ -194,16 +230,17 @@ def test_arguments_of_two_frameworks(remat_cli):
 
 
 @pytest.mark.slow
-def test_options_that_have_nowhere_to_go(remat_cli):
-    assert "let it take batch_size" in mistake(remat_cli, "plan", "my_steps:fixed_batch", "--batch-size", 8)
-    assert "--optimizer does not go with a JAX function" in mistake(
-        remat_cli, "plan", "my_steps:jax_step", "--optimizer", "adam"
-    )
+def test_options_that_have_nowhere_to_go(in_shared_process):
+    fixed = ("jax", "plan", "my_steps:fixed_batch", "--batch-size", 8)
+    assert "let it take batch_size" in mistake(in_shared_process, *fixed)
+    with_optimizer = ("jax", "plan", "my_steps:jax_step", "--optimizer", "adam")
+    assert "--optimizer does not go with a JAX function" in mistake(in_shared_process, *with_optimizer)
 
 
 @pytest.mark.slow
-def test_tensorflow_step(remat_cli):
-    printed = json.loads(remat_cli("plan", "my_steps:tensorflow_step", "--batch-size", 4096, "--json").stdout)
+def test_tensorflow_step(in_shared_process):
+    options = ("--batch-size", 4096, "--planner", "peak_greedy", "--json")
+    printed = json.loads(in_shared_process("tensorflow", "plan", "my_steps:tensorflow_step", *options).stdout)
 
     assert printed["recomputed"] > 0
     assert printed["breakdown"]["plain"]["parameters"] == 6 * 64 * 64 * 4
@@ -212,29 +249,31 @@ def test_tensorflow_step(remat_cli):
 
 
 @pytest.mark.slow
-def test_subclassed_keras_model_needs_its_shape(remat_cli):
-    line = mistake(remat_cli, "plan", "my_steps:subclassed")
+def test_subclassed_keras_model_needs_its_shape(in_shared_process):
+    line = mistake(in_shared_process, "tensorflow", "plan", "my_steps:subclassed")
     assert "--input" in line
 
-    done = remat_cli("plan", "my_steps:subclassed", "--input", 28, "--batch-size", 500, "--budget", "100%", "--json")
+    options = ("--input", 28, "--batch-size", 500, "--budget", "100%", "--json")
+    done = in_shared_process("tensorflow", "plan", "my_steps:subclassed", *options)
     assert json.loads(done.stdout)["breakdown"]["plain"]["optimizer_state"] > 2 * 28 * 64 * 4
 
 
 @pytest.mark.slow
-def test_keras_model_fits_a_device_or_not(remat_cli):
-    arguments = ("plan", "my_steps:keras_model", "--device", "a100", "--json")
+def test_keras_model_fits_a_device_or_not(in_shared_process):
+    arguments = ("tensorflow", "plan", "my_steps:keras_model", "--device", "a100", "--json")
 
-    small = json.loads(remat_cli(*arguments).stdout)
+    small = json.loads(in_shared_process(*arguments).stdout)
     assert small["fits"]["memory_bytes"] == 80 * 2**30
     assert small["fits"]["plain"] is True
-    large = json.loads(remat_cli(*arguments, "--batch-size", 220_000, "--budget", "70GiB").stdout)
+    large = json.loads(in_shared_process(*arguments, "--batch-size", 220_000, "--budget", "70GiB").stdout)
     assert (large["fits"]["plain"], large["fits"]["planned"]) == (False, True)
     assert large["max_batch"] is None
 
 
 @pytest.mark.slow
-def test_resnet152_is_planned_within_40_percent(remat_cli):
-    done = remat_cli("plan", "keras.applications:ResNet152", "--batch-size", 64, "--budget", "40%", "--json")
+def test_resnet152_is_planned_within_40_percent(in_shared_process):
+    options = ("--batch-size", 64, "--budget", "40%", "--json")
+    done = in_shared_process("tensorflow", "plan", "keras.applications:ResNet152", *options)
 
     printed = json.loads(done.stdout)
     assert printed["peak_bytes"] <= 0.4 * printed["baseline_peak_bytes"]

@@ -81,6 +81,15 @@ def test_the_reference_explains_every_public_function(page: str, package: str) -
     assert functions - EARLIER_NAMES <= explained
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_files_that_a_page_names_exist(page: str) -> None:
+    folders = [ROOT / name for name in ("src/remat", "tests", "docs", "examples", "benchmarks")]
+    sources = [f"/{path.relative_to(ROOT).as_posix()}" for folder in folders for path in folder.rglob("*.py")]
+    for name in re.findall(r"`([\w/]+\.py)`", text_of(ROOT / page)):
+        if not name.startswith("my_"):  # A file of the reader's own.
+            assert any(source.endswith(f"/{name}") for source in sources), name
+
+
 def test_marks_for_the_tests_do_not_reach_the_site() -> None:
     page = (
         '```python not-run\na\n```\n```console framework=jax slow\nb\n```\n```python title="x.py"\nc\n```\n```\nd\n```'

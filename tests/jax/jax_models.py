@@ -11,7 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-PLANNING = {"time_limit_s": 0.3}
+import remat.jax
+from remat.planning.find import find
+
+GREEDY = {"planner": "peak_greedy"}
+"""For a budget where the planner is not what is tested: a schedule in milliseconds, the same one each time."""
+
+AUTO = {"time_limit_s": 0.3}
+"""The planner that users get."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +34,17 @@ class Case:
     loss: Callable[..., Any]
     args: tuple[Any, ...]
     has_aux: bool = False
+
+
+def following(loss: Callable[..., Any], *args: Any, share: str = "70%", **options: Any) -> Any:
+    """The planned gradient of a loss, for tests of what a plan runs: its schedule is fixed before anything is compiled.
+
+    The schedule is a greedy one within a share of the trace's plain peak; it recomputes something.
+    """
+    graph = remat.jax.trace(jax.value_and_grad(loss, **options), *args)
+    plan = find(graph, share, "peak_greedy")
+    assert plan.recomputed > 0
+    return remat.jax.value_and_grad(loss, plan=plan, **options)
 
 
 def normal(seed: int, *shape: int, scale: float = 1.0, dtype: Any = jnp.float32) -> jax.Array:

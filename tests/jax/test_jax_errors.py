@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import pytest
-from jax_models import mlp
+from jax_models import GREEDY, mlp
 
 import remat
 import remat.jax
@@ -20,7 +20,7 @@ def test_unreadable_budgets_are_refused_at_once(make):
 
 def test_a_budget_and_a_plan():
     case = mlp(layers=2)
-    plan = remat.plan(remat.jax.trace(jax.value_and_grad(case.loss), *case.args), "100%")
+    plan = remat.plan(remat.jax.trace(jax.value_and_grad(case.loss), *case.args), "100%", **GREEDY)
     with pytest.raises(ValueError, match="value_and_grad takes budget= or plan=, not both"):
         remat.jax.value_and_grad(case.loss, budget="50%", plan=plan)
     with pytest.raises(TypeError, match=r"plan= of remat.jax.jit is a remat.Plan, not str"):
@@ -40,7 +40,7 @@ def test_not_a_function():
 def test_an_infeasible_budget_says_what_binds():
     case = mlp(layers=4)
     with pytest.raises(remat.InfeasibleBudget, match="no schedule within 2000 bytes") as caught:
-        remat.jax.value_and_grad(case.loss, budget=2000, time_limit_s=0.3)(*case.args)
+        remat.jax.value_and_grad(case.loss, budget=2000, **GREEDY)(*case.args)
     error = caught.value
     assert error.budget_bytes == 2000
     assert f"the smallest budget that can be kept is {error.minimum_bytes} bytes" in str(error)

@@ -52,13 +52,15 @@ def test_symbol_is_there(module, name):
 
 def test_private_modules_are_imported_in_one_file_only():
     folder = Path(inspect.getsourcefile(remat.jax)).parent
-    for path in folder.glob("*.py"):
+    paths = list(folder.rglob("*.py"))
+    assert folder / "trace" / "program.py" in paths
+    for path in paths:
         private = {
             node.module
             for node in ast.walk(ast.parse(path.read_text()))
             if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith(PRIVATE)
         }
-        assert not private or path.name == "_private.py", (path.name, private)
+        assert not private or path == folder / "_private.py", (path, private)
 
 
 def test_an_equation_is_evaluated_as_it_was_traced():

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
-from jax_models import PLANNING, assert_close, normal, transformer
+from jax_models import GREEDY, assert_close, normal, transformer
 
 import remat
 import remat.jax
@@ -17,7 +17,7 @@ from remat.jax.peak import Compiler, shape_of
 
 
 def planned(loss, budget, **options):
-    return remat.jax.value_and_grad(loss, budget=budget, **PLANNING, **options)
+    return remat.jax.value_and_grad(loss, budget=budget, **GREEDY, **options)
 
 
 def stacked(layers=12, width=32, batch=256):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jax_models import PLANNING, assert_close, mlp, normal
+from jax_models import GREEDY, assert_close, mlp, normal
 
 import remat
 import remat.jax
@@ -51,7 +51,7 @@ def test_data_parallel_step(mesh):
     case = mlp(batch=2048)
     step, args = step_of(case.loss), sharded(mlp(batch=2048), mesh)
     plain = jax.jit(step)
-    ours = remat.jax.jit(step, budget="75%", **PLANNING)
+    ours = remat.jax.jit(step, budget="75%", **GREEDY)
 
     assert_close(ours(*args), plain(*args))
     assert ours.plan.recomputed > 0
@@ -78,7 +78,7 @@ def test_tensor_parallel_layers_repeat_no_collective(mesh):
     args = placed, jax.device_put(x, NamedSharding(mesh, PartitionSpec()))
     step = step_of(case.loss)
     plain = jax.jit(step)
-    ours = remat.jax.jit(step, budget="93%", **PLANNING)
+    ours = remat.jax.jit(step, budget="93%", **GREEDY)
 
     assert_close(ours(*args), plain(*args))
     assert ours.plan.recomputed > 0
@@ -117,9 +117,9 @@ def test_units_over_a_model_axis(budget):
     plain = jax.jit(step)
     if budget == "minimum":
         with pytest.raises(remat.InfeasibleBudget) as caught:
-            remat.jax.jit(step, budget=1000, **PLANNING).lower(*args)
+            remat.jax.jit(step, budget=1000, **GREEDY).lower(*args)
         budget = caught.value.minimum_bytes
-    ours = remat.jax.jit(step, budget=budget, **PLANNING)
+    ours = remat.jax.jit(step, budget=budget, **GREEDY)
 
     assert_close(ours(*args), plain(*args))
     assert ours.plan.recomputed > 0
@@ -165,7 +165,7 @@ def test_loops_are_planned_inside(mesh, split_layers, budget):
     loss, args = scanned_case(mesh, split_layers=split_layers)
     step = step_of(loss)
     plain = jax.jit(step)
-    ours = remat.jax.jit(step, budget=budget, **PLANNING)
+    ours = remat.jax.jit(step, budget=budget, **GREEDY)
 
     assert_close(ours(*args), plain(*args))
     assert ours.plan.peak_bytes <= ours.plan.budget_bytes < ours.plan.baseline_peak_bytes
@@ -186,7 +186,7 @@ def test_inside_shard_map(mesh):
         in_specs, out_specs = (PartitionSpec(), PartitionSpec("data")), PartitionSpec()
         return jax.jit(jax.shard_map(gradient, mesh=mesh, in_specs=in_specs, out_specs=out_specs))
 
-    ours = remat.jax.value_and_grad(loss, budget="75%", **PLANNING)
+    ours = remat.jax.value_and_grad(loss, budget="75%", **GREEDY)
     assert_close(mapped(ours)(params, x), mapped(jax.value_and_grad(loss))(params, x))
     assert ours.plan.recomputed > 0
 

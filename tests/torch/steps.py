@@ -23,14 +23,15 @@ def made_again_once(graph):
 
 def made_again_at_every_read(graph):
     """A plan that makes each storage again, from the start of the model, before every op of the backward pass."""
-    makers = {tensor: index for index, op in enumerate(graph.ops) for tensor in op.outputs}
+    forward = [(index, op) for index, op in enumerate(graph.ops) if op.phase == "forward" and op.recomputable]
+    makers = {tensor: index for index, op in forward for tensor in op.outputs}
     schedule = []
     for index, op in enumerate(graph.ops):
         if op.phase == "backward":
             needed, waiting = set(), list(op.inputs)
             while waiting:
                 maker = makers.get(waiting.pop())
-                if maker is not None and maker not in needed and graph.ops[maker].recomputable:
+                if maker is not None and maker not in needed:
                     needed.add(maker)
                     waiting += graph.ops[maker].inputs
             schedule += sorted(needed)
@@ -38,17 +39,12 @@ def made_again_at_every_read(graph):
     return plan_for_schedule(graph, tuple(schedule), planner="by hand")
 
 
-def plan_by_hand(loss, args, schedule=made_again_once, **options):
-    """The plan of a step for one of the schedules above."""
-    graph = remat.torch.trace(loss, *args)
-    plan = remat.torch.plan(loss, *args, plan=schedule(graph), **options)
-    assert plan.recomputed > 0
-    return plan
-
-
 def planned(case, schedule=made_again_once):
     """A case under one of the schedules above."""
-    return remat.torch.apply(plan_by_hand(case.loss, case.args, schedule))
+    graph = remat.torch.trace(case.loss, *case.args)
+    plan = remat.torch.plan(case.loss, *case.args, plan=schedule(graph))
+    assert plan.recomputed > 0
+    return remat.torch.apply(plan)
 
 
 @dataclass

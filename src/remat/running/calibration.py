@@ -28,7 +28,7 @@ CHAIN: Final = 64
 """How many of those products run in a row, so that what is timed is the launch and not the call from Python."""
 
 
-class Kernels(Protocol):
+class TimedOps(Protocol):
     """The operations of one framework that are timed.
 
     Each method makes an operation: a function without arguments that starts it and returns its result, for which
@@ -62,24 +62,24 @@ class _Operation:
     times: int = 1
 
 
-def op_samples(kernels: Kernels, on_sample: Callable[[int, int], None] | None = None) -> list[OpSample]:
+def op_samples(ops: TimedOps, on_sample: Callable[[int, int], None] | None = None) -> list[OpSample]:
     """Time products, additions and launches; takes a few seconds.
 
     Args:
-        kernels: of the framework.
+        ops: of the framework.
         on_sample: called after each operation with the number timed so far and the number of all.
     """
     todo = []
-    for dtype in kernels.dtypes():
+    for dtype in ops.dtypes():
         size = 8 if dtype == "float64" else 4 if dtype == "float32" else 2
         for edge in MATRICES:
-            todo.append(_Operation(kernels.product(edge, dtype), 2.0 * edge**3, 3.0 * size * edge**2, dtype))
+            todo.append(_Operation(ops.product(edge, dtype), 2.0 * edge**3, 3.0 * size * edge**2, dtype))
     for elements in VECTORS:
-        todo.append(_Operation(kernels.addition(elements), float(elements), 12.0 * elements, "float32"))
-    chain = _Operation(kernels.chain(TINY, CHAIN), 2.0 * TINY**3, 12.0 * TINY**2, "float32", CHAIN)
+        todo.append(_Operation(ops.addition(elements), float(elements), 12.0 * elements, "float32"))
+    chain = _Operation(ops.chain(TINY, CHAIN), 2.0 * TINY**3, 12.0 * TINY**2, "float32", CHAIN)
     found = []
     for number, one in enumerate([*todo, chain]):
-        time_s = _least_time_s(one.run, kernels.wait) / one.times
+        time_s = _least_time_s(one.run, ops.wait) / one.times
         found.append(OpSample(one.flops, one.bytes_moved, one.dtype, time_s))
         if on_sample is not None:
             on_sample(number + 1, len(todo) + 1)

@@ -29,19 +29,7 @@ from tensorflow.python.ops import resource_variable_ops as _resource_variable_op
 
 from remat.core.errors import RematError
 
-__all__ = [
-    "CompiledProgram",
-    "FuncGraph",
-    "add_control_inputs",
-    "call_when_traced",
-    "copy_into",
-    "copy_operation",
-    "gate",
-    "handle_shapes",
-    "in_xla_context",
-    "set_handle_data_like",
-    "update_input",
-]
+__all__ = ["CompiledProgram", "FuncGraph"]  # Of the names that are imported here, those that others use.
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])

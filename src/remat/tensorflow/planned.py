@@ -1,4 +1,9 @@
-"""Plans a function whose trace is about to end, and rewrites it: the way from a budget to a step that keeps it."""
+"""Plans a function whose trace is about to end, and rewrites it: the way from a budget to a step that keeps it.
+
+``GradientTape``, ``gradients`` and Keras' ``limit_memory`` all end here. The steps, in order: ``trace/func_graph.py``
+makes a graph of the function, ``remat.fit`` finds a plan for it by what ``peak/candidates.py`` says that a schedule
+really takes, and ``emit/emit.py`` writes the plan into the function.
+"""
 
 from __future__ import annotations
 

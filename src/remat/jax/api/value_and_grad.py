@@ -113,7 +113,15 @@ def grad(fun: Callable[..., Any], argnums: int | Sequence[int] = 0, has_aux: boo
 
 
 class Gradient(Follower):
-    """What ``value_and_grad`` returns."""
+    """What ``value_and_grad`` returns.
+
+    Args:
+        gradient: ``jax.value_and_grad`` of the loss of a whole batch.
+        fun: the loss, as the user gave it.
+        request: what the user asked for.
+        split: how a batch is cut into micro-batches.
+        argnums: as in ``jax.value_and_grad``.
+    """
 
     def __init__(
         self,

@@ -12,19 +12,21 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 import jax
+import numpy as np
 
 from remat.core.errors import InfeasibleBudget
+from remat.core.graph import Graph
 from remat.core.simulator import simulate
 from remat.jax import _private
 from remat.jax._private import ClosedJaxpr
 from remat.jax.context import native_tie
 from remat.jax.emit.evaluate import emit
 from remat.jax.scans.loops import Body, Pair, find_pairs, run_first, run_second
-from remat.jax.scans.stacked import cheapest_choice
 from remat.jax.trace import op_facts
 from remat.jax.trace.graph import graph_of_program
 from remat.jax.trace.program import Atom, Equation, Flattener, Program, alive, program_of, program_of_equations
-from remat.planners.view.problem import Problem
+from remat.planners.linear.keep import KeepModel
+from remat.planners.view.problem import BoolArray, FloatArray, Problem
 from remat.planning.find import find
 from remat.running.cost_model import DeviceProfile
 
@@ -42,6 +44,15 @@ _SHARES_OVER_DEVICES: Final = (0.7, 0.4, 0.0)
 
 _BODY_PLANNER: Final = "peak_greedy"
 """Plans the bodies. It needs no time limit, so the variants come out the same each time: a saved plan is for one."""
+
+
+# The model of what to stack is solved to this share of the optimum. Bodies have tens of values, for which HiGHS takes
+# milliseconds. The time limit is for bodies of thousands; one that reaches it may come out otherwise the next time.
+_GAP: Final = 0.005
+_TIME_LIMIT_S: Final = 2.0
+
+_LITTLE: Final = 1e-6  # The weight of what decides among equals, and the rounding that a limit on bytes allows.
+_SMALLEST_TIME_S: Final = 1e-300  # In place of a body that takes no time, by which nothing can be divided.
 
 
 def scan_variants(
@@ -84,7 +95,7 @@ def scan_variants(
         choice = []
         for pair, body, graph in zip(pairs, bodies, graphs, strict=True):
             length, once = int(pair.first.eqn.params["length"]), received.get(pair.forward, frozenset())
-            choice.append(cheapest_choice(body, graph, pair.needed, pair.free, once, length, share))
+            choice.append(_cheapest_choice(body, graph, pair.needed, pair.free, once, length, share))
         choices[tuple(choice)] = None
     variants = [jax.make_jaxpr(run(choice, as_it_is))(*shapes) for choice in choices]
     if find_received is not None:
@@ -97,6 +108,71 @@ def scan_variants(
             least = bodies_planned.peak_bytes
             variants.append(made)
     return variants
+
+
+def _cheapest_choice(
+    body: Program,
+    graph: Graph,
+    needed: Sequence[int],
+    free: frozenset[int],
+    once: frozenset[int],
+    length: int,
+    share: float,
+) -> frozenset[int]:
+    """The values to stack so that making the rest again costs least.
+
+    The model is :class:`remat.planners.linear.keep.KeepModel` over the values and instructions of the body, with one
+    limit on bytes: a stack counts once for each iteration, a value that is made again counts once.
+
+    Args:
+        body: the forward body.
+        graph: its graph.
+        needed: ids of the values that the backward body reads.
+        free: ids of what it can read without a stack.
+        once: ids of values that must not be made again, whatever made them.
+        length: iterations.
+        share: of the bytes of stacking everything that is needed; 0 for the least that is possible.
+    """
+    wanted = [value for value in dict.fromkeys(needed) if value not in free]
+    producer = {value: n for n, instruction in enumerate(body.instructions) for value in instruction.outputs}
+    values = list(dict.fromkeys([*wanted, *producer, *(v for i in body.instructions for v in i.reads)]))
+    values = [value for value in values if value not in free]
+    column = {value: k for k, value in enumerate(values)}
+    size = np.array([op_facts.size_bytes(body.avals[value]) for value in values], dtype=np.float64)
+    cost = np.array([op.time_s for op in graph.ops], dtype=np.float64) * length
+    scale = max(1.0, float(size.max(initial=0.0))) * length
+    again = np.array([sum(graph.tensors[v].size_bytes for v in i.outputs) for i in body.instructions], dtype=np.float64)
+    kept_bytes, again_bytes = length * size / scale, again / scale
+    may_repeat = [
+        all(
+            op_facts.may_repeat(equation.eqn) and once.isdisjoint(equation.outputs)
+            for equation in instruction.equations
+        )
+        for instruction in body.instructions
+    ]
+    everything = sum(length * size[column[value]] for value in wanted)
+
+    def best(keep_cost: FloatArray, again_cost: FloatArray, room: float) -> tuple[BoolArray, BoolArray] | None:
+        made_by = [producer.get(value) for value in values]
+        model = KeepModel(keep_cost.tolist(), again_cost.tolist(), made_by, may_repeat)
+        for value in wanted:
+            model.require(column[value])
+        for number, instruction in enumerate(body.instructions):
+            for value in instruction.reads:
+                if value not in free:
+                    model.require_read(number, column[value])
+        model.limit(enumerate(kept_bytes.tolist()), enumerate(again_bytes.tolist()), room)
+        return model.solve(time_limit_s=_TIME_LIMIT_S, gap=_GAP)
+
+    seconds = _LITTLE * size / scale, cost / max(float(cost.max(initial=0.0)), _SMALLEST_TIME_S)
+    found = best(*seconds, share * everything / scale)
+    if found is None:
+        least = best(kept_bytes + _LITTLE * seconds[0], again_bytes + _LITTLE * seconds[1], np.inf)
+        if least is None:
+            return frozenset(wanted)
+        smallest = float(kept_bytes @ least[0] + again_bytes @ least[1])
+        found = best(*seconds, smallest * (1 + _LITTLE)) or least
+    return frozenset(value for value, is_kept in zip(values, found[0], strict=True) if is_kept)
 
 
 class _PlannedBodies:

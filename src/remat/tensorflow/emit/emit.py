@@ -85,15 +85,16 @@ class _Emitter:
         self.plan = plan
         self.graph = step.graph
         self.step = step
-        self.newest: list[tf.Tensor] = list(step.tensors)
+        self.newest: list[tf.Tensor] = list(step.tensors)  # For each tensor of the graph, its newest instance.
         self.runs = [0] * len(step.graph.ops)
         self.copies: list[tf.Operation] = []
         self.barrier: list[tf.Operation] = []  # What the operations of this span wait for; one at most.
         self.span: set[str] = set()
         self.unawaited: dict[str, tf.Operation] = {}  # Of the span, those that no other of it waits for.
+        # What oneDNN may merge with other ops: held by nothing itself, waited for once those ops have run.
         self.loose: list[tuple[tf.Operation, frozenset[int]]] = []
         self.control_edges = 0
-        self.hidden: dict[str, tf.Tensor] = {}
+        self.hidden: dict[str, tf.Tensor] = {}  # By name, the tensors that the graph optimizer must not see through.
         pinned = {self.graph.roots[t] for t in self.graph.inputs}
         light = int(_LIGHT * max(1, plan.peak_bytes))
         self.large = [

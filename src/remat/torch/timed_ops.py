@@ -10,8 +10,8 @@ import torch
 _DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-class Kernels:
-    """See ``remat.running.calibration.Kernels``."""
+class TimedOps:
+    """See ``remat.running.calibration.TimedOps``."""
 
     def dtypes(self) -> Sequence[str]:
         """Half precision where the device computes in it."""

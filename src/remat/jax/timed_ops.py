@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 
-class Kernels:
-    """See ``remat.running.calibration.Kernels``."""
+class TimedOps:
+    """See ``remat.running.calibration.TimedOps``."""
 
     def dtypes(self) -> Sequence[str]:
         """Half precision where the device computes in it."""

@@ -10,8 +10,8 @@ import tensorflow as tf
 from remat.tensorflow.peak.device import current_device
 
 
-class Kernels:
-    """See ``remat.running.calibration.Kernels``."""
+class TimedOps:
+    """See ``remat.running.calibration.TimedOps``."""
 
     def dtypes(self) -> Sequence[str]:
         """Half precision where the device computes in it."""
