@@ -1,8 +1,8 @@
 """A plan -> the function, evaluated in the plan's order, with each recomputation held back.
 
-A compiler merges equal computations and runs early what it can, which would undo a plan. So what a region of
-recomputations reads is tied to a late value: a *hold* says before which step of the schedule the tie stands, and to
-which value. How the two kinds of tie work stands in ``remat.jax.emit.ties``.
+A compiler merges equal computations and runs early what it can, which would undo a plan. So what recomputations read is
+tied to a late value: a *hold* says before which position of the schedule the tie stands, and to which value. How the
+two kinds of tie work stands in ``remat.jax.emit.ties``.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from remat.jax.trace.program import Program
 FlatFunction: TypeAlias = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
 """A function of the flat arguments and of the captured arrays that returns the flat results; meant for tracing."""
 
-_STRETCH: Final = 24
-"""So many steps of the backward part share one tie for what they read of the forward part.
+_POSITIONS_OF_ONE_TIE: Final = 24
+"""So many positions of the backward part share one tie for what they read of the forward part.
 
-A judgement, not measured. Fewer: more ties, each by data a pass over what it ties. More: what the later steps read is
-tied to an earlier value, so that the compiler may prepare its broadcasts and copies somewhat sooner.
+A judgement, not measured. Fewer: more ties, each by data a pass over what it ties. More: what the last of them read is
+tied to an earlier value, so that the compiler may make its broadcasts and copies somewhat sooner.
 """
 
 _MOST_TRIGGERS: Final = 64
 """How many values of first runs are remembered as triggers; beyond it, only the deeper half is kept.
 
-It bounds the search for the deepest one. A judgement, not measured: were all that is kept read for the last time, a
-region would stay without a tie, and the compiled peak would show it.
+It bounds the search for the deepest one. A judgement, not measured. Too few, all of them may have been read for the
+last time when a tie is needed: recomputations then stay without one, and the compiled peak shows it.
 """
 
 
@@ -42,8 +42,8 @@ def emit(program: Program, schedule: Schedule, turning_point: int, tie: Tie) -> 
     """The function that evaluates the program by the schedule.
 
     A second run of an instruction computes its values again, and what the schedule runs afterwards reads the new ones.
-    What a region of recomputations reads from outside is tied to the newest value of the first runs before it. No
-    compiler can then run the region early, or merge it with the first run.
+    What a stretch of recomputations reads from outside is tied to the newest value of the first runs before it. No
+    compiler can then run the stretch early, or merge it with the first runs.
 
     Args:
         program: the traced function.
@@ -57,16 +57,16 @@ def emit(program: Program, schedule: Schedule, turning_point: int, tie: Tie) -> 
     holds: dict[int, Hold] = {}
     shardings: Mapping[int, Any] = {}
     if len(schedule) > len(program.instructions):
-        holds = {hold.step: hold for hold in _find_holds(program, schedule, turning_point, tie)}
+        holds = {hold.position: hold for hold in _find_holds(program, schedule, turning_point, tie)}
         shardings = program.shardings
     last_read: dict[int, int] = {}
-    for step, number in enumerate(schedule):
-        last_read.update(dict.fromkeys(program.instructions[number].reads, step))
+    for position, number in enumerate(schedule):
+        last_read.update(dict.fromkeys(program.instructions[number].reads, position))
     returned = {atom for atom in program.outputs if isinstance(atom, int)}
     dies: dict[int, list[int]] = {}
-    for value, step in last_read.items():
+    for value, position in last_read.items():
         if value not in returned:
-            dies.setdefault(step, []).append(value)
+            dies.setdefault(position, []).append(value)
 
     def placed(numbers: Sequence[int], arrays: Sequence[Any]) -> dict[int, Any]:
         constrained: Callable[[Any, Any], Any] = jax.lax.with_sharding_constraint
@@ -78,8 +78,8 @@ def emit(program: Program, schedule: Schedule, turning_point: int, tie: Tie) -> 
     def run(arguments: Sequence[Any], captured: Sequence[Any]) -> list[Any]:
         values: dict[int, Any] = dict(zip(program.inputs, arguments, strict=True))
         values.update(zip(program.constants, captured, strict=True))
-        for step, number in enumerate(schedule):
-            hold = holds.get(step)
+        for position, number in enumerate(schedule):
+            hold = holds.get(position)
             if hold is not None:
                 wanted = [value for value in hold.values if value in values]
                 read = [values[value] for value in wanted]
@@ -91,7 +91,7 @@ def emit(program: Program, schedule: Schedule, turning_point: int, tie: Tie) -> 
                     tied = ties.tie_by_data(read, [values[hold.trigger]])
                 values.update(placed(wanted, tied))
             values.update(placed(program.instructions[number].outputs, _execute(program, number, values)))
-            for value in dies.get(step, ()):
+            for value in dies.get(position, ()):
                 del values[value]
         return [values[atom] if isinstance(atom, int) else atom.val for atom in program.outputs]
 
@@ -130,12 +130,12 @@ class Hold:
     """A place in a schedule where values are tied to another one: nothing reads them before that one exists.
 
     Attributes:
-        step: the step of the schedule before which the tie stands.
+        position: the position of the schedule before which the tie stands.
         trigger: id of the value that has to exist, the deepest of the first runs so far that is still read later.
         values: ids of what is tied.
     """
 
-    step: int
+    position: int
     trigger: int
     values: tuple[int, ...]
 
@@ -143,8 +143,8 @@ class Hold:
 def _find_holds(program: Program, schedule: Schedule, turning_point: int, tie: Tie) -> list[Hold]:
     """Where a schedule needs ties, in its order.
 
-    A region, a contiguous run of recomputations, gets one tie. So does what the backward part reads of the forward
-    part: left alone, the compiler makes broadcasts and copies of a value as soon as the value exists.
+    Recomputations that follow one another directly, a stretch of them, get one tie. So does what the backward part
+    reads of the forward part: left alone, the compiler makes broadcasts and copies of a value as soon as it exists.
 
     Args:
         program: the traced function.
@@ -171,39 +171,39 @@ class _Finder:
         self.last_read: dict[int, int] = {}
         ran: set[int] = set()
         self.is_first: list[bool] = []
-        for step, number in enumerate(schedule):
+        for position, number in enumerate(schedule):
             self.is_first.append(number not in ran)
             if number not in ran:
-                self.last_read.update(dict.fromkeys(program.instructions[number].reads, step))
+                self.last_read.update(dict.fromkeys(program.instructions[number].reads, position))
             ran.add(number)
 
     def run(self) -> list[Hold]:
         holds: list[Hold] = []
         newest: list[int] = []  # Values of first runs, the deepest last.
         held: set[int] = set()
-        step = 0
-        while step < len(self.schedule):
-            number = self.schedule[step]
-            stop = step + 1
-            if not self.is_first[step]:
+        position = 0
+        while position < len(self.schedule):
+            number = self.schedule[position]
+            stop = position + 1
+            if not self.is_first[position]:
                 while stop < len(self.schedule) and not self.is_first[stop]:
                     stop += 1
-                wanted = self._read_by_region(step, stop)
+                wanted = self._read_by_stretch(position, stop)
             else:
                 wanted = []
-                if number > self.turning_point and any(v not in held for v in self._forward_reads(step)):
-                    wanted = [v for v in self._forward_reads_ahead(step) if v not in held]
-            trigger = self._trigger(newest, step)
+                if number > self.turning_point and any(v not in held for v in self._forward_reads(position)):
+                    wanted = [v for v in self._forward_reads_ahead(position) if v not in held]
+            trigger = self._trigger(newest, position)
             if wanted and trigger is not None:
                 wanted = [value for value in wanted if value != trigger]
-                holds.append(Hold(step, trigger, tuple(wanted)))
+                holds.append(Hold(position, trigger, tuple(wanted)))
                 held.update(wanted)
-            for at in range(step, stop):
+            for at in range(position, stop):
                 outputs = self.program.instructions[self.schedule[at]].outputs
                 if self.is_first[at]:
                     self._remember(newest, outputs)
                 held.update(outputs)
-            step = stop
+            position = stop
         return holds
 
     def _remember(self, newest: list[int], outputs: tuple[int, ...]) -> None:
@@ -214,32 +214,32 @@ class _Finder:
             newest.sort(key=lambda v: self.depth[v])
             del newest[: _MOST_TRIGGERS // 2]
 
-    def _trigger(self, newest: list[int], step: int) -> int | None:
+    def _trigger(self, newest: list[int], position: int) -> int | None:
         """The deepest value that a first run has made and one later on reads."""
-        waiting = [v for v in newest if self.last_read[v] >= step]
+        waiting = [v for v in newest if self.last_read[v] >= position]
         return max(reversed(waiting), key=lambda v: self.depth[v], default=None)
 
-    def _forward_reads(self, step: int) -> list[int]:
+    def _forward_reads(self, position: int) -> list[int]:
         """What a backward instruction reads of the forward part."""
-        reads = dict.fromkeys(self.program.instructions[self.schedule[step]].reads)
+        reads = dict.fromkeys(self.program.instructions[self.schedule[position]].reads)
         return [v for v in reads if v in self.made_forward and ties.can_tie(self.program.avals[v])]
 
-    def _forward_reads_ahead(self, step: int) -> list[int]:
-        """What the backward instructions of the next steps read of the forward part, up to a recomputation."""
+    def _forward_reads_ahead(self, position: int) -> list[int]:
+        """What the backward instructions at the next positions read of the forward part, up to a recomputation."""
         found: dict[int, None] = {}
-        for at in range(step, min(len(self.schedule), step + _STRETCH)):
+        for at in range(position, min(len(self.schedule), position + _POSITIONS_OF_ONE_TIE)):
             if not self.is_first[at]:
                 break
             if self.schedule[at] > self.turning_point:
                 found.update(dict.fromkeys(self._forward_reads(at)))
         return list(found)
 
-    def _read_by_region(self, start: int, stop: int) -> list[int]:
-        """What the recomputations from one step to another read and do not make themselves, as far as it is tied."""
+    def _read_by_stretch(self, start: int, stop: int) -> list[int]:
+        """What the recomputations between two positions read and do not make themselves, as far as it is tied."""
         made: set[int] = set()
         chosen: dict[int, None] = {}
-        for step in range(start, stop):
-            instruction = self.program.instructions[self.schedule[step]]
+        for position in range(start, stop):
+            instruction = self.program.instructions[self.schedule[position]]
             outside = [
                 v for v in dict.fromkeys(instruction.reads) if v not in made and ties.can_tie(self.program.avals[v])
             ]
