@@ -9,6 +9,8 @@ from jax_models import GREEDY, mlp
 
 import remat
 import remat.jax
+from remat.jax import candidate
+from remat.planning.find import find
 
 
 @pytest.mark.parametrize("make", [remat.jax.value_and_grad, remat.jax.grad, remat.jax.jit])
@@ -58,6 +60,22 @@ def test_unknown_shapes():
 def test_names_instead_of_positions_of_donated_arguments():
     with pytest.raises(remat.UnsupportedStep, match="takes static_argnums and donate_argnums"):
         remat.jax.jit(jnp.sum, budget="50%", donate_argnames="a")
+
+
+def test_no_time_is_no_time(monkeypatch):
+    limits = []
+
+    def noted(graph, budget_bytes, planner, time_limit_s):
+        limits.append(time_limit_s)
+        return find(graph, budget_bytes, planner, time_limit_s)
+
+    monkeypatch.setattr(candidate, "find", noted)
+    case = mlp(layers=2)
+    for given in (0, None):
+        ours = remat.jax.value_and_grad(case.loss, budget="100%", time_limit_s=given)
+        jax.jit(ours).lower(*case.args)
+    assert limits[0] == 0
+    assert limits[-1] > 0
 
 
 def test_no_measured_run():

@@ -145,7 +145,7 @@ class FunctionCandidate(Candidate):
         """The plan that a request asks for: the given one, the one that its checkpoints make, or one within its budget.
 
         Args:
-            request: a plan that is already known for it is followed where it is for this function.
+            request: its ``known`` plan is followed where it is for this function.
             share_of_bytes: as in ``remat.fit.fit.fit``.
 
         Raises:
