@@ -178,8 +178,9 @@ def test_python_that_decides_by_a_tensor(options):
         return tf.reduce_mean(x * weight**2)
 
     value, (gradient,) = tf.function(value_and_grad(loss, [weight], **options))(tf.ones((6, 50_000)))
-    assert float(value) == pytest.approx(2.0)
-    assert float(gradient) == pytest.approx(1.0)
+    # Sums of 50,000 float32 values, in an order that differs between CPUs.
+    assert float(value) == pytest.approx(2.0, rel=1e-5)
+    assert float(gradient) == pytest.approx(1.0, rel=1e-5)
 
 
 def test_the_variables_that_the_function_reads_are_found():

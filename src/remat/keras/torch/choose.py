@@ -30,7 +30,7 @@ _TIMED_PIECES = 2
 
 
 def choose_micro_batches(model: keras.Model, data: Any, request: Request) -> MicroBatchChoice:
-    """The joint plan of a model's training step. Nothing of it trains.
+    """The number of micro-batches for a model's training step. Nothing of it trains.
 
     Args:
         model: compiled and built.
