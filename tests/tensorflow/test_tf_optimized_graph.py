@@ -11,6 +11,7 @@ from tensorflow.python.eager import context
 
 from remat.core.plan import plan_for_schedule
 from remat.tensorflow import GradientTape
+from remat.tensorflow.peak.device import current_device
 from remat.tensorflow.trace import op_facts
 
 TENSOR_BYTES = BATCH * WIDTH * 4
@@ -76,6 +77,26 @@ def again_before_every_reader(graph):
         schedule += [maker for maker in makers if graph.ops[maker].kind in ("Add", "AddV2", "Mul", "Relu")]
         schedule.append(index)
     return schedule
+
+
+def test_no_large_constant_is_made():
+    """The gradient of a mean begins with one number in a whole tensor: as a constant it would never be freed."""
+    weights, x, device = Chain().weights, inputs(), current_device()
+
+    @tf.function(autograph=False)
+    def function(x):
+        with GradientTape(budget="100%") as tape:
+            y = x
+            for weight in weights:
+                y = tf.tanh(y @ weight)
+            loss = tf.reduce_mean(y)
+        return tape.gradient(loss, weights)
+
+    before = device.in_use_bytes
+    for gradient in function(x):
+        assert float(tf.reduce_max(tf.abs(gradient))) > 0
+    del gradient
+    assert device.in_use_bytes - before < TENSOR_BYTES
 
 
 def test_the_schedule_of_large_tensors_survives(optimized):

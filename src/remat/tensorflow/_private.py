@@ -295,6 +295,16 @@ def opaque(tensor: tf.Tensor) -> tf.Tensor:
         return tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=tensor.shape, name=f"{op.name}/held")
 
 
+def computed(tensor: tf.Tensor) -> tf.Tensor:
+    """A copy of a constant that is made at each run: the graph optimizer makes no larger constants of it.
+
+    ``opaque`` does not do: TensorFlow's second optimizer, which runs after grappler, sees through it.
+    """
+    op = tensor.op
+    with op.graph.control_dependencies(None):
+        return tf.raw_ops.DeepCopy(x=tensor, name=f"{op.name}/computed")
+
+
 def in_xla_context(graph: tf.Graph) -> bool:
     """Is ``graph`` traced for ``tf.function(jit_compile=True)``?"""
     return bool(_control_flow_util.GraphOrParentsInXlaContext(graph))

@@ -9,9 +9,9 @@ nothing is freed before the last has ended, they hold less than the schedule's o
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
 
 import numpy as np
 import tensorflow as tf
@@ -23,6 +23,8 @@ from remat.tensorflow import _private
 from remat.tensorflow.emit import xla_ties
 from remat.tensorflow.trace import op_facts
 from remat.tensorflow.trace.func_graph import TracedStep
+
+_Cover: TypeAlias = Callable[[tf.Tensor], tf.Tensor]  # A tensor -> the same values under another name.
 
 _LIGHT: Final = 1e-3
 """Tensors below this share of the peak are not held in order: it would cost edges and gain nothing.
@@ -38,6 +40,9 @@ An allocator loses another part of its blocks in every order. A judgement, under
 went above its budget; there the order that is left costs 1 to 3 % of a step. Smaller, steps may go above their budget;
 larger, spans are shorter and cores wait.
 """
+
+_KNOWN_VALUES: Final = op_facts.METADATA | {"Const"}
+"""Kinds of operations whose results the graph optimizer may know while it optimizes."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +99,9 @@ class _Emitter:
         # What oneDNN may merge with other ops: held by nothing itself, waited for once those ops have run.
         self.loose: list[tuple[tf.Operation, frozenset[int]]] = []
         self.control_edges = 0
-        self.hidden: dict[str, tf.Tensor] = {}  # By name, the tensors that the graph optimizer must not see through.
+        self.constant: dict[str, bool] = {}  # By name, whether an operation makes what the graph optimizer knows.
+        # What stands in for tensors that the graph optimizer must not see through: by name, and by how it is made.
+        self.hidden: dict[tuple[str, _Cover], tf.Tensor] = {}
         pinned = {self.graph.roots[t] for t in self.graph.inputs}
         light = int(_LIGHT * max(1, plan.peak_bytes))
         self.large = [
@@ -182,15 +189,38 @@ class _Emitter:
         self.unawaited.clear()
 
     def _shield_from_optimizer(self, operation: tf.Operation) -> None:
-        """Keep the graph optimizer from making other operations of this one and one of an earlier span."""
+        """Keep the graph optimizer from making other operations of this one and one of an earlier span.
+
+        Nor may it make a constant of this one: that would be in memory for as long as the function is.
+        """
         makers = [source.op for source in operation.inputs]
+        if makers and all(self._is_constant(maker) for maker in makers):
+            # On a GPU, TensorFlow copies no integers of 32 bits, which are mostly sizes.
+            values = [n for n, source in enumerate(operation.inputs) if source.dtype != tf.int32]
+            self._hide(operation, values[0] if values else 0, _private.computed)
+            return
         earlier = [op for op in makers if op.type != "Const" and op.name not in self.span]
-        for position, (source, maker) in enumerate(zip(operation.inputs, makers, strict=True)):
-            if maker.name in self.span or not earlier or not op_facts.is_merged(operation.type, maker.type):
-                continue
-            if source.name not in self.hidden:
-                self.hidden[source.name] = _private.opaque(source)
-            _private.update_input(operation, position, self.hidden[source.name])
+        for position, maker in enumerate(makers):
+            if maker.name not in self.span and earlier and op_facts.is_merged(operation.type, maker.type):
+                self._hide(operation, position, _private.opaque)
+
+    def _hide(self, operation: tf.Operation, position: int, cover: _Cover) -> None:
+        """Let the graph optimizer not see what makes an input."""
+        source = operation.inputs[position]
+        key = source.name, cover
+        if key not in self.hidden:
+            self.hidden[key] = cover(source)
+        _private.update_input(operation, position, self.hidden[key])
+
+    def _is_constant(self, operation: tf.Operation) -> bool:
+        """Does the graph optimizer know what the operation makes?"""
+        if operation.type in _KNOWN_VALUES:
+            return True
+        if not operation.inputs or not op_facts.may_repeat(operation):
+            return False
+        if operation.name not in self.constant:
+            self.constant[operation.name] = all(self._is_constant(source.op) for source in operation.inputs)
+        return self.constant[operation.name]
 
 
 class _XlaEmitter(_Emitter):
