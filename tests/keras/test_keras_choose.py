@@ -40,8 +40,8 @@ def trained(build, budget, planning=QUICK):
 
 def test_the_same_numbers_within_the_budget_and_a_line_per_option(capsys):
     plain, expected = trained(dense, None)
-    # About half of what the plain step takes, beside whatever other tests have left on the device.
-    model, history = trained(dense, current_device().in_use_bytes + 2_700_000, BEST)
+    # Less than what the plain step takes, and room for a micro-batch whose blocks fill the heap's holes badly.
+    model, history = trained(dense, current_device().in_use_bytes + 3_500_000, BEST)
 
     choice, plan = remat.keras.micro_batch_choice_of(model), remat.keras.plan_of(model)
     assert plan.peak_bytes <= choice.budget_bytes == plan.budget_bytes

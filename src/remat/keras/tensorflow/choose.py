@@ -23,6 +23,8 @@ def choose_micro_batches(
     batch: tuple[Any, Any, Any],
     shapes: Sequence[tuple[int, ...]],
     request: Request,
+    *,
+    any_size: bool,
 ) -> MicroBatchChoice:
     """The number of micro-batches for a model's training step. Nothing of it trains.
 
@@ -32,6 +34,7 @@ def choose_micro_batches(
         batch: x, y and sample weights of one batch.
         shapes: the largest shape of each tensor of a batch.
         request: with a budget, of which a percentage is one of the plain peak of the whole step.
+        any_size: does Keras trace the step for batches of any size?
 
     Raises:
         InfeasibleBudget: where no number of micro-batches fits.
@@ -50,5 +53,5 @@ def choose_micro_batches(
 
         return Pieces(run, leaves, shapes, bool(model.jit_compile))
 
-    whole = traced_step(model, train_step, data, shapes)
+    whole = traced_step(model, train_step, data, shapes, any_size=any_size)
     return choose_count(whole, pieces, shapes[0][0], request, coupling_layers(model))

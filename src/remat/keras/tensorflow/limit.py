@@ -112,7 +112,7 @@ class Limit(ModelLimit):
                 self._make_train_function(force=True)
             self._shapes = largest
             build(model, batches[0])
-            self._plan_anew(model, _unpacked(batches[0]))
+            self._plan_anew(model, _unpacked(batches[0]), any_size=is_dataset)
         if not is_dataset:
             return self._run(iter(batches))
         again = _same_type_of_iterator(batches, iterator.element_spec)
@@ -121,15 +121,17 @@ class Limit(ModelLimit):
         self._known_iterator = weakref.ref(iterator)
         return result
 
-    def _plan_anew(self, model: keras.Model, batch: tuple[Any, Any, Any]) -> None:
+    def _plan_anew(self, model: keras.Model, batch: tuple[Any, Any, Any], *, any_size: bool) -> None:
         """For a batch that is larger than those before: choose again, or learn again what a percentage is one of."""
         if self._chooses:
-            choice = choose_micro_batches(model, model.train_step, batch, self._shapes, self._budgeted())
+            choice = choose_micro_batches(
+                model, model.train_step, batch, self._shapes, self._budgeted(), any_size=any_size
+            )
             self._chosen(model, choice)
             self._in_force = dataclasses.replace(self._request, budget=choice.budget_bytes, known=choice.chosen.plan)
         elif self._micro_step is not None and is_share(self._request.budget):
             data = keras.utils.pack_x_y_sample_weight(*batch)
-            whole = traced_step(model, model.train_step, data, self._shapes)
+            whole = traced_step(model, model.train_step, data, self._shapes, any_size=any_size)
             self._whole_peak_bytes = whole.plain_peak.expected_bytes + whole.resident_bytes
             self._in_force = in_bytes(self._request, self._whole_peak_bytes)
 

@@ -34,7 +34,12 @@ def graph_of_step(model: keras.Model, spec: tuple[Any, Any], device: str) -> Gra
 
 
 def traced_step(
-    model: keras.Model, train_step: Callable[[Any], Any], data: Any, shapes: Sequence[tuple[int, ...]]
+    model: keras.Model,
+    train_step: Callable[[Any], Any],
+    data: Any,
+    shapes: Sequence[tuple[int, ...]],
+    *,
+    any_size: bool,
 ) -> FunctionCandidate:
     """The step that takes a batch in one piece, the update included, as it would run.
 
@@ -43,10 +48,14 @@ def traced_step(
         train_step: the model's own.
         data: a batch.
         shapes: the largest shape of each tensor of a batch.
+        any_size: does Keras trace it for batches of any size, as those of a data set? Gradients of an unknown shape
+            hold other tensors.
     """
     leaves = leaves_of(data)
     in_xla = bool(model.jit_compile)
-    specs = [_of_any_size(tf.type_spec_from_value(leaf)) for leaf in leaves]
+    specs = [tf.type_spec_from_value(leaf) for leaf in leaves]
+    if any_size:
+        specs = [_of_any_size(spec) for spec in specs]
     function = tf.function(
         lambda *symbols: train_step(filled(data, symbols)), jit_compile=in_xla, autograph=False
     ).get_concrete_function(*specs)
