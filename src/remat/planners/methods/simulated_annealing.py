@@ -120,8 +120,6 @@ def _anneal_order_too(search: Search, board: Board) -> None:
         before_s = search.best_time_s
         if idle == _MOST_IDLE_ROUNDS or search.expired or before_s <= plain_s:
             return
-        if search.best is not None and not search.thorough:
-            return
         if fresh and gap <= _SMALL_GAP * plain_s:
             continue
         steps = int(share * left)
@@ -145,7 +143,7 @@ def _cool(
     budget_bytes = search.budget_bytes
     start = low_memory_order(search.problem, budget_bytes) if fresh or search.best is None else search.best
     for _ in range(_TIGHTENINGS):
-        walk = Walk(board, start, budget_bytes, seed, first_fit=not search.thorough)
+        walk = Walk(board, start, budget_bytes, seed)
         walk.run(steps, hot, cold, deadline_s)
         if walk.best is None:
             return
