@@ -17,3 +17,12 @@ def fixed_seed() -> None:
     import keras
 
     keras.utils.set_random_seed(1)
+
+
+@pytest.fixture(autouse=True)
+def untuned_data_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    import tensorflow as tf
+
+    from data_sets import iterate_untuned
+
+    monkeypatch.setattr(tf.data.Dataset, "__iter__", iterate_untuned)

@@ -36,6 +36,7 @@ def trained(budget: str | None, *, batch_size: int = BATCH, jit_compile: bool = 
     return model, model.fit(feed, epochs=2, verbose=0)
 
 
+@pytest.mark.slow
 def test_compiled_with_xla() -> None:
     # All temporary memory is one block, for which the allocator takes powers of two: only a large step shows savings.
     batch_size = 7 * BATCH

@@ -132,7 +132,7 @@ def on_several_outputs(model):
     )
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.slow), 7])
+@pytest.mark.parametrize("count", [*(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3)), 7])
 def test_several_outputs(count):
     found = assert_equal_training(several_outputs, on_several_outputs, count)
     assert {"tags_loss", "kind_loss", "size_loss", "total_loss", "kind_weighted_accuracy"} <= set(found.history)
@@ -282,7 +282,7 @@ def on_ragged_batches(model):
     return fit(model, sentences(), {"tags": targets(), "kinds": targets()}, sample_weight=weighted)
 
 
-@pytest.mark.parametrize("xla", [False, True])
+@pytest.mark.parametrize("xla", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_an_embedding_in_batches_of_several_sizes(xla):
     if keras.backend.backend() == "torch":
         xla = False

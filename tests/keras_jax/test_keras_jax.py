@@ -175,6 +175,7 @@ def test_a_budget_in_each_micro_batch():
     check_training(result_of("micro-batches"))
 
 
+@pytest.mark.slow  # Conformance asks the same of every front end.
 def test_a_percentage_is_one_of_the_whole_batch():
     plan = result_of("micro-batches")["plan"]
     whole_bytes = process().ask("plain_peak_bytes", CASES["micro-batches"])

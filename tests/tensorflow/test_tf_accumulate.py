@@ -351,6 +351,7 @@ def test_one_micro_batch_at_a_time():
     assert peaks[2] < 0.95 * peaks[1]
 
 
+@pytest.mark.slow
 def test_a_budget_under_xla():
     chain, data = small_steps.Chain(), small_steps.inputs(2 * small_steps.BATCH)
 
