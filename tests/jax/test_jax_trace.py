@@ -121,7 +121,9 @@ def test_the_trace_is_close_to_what_the_compiler_says():
         function = jax.value_and_grad(case.loss)
         graph = remat.jax.trace(function, *case.args)
         traced = remat.simulate(graph, graph.plain_schedule).peak_bytes
-        assert traced == pytest.approx(remat.jax.measure(function, *case.args, repeats=1).peak_bytes, rel=0.45)
+        measured = remat.jax.measure(function, *case.args, repeats=1).peak_bytes
+        # .91 and .92 seen: the compiler shares a little less memory than the trace would.
+        assert 0.88 * measured <= traced <= measured
 
 
 @pytest.fixture(scope="module")
