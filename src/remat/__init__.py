@@ -20,6 +20,7 @@ from remat.core.errors import (
     PlanMismatch,
     RematError,
     UnsupportedStep,
+    UnsupportedVersion,
 )
 from remat.core.graph import Graph, Op, Tensor, load_graph
 from remat.core.plan import Plan, load_plan
@@ -44,6 +45,7 @@ __all__ = [
     "Tensor",
     "Timeline",
     "UnsupportedStep",
+    "UnsupportedVersion",
     "__version__",
     "format_bytes",
     "frontier",

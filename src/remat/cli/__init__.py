@@ -1,4 +1,4 @@
-"""The command line: ``remat plan``, ``frontier``, ``simulate``, ``report``, ``measure``, ``check`` and ``demo``.
+"""The command line: ``plan``, ``frontier``, ``simulate``, ``report``, ``measure``, ``check``, ``doctor`` and ``demo``.
 
 It imports a front end only when a command needs it, so that graph files are planned with no framework installed. Read
 in this order: ``app``, ``options``, ``source`` (a model by name -> a training step), then a file of commands.

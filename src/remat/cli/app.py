@@ -9,6 +9,7 @@ import typer
 
 import remat
 from remat.cli.console import OneLineErrors
+from remat.cli.doctor_command import doctor_command
 from remat.cli.options import AsJson, check_installed, takes_a_source
 from remat.cli.plan_commands import frontier_command, plan_command
 from remat.cli.replay_commands import report_command, simulate_command
@@ -44,6 +45,7 @@ app.command("simulate")(simulate_command)
 app.command("report")(report_command)
 app.command("measure")(takes_a_source(measure_command))
 app.command("check")(takes_a_source(check_command))
+app.command("doctor")(doctor_command)
 
 
 @app.command("demo")

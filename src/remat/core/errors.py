@@ -54,3 +54,7 @@ class PlanMismatch(RematError, ValueError):
 
 class UnsupportedStep(RematError, ValueError):
     """A front end cannot rewrite this training step; the message says what to do instead."""
+
+
+class UnsupportedVersion(RematError, ImportError):
+    """The installed version of a framework was not tried with remat; the message names the range that was."""

@@ -5,6 +5,10 @@ step = remat.jax.jit(step)                                 # in place of jax.jit
 block = remat.jax.recompute(block)                         # in place of jax.checkpoint
 """
 
+from remat.running.supported import JAX, check_version
+
+check_version(JAX)  # The imports below reach for symbols that move between versions.
+
 from remat.jax.api.jit import Jitted, jit
 from remat.jax.api.value_and_grad import Grad, Gradient, grad, value_and_grad
 from remat.jax.measure import measure

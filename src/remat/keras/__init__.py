@@ -8,6 +8,10 @@ print(remat.keras.plan_of(model))
 
 from __future__ import annotations
 
+from remat.running.supported import KERAS, check_version
+
+check_version(KERAS)  # The imports below reach for symbols that move between versions.
+
 from remat.keras.check import check
 from remat.keras.limit import graph_of, joint_plan_of, limit_memory, micro_batch_choice_of, plan_of
 from remat.keras.recompute import recompute

@@ -34,6 +34,7 @@ def run_job(
     time_limit_s: float,
     show_log: bool = False,
     environment: Mapping[str, str] | None = None,
+    counters_on: bool = True,
 ) -> T:
     """Run ``python -m module FOLDER`` in a fresh process and collect what it leaves in the folder.
 
@@ -45,6 +46,7 @@ def run_job(
         time_limit_s: wall seconds after which the job is stopped.
         show_log: does what the job writes to stderr appear? Otherwise only a failure's last line does.
         environment: variables that the job needs, whatever the user's own say.
+        counters_on: are memory counters turned on that the user's environment says nothing of?
 
     Raises:
         JobFailed: if the job fails, is killed or takes too long.
@@ -55,7 +57,7 @@ def run_job(
         try:
             done = subprocess.run(
                 [sys.executable, "-m", module, str(folder)],
-                env={**_environment(), **(environment or {})},
+                env={**_environment(counters_on), **(environment or {})},
                 stdout=subprocess.DEVNULL,
                 stderr=None if show_log else subprocess.PIPE,
                 text=True,
@@ -99,6 +101,7 @@ def _ending(code: int, said: str) -> str:
     return f"ended with exit code {code}: {last[0]}"
 
 
-def _environment() -> dict[str, str]:
-    # TensorFlow's counter of CPU memory works with oneDNN only, which is the default on most machines but not on all.
-    return {"TF_CPP_MIN_LOG_LEVEL": "3", "TF_ENABLE_ONEDNN_OPTS": "1", **os.environ}
+def _environment(counters_on: bool) -> dict[str, str]:
+    # TensorFlow's counter of CPU memory works with oneDNN only, which is the default on some CPUs only.
+    counters = {"TF_ENABLE_ONEDNN_OPTS": "1"} if counters_on else {}
+    return {"TF_CPP_MIN_LOG_LEVEL": "3", **counters, **os.environ}

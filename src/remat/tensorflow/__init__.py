@@ -1,5 +1,9 @@
 """TensorFlow: plan a ``tf.function`` within a byte budget and rewrite it in place, with the same numbers."""
 
+from remat.running.supported import TENSORFLOW, check_version
+
+check_version(TENSORFLOW)  # The imports below reach for symbols that move between versions.
+
 from remat.running.measurement import Measurement
 from remat.tensorflow.api.gradients import (
     gradients,

@@ -6,6 +6,10 @@ with remat.torch.apply(plan):
 loss.backward()                            # and the rest of the loop as ever
 """
 
+from remat.running.supported import TORCH, check_version
+
+check_version(TORCH)  # The imports below reach for symbols that move between versions.
+
 from remat.running.measurement import Measurement
 from remat.torch.api.apply import Applied, apply
 from remat.torch.api.compile import Compiled, CompiledPlan, compile
