@@ -13,7 +13,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 2
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint format docs clean
+.PHONY: help demo test test-slow lint format docs versions clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -39,6 +39,9 @@ format: $(STAMP) ## Rewrite the sources in the house style
 
 docs: $(STAMP) ## Build the documentation site in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+versions: $(STAMP) ## Try other versions of the frameworks (hours); ARGS=torch-2.9.0 for one; writes docs/versions.md
+	$(BIN)/python -m benchmarks.versions $(ARGS)
 
 clean: ## Remove .venv and everything else that make created
 	rm -rf $(VENV) build dist site remat-demo .mypy_cache .ruff_cache .pytest_cache .hypothesis src/remat.egg-info

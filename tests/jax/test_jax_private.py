@@ -17,6 +17,7 @@ from remat.jax import _private
 SYMBOLS = [
     ("jax._src.source_info_util", "current_name_stack"),
     ("jax._src.source_info_util", "user_context"),
+    ("jax._src.core", "nonempty_axis_env"),
     ("jax._src.effects", "remat_allowed_effects"),
     ("jax._src.interpreters.batching", "batch_jaxpr_axes"),
     ("jax._src.interpreters.batching", "zero_if_mapped"),
@@ -31,7 +32,6 @@ SYMBOLS = [
     ("jax.extend.core", "Literal"),
     ("jax.extend.core", "Var"),
     ("jax.extend.core", "jaxpr_as_fun"),
-    ("jax.extend.core", "nonempty_axis_env_DO_NOT_USE"),
     ("jax.extend.core.primitives", "add_p"),
 ]
 PRIVATE = ("jax._src", "jax.extend", "jax.experimental")

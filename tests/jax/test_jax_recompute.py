@@ -189,6 +189,11 @@ def test_a_gradient_under_vmap():
     assert ours < 0.5 * plain
 
 
+@pytest.mark.xfail(
+    jax.__version_info__ < (0, 10),
+    reason="jax.vjp takes no symbolic zeros before JAX 0.10: what only unread results need is computed, with zeros",
+    strict=True,
+)
 def test_arguments_that_no_gradient_is_asked_of_cost_nothing():
     """Only the first argument is differentiated; an output that nobody reads brings no gradient in."""
 

@@ -1,4 +1,8 @@
-"""Every symbol of JAX that is not documented as public, in one place; ``tests/jax/test_jax_private.py`` checks each."""
+"""Every symbol of JAX that is not documented as public, in one place; ``tests/jax/test_jax_private.py`` checks each.
+
+They are where this file looks for them in JAX 0.9 to 0.10; what differs between these says so. JAX 0.8 has no
+``VJPHiPrimitive`` that is told which arguments are differentiated, which ``recompute`` needs.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,10 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.extend.core.primitives as known_primitives
-from jax._src import effects, source_info_util
+from jax._src import core, effects, source_info_util
 from jax._src.interpreters import batching, partial_eval
 from jax._src.named_sharding import UNSPECIFIED
 from jax.experimental.hijax import VJPHiPrimitive, Zero, instantiate_zeros
-from jax.extend import core as extended_core
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
 __all__ = [
@@ -54,6 +57,9 @@ def evaluate(eqn: JaxprEqn, values: Sequence[Any]) -> list[Any]:
     """Run one equation of a jaxpr on values: arrays, or tracers of a trace under way."""
     primitive: Any = eqn.primitive
     params = primitive.get_bind_params(eqn.params)
+    if isinstance(params, tuple):  # In JAX 0.9.0: functions, which are bound as the first arguments, and the rest.
+        functions, params = params
+        values = [*functions, *values]
     names = source_info_util.current_name_stack() + eqn.source_info.name_stack
     with source_info_util.user_context(eqn.source_info.traceback, name_stack=names), eqn.ctx.manager:
         result = primitive.bind(*values, **params)
@@ -74,8 +80,7 @@ def is_plain_call(eqn: JaxprEqn) -> bool:
 
 def names_devices() -> bool:
     """Is the trace under way inside ``shard_map`` or another transformation that gives axes of devices a name?"""
-    core: Any = extended_core
-    return bool(core.nonempty_axis_env_DO_NOT_USE())
+    return bool(core.nonempty_axis_env())
 
 
 def is_traced(value: Any) -> bool:
@@ -116,8 +121,22 @@ def effects_that_forbid_recomputation(closed: ClosedJaxpr) -> list[str]:
 
 def body_of_recomputed_call(eqn: JaxprEqn) -> ClosedJaxpr | None:
     """The function of a call under ``remat.jax.recompute``; None for every other equation."""
-    body = getattr(eqn.params.get("_prim"), "jaxpr", None) if eqn.primitive.name == "call_hi_primitive" else None
+    if eqn.primitive.name != "call_hi_primitive":
+        return None
+    own = eqn.params.get("_prim", eqn.params.get("prim"))  # "prim" in JAX 0.9.0
+    body = getattr(own, "jaxpr", None)
     return body if isinstance(body, ClosedJaxpr) else None
+
+
+# From this version on the pullback of ``jax.vjp`` takes a ``Zero`` in place of an array of zeros.
+_TAKES_ZEROS = jax.__version_info__ >= (0, 10)
+
+
+def pulled_back(pullback: Any, gradients: Sequence[Any]) -> list[Any]:
+    """The gradients of arguments for those of results, some of which may be a ``Zero``."""
+    instantiated: Any = instantiate_zeros
+    given = list(gradients) if _TAKES_ZEROS else [instantiated(gradient) for gradient in gradients]
+    return list(pullback(given))
 
 
 def scopes_of(eqn: JaxprEqn) -> str:

@@ -209,7 +209,7 @@ class RecomputedCall(_private.VJPHiPrimitive):
             kept, structure = jax.tree.flatten(pullback)
 
             def of_kept(residuals: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
-                return list(jax.tree.unflatten(structure, residuals)(list(gradients)))
+                return _private.pulled_back(jax.tree.unflatten(structure, residuals), gradients)
         else:
             results, kept = self.expand(*args), list(args)
 
@@ -220,7 +220,7 @@ class RecomputedCall(_private.VJPHiPrimitive):
                     return list(function(*(next(given) if moves else value for moves, value in pairs)))
 
                 own = [value for moves, value in zip(perturbed, residuals, strict=True) if moves]
-                return list(jax.vjp(again, *own)[1](list(gradients)))
+                return _private.pulled_back(jax.vjp(again, *own)[1], gradients)
 
         return results, (kept, _Backward(of_kept, tuple(perturbed)))
 
