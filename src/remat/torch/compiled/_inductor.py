@@ -74,6 +74,14 @@ def use_settings(modules: Iterable[fx.GraphModule], settings: Mapping[str, Any])
         module.meta[_SETTINGS] = settings
 
 
+def number_of(size: Any) -> int:
+    """A size of Inductor's as a number, an example where it is symbolic, 0 where there is none."""
+    known: Any = V.graph.sizevars
+    # PyTorch 2.9 has the older name.
+    hint = known.optimization_hint if hasattr(known, "optimization_hint") else known.size_hint
+    return int(hint(size, fallback=0))
+
+
 def simplified(joint: fx.GraphModule) -> fx.GraphModule:
     """The joint graph without dead code and common subexpressions, as PyTorch's own partitioner begins."""
     joint.graph.eliminate_dead_code()

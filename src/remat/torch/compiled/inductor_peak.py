@@ -19,6 +19,7 @@ from remat.torch.compiled._inductor import (
     copied,
     ir,
     lines,
+    number_of,
     patch,
 )
 from remat.torch.trace import cpu_scratch
@@ -165,8 +166,8 @@ class _Memory:
 
 
 def _size_bytes(buffer: Any) -> int:
-    elements = V.graph.sizevars.optimization_hint(V.graph.get_allocation_storage_size(buffer), fallback=0)
-    return int(elements) * int(buffer.get_dtype().itemsize)
+    elements = number_of(V.graph.get_allocation_storage_size(buffer))
+    return elements * int(buffer.get_dtype().itemsize)
 
 
 def _scratch_bytes(kernel: Any) -> int:
