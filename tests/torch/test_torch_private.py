@@ -88,6 +88,21 @@ def test_schemas():
     assert _private.is_silent(torch.ops.prim.device.default)
 
 
+def test_reductions_are_told_with_and_without_their_tag(monkeypatch):
+    aten = torch.ops.aten
+    told = {
+        func: _private.is_reduction(func)
+        for func in (aten.sum.dim_IntList, aten.max.dim, aten.max.other, aten.mm.default)
+    }
+    assert list(told.values()) == [True, True, False, False]
+
+    class NoTag:
+        pointwise = torch.Tag.pointwise
+
+    monkeypatch.setattr(_private.torch, "Tag", NoTag)
+    assert {func: _private.is_reduction(func) for func in told} == told
+
+
 def test_what_draws_at_random():
     aten, x = torch.ops.aten, torch.randn(2, 2, 4, 4)
     attention = aten._scaled_dot_product_flash_attention_for_cpu.default

@@ -1,4 +1,8 @@
-"""Every symbol of PyTorch that is not documented as public; ``tests/torch/test_torch_private.py`` checks each."""
+"""Every symbol of PyTorch that is not documented as public; ``tests/torch/test_torch_private.py`` checks each.
+
+They are where this file looks for them in PyTorch 2.9 to 2.15; what differs between these says so. Those of Inductor
+are in ``compiled/_inductor.py``.
+"""
 
 from __future__ import annotations
 
@@ -175,6 +179,41 @@ def _written_places(func: OpOverload) -> list[tuple[int | None, str]]:
         for place, argument in enumerate(func._schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
+
+
+# The operators with the tag "reduction" in PyTorch 2.13, for PyTorch 2.9, which has no such tag.
+_REDUCTIONS = frozenset(
+    [
+        "all",
+        "amax",
+        "amin",
+        "aminmax",
+        "any",
+        "argmax",
+        "argmin",
+        "count_nonzero",
+        "linalg_vector_norm",
+        "logsumexp",
+        "max",
+        "mean",
+        "min",
+        "nansum",
+        "norm",
+        "prod",
+        "std",
+        "std_mean",
+        "sum",
+        "var",
+        "var_mean",
+    ]
+)
+
+
+def is_reduction(func: OpOverload) -> bool:
+    """Is the operator a sum, a maximum or the like?"""
+    if tag := getattr(torch.Tag, "reduction", None):
+        return tag in func.tags
+    return str(func._schema.name).removeprefix("aten::") in _REDUCTIONS and torch.Tag.pointwise not in func.tags
 
 
 def takes_generator(func: OpOverload) -> bool:

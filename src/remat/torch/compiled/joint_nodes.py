@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from remat.torch._private import OpOverload, is_mutable, tree_leaves, tree_map_only
+from remat.torch._private import is_reduction as is_reduction_operator
 from remat.torch.compiled import _inductor
 from remat.torch.trace import cpu_scratch, op_facts
 
@@ -62,7 +63,7 @@ def is_pointwise(node: fx.Node) -> bool:
 
 def is_reduction(node: fx.Node) -> bool:
     """Is the operator a sum, a maximum or the like, which a kernel can take over what it computes?"""
-    return _has_tag(node, torch.Tag.reduction)
+    return isinstance(node.target, OpOverload) and is_reduction_operator(node.target)
 
 
 def is_fusible(node: fx.Node) -> bool:
