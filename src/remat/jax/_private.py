@@ -1,7 +1,8 @@
 """Every symbol of JAX that is not documented as public, in one place; ``tests/jax/test_jax_private.py`` checks each.
 
-They are where this file looks for them in JAX 0.9 to 0.10; what differs between these says so. JAX 0.8 has no
-``VJPHiPrimitive`` that is told which arguments are differentiated, which ``recompute`` needs.
+They are where this file looks for them in JAX 0.9 to 0.10; what differs between these says so. docs/versions.md has why
+JAX 0.9 is not supported all the same. JAX 0.8 has no ``VJPHiPrimitive`` that is told which arguments are
+differentiated, which ``recompute`` needs.
 """
 
 from __future__ import annotations

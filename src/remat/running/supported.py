@@ -44,6 +44,8 @@ class Framework:
     @property
     def range(self) -> str:
         """The range for people: "2.9 to 2.15"."""
+        if self.oldest == self.newest:
+            return _dotted(self.oldest)
         return f"{_dotted(self.oldest)} to {_dotted(self.newest)}"
 
     @property
@@ -78,7 +80,7 @@ TENSORFLOW: Final = Framework(
 )
 KERAS: Final = Framework("Keras", "keras", ("keras", "keras-nightly"), (3, 12), (3, 15), "remat.keras", "tensorflow")
 TF_KERAS: Final = Framework("tf_keras", "tf_keras", ("tf_keras",), (2, 19), (2, 21), "", "")
-JAX: Final = Framework("JAX", "jax", ("jax",), (0, 9), (0, 10), "remat.jax", "jax")
+JAX: Final = Framework("JAX", "jax", ("jax",), (0, 10), (0, 10), "remat.jax", "jax")
 TORCH: Final = Framework("PyTorch", "torch", ("torch",), (2, 9), (2, 15), "remat.torch", "torch")
 
 FRAMEWORKS: Final = (TENSORFLOW, KERAS, TF_KERAS, JAX, TORCH)
