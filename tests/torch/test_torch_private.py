@@ -138,3 +138,21 @@ def test_a_storage_without_memory_hands_out_no_address():
     with pytest.raises(RuntimeError) as caught:
         tensor.numpy()
     assert _private.is_access_to_data(caught.value)
+
+
+def test_backward_passes_can_be_surrounded():
+    seen = []
+
+    def around(run):
+        seen.append("before")
+        result = run()
+        seen.append("after")
+        return result
+
+    _private.around_backward_passes(around)
+    x = torch.ones(2, requires_grad=True)
+    x.sum().backward()
+    torch.autograd.grad(x.sum(), x)
+    _private.no_longer_around_backward_passes(around)
+    x.sum().backward()
+    assert seen == ["before", "after"] * 2
