@@ -297,8 +297,7 @@ def test_a_small_branch_does_not_lose_the_plan():
     case = Case(padded.module, padded.loss, full.args)
     applied = planned(padded)
     assert run(case, applied).same_as(run(case))
-    # A mask of dropout, which is written in place, is all that each layer keeps.
-    assert applied.departures == 1
+    assert applied.departures == 0
     assert applied.plan.measured_peak_bytes <= applied.plan.peak_bytes + 3 * 4 * 4 * 64 * 64 * 4
 
 

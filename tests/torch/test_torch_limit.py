@@ -116,3 +116,27 @@ def test_a_budget_that_holds_after_no_plan_is_said(caplog):
     for _ in range(3):
         gradients(case.module, limited, *case.args)
     assert caplog.text.count("no plan leaves so much room") == 1
+
+
+class Branching(nn.Module):
+    """Layers that save more in one of two branches: too little each time to depart from the plan."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = mlp(layers=8).module
+        self.more = False
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x.neg() if self.more else x)
+        return x.square().mean()
+
+
+def test_a_branch_over_the_budget_is_planned_for(caplog):
+    module, x = Branching(), torch.randn(256, 64)
+    limited = remat.torch.limit_memory(module, "100%", **QUICK)
+    for more in (False, True, True, True):
+        module.more = more
+        assert same(gradients(module, limited, x), gradients(module, module, x))
+    assert len(limited.plans) == 2
+    assert limited.plans[1].measured_peak_bytes <= limited.plans[0].budget_bytes

@@ -30,8 +30,8 @@ def apply(plan: Plan, *, strict: bool = False) -> Applied:
     number of times, also several before one backward pass. A step that departs from the plan (another shape, another
     branch) keeps, from there on, what plain PyTorch would keep; the first time this is logged as a warning.
 
-    The first step is measured, forward and backward pass: ``plan.measured_peak_bytes`` says what it took. If that is
-    more than 1 % over the budget, this is logged as a warning, once.
+    The first step is measured, forward and backward pass: ``plan.measured_peak_bytes`` says what it took. So is one
+    later step after another branch was taken. More than 1 % over the budget is logged as a warning, once.
 
     Args:
         plan: from ``remat.torch.plan``.
@@ -64,7 +64,8 @@ class Applied:
     Attributes:
         plan: the plan.
         departures: how many forward passes did not follow it.
-        excess_bytes: what the first step took more than predicted, where it was over its budget; else 0.
+        excess_bytes: what a measured step took more than predicted, where it was over its budget; else 0.
+        first_difference: the first operator of a measured step that the plan does not have; None where there is none.
     """
 
     def __init__(
@@ -77,14 +78,16 @@ class Applied:
         self._uncounted_bytes = uncounted_bytes
         self._plans_again = plans_again
         self._meter: StepMeter | None = None
-        self._first_difference: str | None = None
+        self.first_difference: str | None = None
+        self._measures_next = False
+        self._has_measured_a_branch = False
         self._planned = PlannedForward(plan.step.recording, plan.directions)
         self._open: list[tuple[ForwardWatcher, Any, StepMeter | None]] = []
 
     def __enter__(self) -> Applied:
         watcher = ForwardWatcher(self._planned, self._departed)
         meter = None
-        if self.plan.measured_peak_bytes is None:
+        if self.plan.measured_peak_bytes is None or self._measures_next:
             if self._meter is not None:
                 self._meter.stop()  # Its step had no backward pass, or has it together with this one.
             meter = self._meter = StepMeter(self._measured)
@@ -106,7 +109,10 @@ class Applied:
         if kind is None:
             watcher.finish(TOLERANCE * self.plan.budget_bytes)
             if meter is not None:
-                self._first_difference = watcher.first_difference
+                self.first_difference = watcher.first_difference
+            elif watcher.first_difference is not None and not self._has_measured_a_branch:
+                # A step through another branch is over its budget or not: the next such step tells.
+                self._measures_next = True
         elif meter is not None:
             meter.stop()
             self._meter = None
@@ -115,11 +121,14 @@ class Applied:
         plan = self.plan
         self._meter = None
         measured = plan.graph.pinned_bytes - self._uncounted_bytes + meter.peak_bytes
-        plan.set_measured_peak(measured)
+        if plan.measured_peak_bytes is None:
+            plan.set_measured_peak(measured)
+        self._has_measured_a_branch = self._has_measured_a_branch or self.first_difference is not None
+        self._measures_next = False
         if not exceeds(plan, measured):
             return
         self.excess_bytes = measured - (plan.peak_bytes - self._uncounted_bytes)
-        message = broken_budget(plan, measured, self._first_difference)
+        message = broken_budget(plan, measured, self.first_difference)
         if self._plans_again:
             _log.info("%s. The next step is planned again.", message)
         elif self._strict:

@@ -102,9 +102,11 @@ class _Limit:
         followed = [applied for applied in known if not applied.departures]
         excess = known[-1].excess_bytes if known else 0
         if self._replans and excess and key not in self._corrected:
-            # What the step took more than was simulated counts as there from the start.
+            # What the step took more than was simulated counts as there from the start. If it went through another
+            # branch, the trace of this one may say it all.
             self._corrected.add(key)
-            known.append(self._applied_with(args, kwargs, excess, plans_again=False))
+            another_branch = known[-1].first_difference is not None
+            known.append(self._applied_with(args, kwargs, 0 if another_branch else excess, plans_again=False))
         elif not known or (self._replans and not followed and len(known) < _MOST_PLANS):
             known.append(self._applied_with(args, kwargs, 0, plans_again=self._replans and key not in self._corrected))
         return known[-1]

@@ -108,7 +108,7 @@ def broken_budget(plan: Plan, measured_bytes: int, first_difference: str | None)
         else "Its operators are those of the plan, and their memory is not"
     )
     return (
-        f"The first step under this plan took {format_bytes(measured_bytes)}, more than the budget of "
+        f"A step under this plan took {format_bytes(measured_bytes)}, more than the budget of "
         f"{format_bytes(plan.budget_bytes)}; {format_bytes(plan.peak_bytes)} were predicted. {why}. Plan with a batch "
         "as this one, or for a smaller budget"
     )

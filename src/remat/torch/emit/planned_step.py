@@ -134,20 +134,40 @@ class _Call:
         self._args, self._kwargs, self._places = args, kwargs, places
         self._random_state = random_state
         self._grad_mode = torch.is_grad_enabled()
+        self.written = op_facts.written(func, args, kwargs) if _private.is_mutable(func) else []
         self._versions = self._versions_now()
 
-    def recipe(self, number: int, table: ActivationTable) -> Recipe | None:
-        """How to make the call again; None where what it read or made was written since, or its draw was not noted."""
-        if _private.is_mutable(self.func) or self._versions != self._versions_now():
-            return None
+    def recipe(self, number: int, table: ActivationTable, later: Sequence[_Call]) -> Recipe | None:
+        """How to make the call again; None where what it read was written since, or its draw was not noted.
+
+        Args:
+            number: of the op in the plan.
+            table: of what was made so far.
+            later: the calls that came after it. The newest is about to count its writes.
+        """
+        bumps = [call for call in (self, *later)[:-1] if call.written]
+        changing = {_private.storage_key(tensor.untyped_storage()) for tensor in (*self.made, *self.written)}
+        for (tensor, version), (_, now) in zip(self._versions, self._versions_now(), strict=True):
+            key = _private.storage_key(tensor.untyped_storage())
+            expected = sum(call.writes_to(key) for call in bumps) if key in changing else 0
+            if now != version + expected:
+                return None
         if self._random_state is None and op_facts.is_random(self.func, self._args, self._kwargs):
             return None
         recipe = table.call(number, self.func, self._args, self._kwargs)
         recipe.random_state, recipe.grad_mode, recipe.outputs = self._random_state, self._grad_mode, self._places
         return recipe
 
-    def _versions_now(self) -> list[int]:
-        return [tensor._version for tensor in tensors_in((*self._args, *self._kwargs.values(), self.made))]
+    def writes_to(self, key: int) -> bool:
+        """Does the call write to the storage with this key?"""
+        return any(_private.storage_key(tensor.untyped_storage()) == key for tensor in self.written)
+
+    def _versions_now(self) -> list[tuple[torch.Tensor, int]]:
+        return [
+            (tensor, tensor._version)
+            for tensor in tensors_in((*self._args, *self._kwargs.values(), self.made))
+            if tensor.layout is torch.strided
+        ]
 
 
 class ForwardWatcher(_private.TorchDispatchMode):
@@ -173,6 +193,8 @@ class ForwardWatcher(_private.TorchDispatchMode):
         # Bytes by storage of what autograd saved and the plan would have made again.
         self._held: dict[int, int] = {}
         self._lost: int | None = None
+        # What operators made that the plan does not have.
+        self._unplanned_made: dict[int, Callable[[], Any]] = {}
         self.first_difference: str | None = None
         self._position = 0
         self._advance_to(0)
@@ -202,7 +224,7 @@ class ForwardWatcher(_private.TorchDispatchMode):
         recipe, random_state = None, None
         if planned.func is func and planned.repeats:
             recipe = self._table.call(self._position, func, args, kwargs)
-        elif op_facts.may_draw(func) and op_facts.may_repeat(func, args, kwargs, on_gpu=False):
+        elif op_facts.is_random(func, args, kwargs) and op_facts.may_repeat(func, args, kwargs, on_gpu=False):
             random_state = op_facts.random_state(func, args, kwargs)  # The call may turn out to be planned further on.
         writes = op_facts.may_write(func) and op_facts.written(func, args, kwargs)
         if writes:
@@ -244,6 +266,9 @@ class ForwardWatcher(_private.TorchDispatchMode):
     def _made_by_plan(self, planned: PlannedOp, made: list[torch.Tensor], recipe: Recipe | None) -> None:
         if recipe is not None:
             self._state.recipes[recipe.number] = recipe
+        elif planned.repeats:
+            for number, tensor in zip(planned.made, made, strict=True):
+                self._note_held(tensor, number)
         for number, tensor, is_kept in zip(planned.made, made, planned.is_kept, strict=True):
             if is_kept or recipe is not None:
                 self._remember(number, tensor, is_kept, recipe)
@@ -267,20 +292,41 @@ class ForwardWatcher(_private.TorchDispatchMode):
             self.first_difference = self._difference(call)
         self._saved_since = []
         self._unmatched.append(call)
+        for tensor in call.made:
+            storage = tensor.untyped_storage()
+            self._unplanned_made[_private.storage_key(storage)] = _private.weak(storage)
         self._unmatched_count += 1
         if len(self._unmatched) == _SURE_MATCH:
             place = self._planned.find(self._unmatched, self._position)
             if place is not None:
                 calls = list(self._unmatched)
                 self._forget_unmatched()
-                for number, one in enumerate(calls, place):
-                    self._in_step_again(one.saved, number)
-                    planned = self._planned.ops[number]
-                    recipe = one.recipe(number, self._table) if planned.repeats else None
-                    self._made_by_plan(planned, one.made, recipe)
+                for count, one in enumerate(calls, 1):
+                    self._was_planned(one, place + count - 1, calls[count:])
                 self._advance_to(place + _SURE_MATCH)
             elif self._unmatched_count >= _MOST_UNMATCHED:
                 self._depart()
+
+    def _was_planned(self, call: _Call, number: int, later: list[_Call]) -> None:
+        """A call that came out of step was that of a planned op: do what would have been done in step."""
+        self._in_step_again(call.saved, number)
+        for tensor in call.made:
+            self._unplanned_made.pop(_private.storage_key(tensor.untyped_storage()), None)
+        planned = self._planned.ops[number]
+        own = [self._table.of(tensor) for tensor in call.written]
+        recipe = None
+        if planned.repeats or any(activation is not None and activation.recipe is not None for activation in own):
+            recipe = call.recipe(number, self._table, later)
+        for tensor, activation in zip(call.written, own, strict=True):
+            if activation is None or activation.recipe is None:
+                continue
+            if recipe is not None and activation.number in planned.writes:
+                activation.recipe.writes.append(recipe)
+            else:
+                activation.recipe = None
+                activation.hold(tensor)
+        if not call.written:
+            self._made_by_plan(planned, call.made, recipe if planned.repeats else None)
 
     def _forget_unmatched(self) -> None:
         self._unmatched.clear()
@@ -292,6 +338,8 @@ class ForwardWatcher(_private.TorchDispatchMode):
         first = self._planned.turns[position] - len(saved)
         for turn, one in enumerate(saved, first):
             one.packed = self._planned_read(one.tensor, position, turn)
+            if one.packed is None and self._unplanned_made and one.tensor is not None:
+                self._note_unplanned(one.tensor)
             if one.packed is not None:
                 one.tensor = None
 
@@ -350,12 +398,11 @@ class ForwardWatcher(_private.TorchDispatchMode):
         held_bytes = sum(self._held.values())
         if self._follows and self._unmatched_count >= _SURE_MATCH:
             self._depart()
-        elif self._follows and self._lost is not None and held_bytes > most_held_bytes:
-            name = self._planned.names[self._lost]
-            self.first_difference = (
-                self.first_difference or f"op {self._lost} of the forward pass, {name}, has no recipe"
-            )
-            self._departed(f"{self.first_difference}; {held_bytes} bytes are kept that it makes again")
+        elif self._follows and held_bytes > most_held_bytes:
+            if self.first_difference is None and self._lost is not None:
+                name = self._planned.names[self._lost]
+                self.first_difference = f"op {self._lost} of the forward pass, {name}, has no recipe"
+            self._departed(f"{self.first_difference}; {held_bytes} bytes are kept that the plan does not keep")
         self._forget_unmatched()
 
     def pack(self, tensor: torch.Tensor) -> Any:
@@ -367,7 +414,10 @@ class ForwardWatcher(_private.TorchDispatchMode):
             return saved
         turn = self._turn
         self._turn = turn + 1
-        return self._planned_read(tensor, self._position, turn) or kept(tensor)
+        found = self._planned_read(tensor, self._position, turn)
+        if found is None and self._unplanned_made:
+            self._note_unplanned(tensor)
+        return found or kept(tensor)
 
     def _planned_read(self, tensor: torch.Tensor | None, position: int, turn: int) -> _Packed | None:
         """What stands for a tensor that the plan reads in the backward pass as it says; None where it does not."""
@@ -387,6 +437,14 @@ class ForwardWatcher(_private.TorchDispatchMode):
             self._note_held(tensor, read[1])
             return None
         return _Packed(self._state, read[0], activation, tensor)
+
+    def _note_unplanned(self, tensor: torch.Tensor) -> None:
+        """A tensor stays kept; if an operator made it that the plan does not have, the plan does not count it."""
+        if tensor.layout is torch.strided:
+            storage = tensor.untyped_storage()
+            made = self._unplanned_made.get(_private.storage_key(storage))
+            if made is not None and made() is storage:
+                self._held[_private.storage_key(storage)] = storage.nbytes()
 
     def _note_held(self, tensor: torch.Tensor, number: int) -> None:
         """A tensor stays kept at a place where the plan reads a storage that it makes again."""
