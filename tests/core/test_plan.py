@@ -59,6 +59,7 @@ def test_everything_in_a_plan(use: Use, bound: Callable[[float], None]) -> None:
     assert dataclasses.asdict(plan) == {
         "schedule": RECOMPUTED,
         "fingerprint": graph.fingerprint,
+        "measured_peak_bytes": None,
         "peak_bytes": 4,
         "baseline_peak_bytes": 5,
         "time_s": 14.0,

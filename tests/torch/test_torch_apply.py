@@ -286,7 +286,7 @@ def test_another_shape_or_branch_keeps_everything_and_says_so_once(caplog):
         assert run(other, applied).same_as(run(other))
     case.module.insert(2, nn.Softplus())
     assert run(case, applied).same_as(run(case))
-    assert applied.departures == 2
+    assert applied.departures == 3
     assert caplog.text.count("departs from the plan") == 1
     assert "Plan again" in caplog.text
 
@@ -298,6 +298,7 @@ def test_a_small_branch_does_not_lose_the_plan():
     applied = planned(padded)
     assert run(case, applied).same_as(run(case))
     assert applied.departures == 0
+    assert applied.plan.measured_peak_bytes <= applied.plan.peak_bytes + 3 * 4 * 4 * 64 * 64 * 4
 
 
 def test_what_was_overwritten_is_refused_as_ever():
@@ -424,3 +425,108 @@ def test_bad_input():
     assert str(caught.value.minimum_bytes) in str(caught.value)
     with pytest.raises(ValueError, match="repeats=0"):
         remat.torch.measure(case.loss, *case.args, repeats=0)
+
+
+class Branching(nn.Module):
+    """Blocks of six operators, each behind a branch that runs one more, or not."""
+
+    def __init__(self, more):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(*(mlp(layers=3).module[:6])) for _ in range(5))
+        self.more = more
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x.neg() if self.more else x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("more", [False, True])
+def test_getting_back_in_step_loses_no_operators(more):
+    """Of the operators that tell where the plan goes on nothing is kept, either."""
+    module, x = Branching(more), torch.randn(256, 64)
+    case = Case(module, module, (x,))
+    applied = planned(case)
+    peak = peak_bytes(case, applied)
+    module.more = not more
+    assert run(case, applied).same_as(run(case))
+    # The result of an operator that the plan does not have is kept where it is saved, and that is said.
+    assert applied.departures == (not more)
+    assert peak_bytes(case, applied) <= peak + (-2 if more else 5) * x.nbytes
+
+
+def test_the_first_step_is_measured():
+    case = mlp()
+    applied = planned(case)
+    assert applied.plan.measured_peak_bytes is None
+    run(case, applied)
+    measured = applied.plan.measured_peak_bytes
+    # Results of a few bytes come to more in the allocator.
+    assert measured == pytest.approx(peak_bytes(case, applied), abs=64)
+    assert measured == applied.plan.peak_bytes
+    assert "measured peak" in str(applied.plan)
+
+
+def test_a_measured_peak_is_saved(tmp_path):
+    case = mlp()
+    plan = planned(case).plan
+    plan.save(tmp_path / "before.json")
+    assert remat.load_plan(tmp_path / "before.json").measured_peak_bytes is None
+    run(case, remat.torch.apply(plan))
+    plan.save(tmp_path / "after.json")
+    assert remat.load_plan(tmp_path / "after.json").measured_peak_bytes == plan.measured_peak_bytes > 0
+
+
+def test_a_broken_recipe_is_said_by_the_first_step(caplog, monkeypatch):
+    case = mlp()
+    applied = planned(case)
+    broken = next(op for op in applied._planned.ops if op.repeats and op.func is torch.ops.aten.tanh.default)
+    broken.repeats, broken.is_kept = False, (False,)
+    assert run(case, applied).same_as(run(case))
+    assert applied.departures == 1
+    assert "tanh, has no recipe" in caplog.text
+
+
+class Surprise(nn.Module):
+    """Layers that save more in a real step than in the traced one: a truth value of the step says so."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = mlp(layers=8).module
+
+    def forward(self, x):
+        for layer in self.body:
+            x = layer(x)
+            if (x.detach() > -9).all():
+                x = x * x.sigmoid()
+        return x.square().mean()
+
+
+def test_a_step_over_its_budget_is_said_once_with_bytes_and_operator(caplog):
+    module = Surprise()
+    case = Case(module, module, (torch.randn(256, 64),))
+    applied = planned(case)
+    plan = applied.plan
+    for _ in range(2):
+        assert run(case, applied).same_as(run(case))
+    assert plan.measured_peak_bytes > 1.01 * plan.budget_bytes
+    assert caplog.text.count("more than the budget of") == 1
+    assert "aten::sigmoid making [(256, 64)], the plan has" in caplog.text
+
+
+def test_a_strict_step_over_its_budget_is_an_error():
+    module = Surprise()
+    case = Case(module, module, (torch.randn(256, 64),))
+    with pytest.raises(remat.PlanMismatch, match="more than the budget of"):
+        run(case, remat.torch.apply(planned(case).plan, strict=True))
+
+
+def test_backward_passes_are_left_alone_once_the_first_step_was_measured():
+    own = torch.autograd._engine_run_backward
+    case = mlp()
+    applied = planned(case)
+    with applied:
+        case.loss(*case.args)
+    assert torch.autograd._engine_run_backward is not own
+    run(case, applied)
+    assert torch.autograd._engine_run_backward is own

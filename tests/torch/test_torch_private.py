@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 
+import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
@@ -141,3 +142,32 @@ def test_the_lines_of_inductors_code_tell_what_is_allocated():
     module = make_fx(forward, tracing_mode="fake")(*inputs)
     # The first product is made, turned into its relu in place, and beside it the second product.
     assert peak_bytes([module]) == 2 * 64 * 64 * 4
+
+
+def test_a_storage_without_memory_hands_out_no_address():
+    storage = _private.storage_without_memory(4096, torch.device("cpu"))
+    tensor = torch.empty(0).set_(storage, 0, (32, 32), (32, 1))
+    assert tensor.untyped_storage().nbytes() == 4096
+    assert not _private.has_memory(tensor[1:].untyped_storage())
+    assert _private.has_memory(torch.zeros(3).untyped_storage())
+    with pytest.raises(RuntimeError) as caught:
+        tensor.numpy()
+    assert _private.is_access_to_data(caught.value)
+
+
+def test_backward_passes_can_be_surrounded():
+    seen = []
+
+    def around(run):
+        seen.append("before")
+        result = run()
+        seen.append("after")
+        return result
+
+    _private.around_backward_passes(around)
+    x = torch.ones(2, requires_grad=True)
+    x.sum().backward()
+    torch.autograd.grad(x.sum(), x)
+    _private.no_longer_around_backward_passes(around)
+    x.sum().backward()
+    assert seen == ["before", "after"] * 2

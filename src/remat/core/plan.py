@@ -7,7 +7,7 @@ format is ``remat.plan`` version 1: JSON, plain or gzipped, with the graph besid
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final
 
@@ -48,6 +48,7 @@ class Plan:
             made of it; None where the two are one.
         traced_budget_bytes: what the peak of the traced step had to stay within, where ``budget_bytes`` limits what a
             device or a compiler makes of it; the lower bound is proved for these bytes. None where the two are one.
+        measured_peak_bytes: what the first step under the plan took, where a front end measures that; None before.
     """
 
     schedule: Schedule
@@ -64,11 +65,16 @@ class Plan:
     plan_seconds: float
     traced_peak_bytes: int | None = None
     traced_budget_bytes: int | None = None
+    measured_peak_bytes: int | None = field(default=None, compare=False)
 
     @property
     def recomputed(self) -> int:
         """Number of extra runs: how often the schedule runs an op that had run before."""
         return sum(recomputed_ops(self.schedule).values())
+
+    def set_measured_peak(self, measured_peak_bytes: int) -> None:
+        """Note what the first step took: the only thing about a plan that is not known when it is made."""
+        object.__setattr__(self, "measured_peak_bytes", measured_peak_bytes)
 
     def check_graph(self, graph: Graph) -> None:
         """Make sure that this plan was made for ``graph``; names and times may differ.
@@ -102,13 +108,13 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """The plan as a JSON-ready dictionary in the ``remat.plan`` format; fields that are None are left out."""
         # Only the fields of Plan: a front end's plan carries more than the format has.
-        values = {field.name: value for field in fields(Plan) if (value := getattr(self, field.name)) is not None}
+        values = {one.name: value for one in fields(Plan) if (value := getattr(self, one.name)) is not None}
         return {"format": PLAN_FORMAT, "version": PLAN_VERSION, **values, "schedule": list(self.schedule)}
 
     def __str__(self) -> str:
         ops = len(set(self.schedule))
         peak, plain = format_bytes(self.peak_bytes), format_bytes(self.baseline_peak_bytes)
-        traced = self.traced_peak_bytes
+        traced, measured = self.traced_peak_bytes, self.measured_peak_bytes
         share = f" ({self.peak_bytes / self.baseline_peak_bytes:.1%} of plain)" if self.baseline_peak_bytes else ""
         return "\n".join(
             (
@@ -116,6 +122,7 @@ class Plan:
                 f"  budget         {format_bytes(self.budget_bytes)}",
                 f"  predicted peak {peak}{share}, plain {plain}",
                 *([f"  before fusion  {format_bytes(traced)}, by the trace"] if traced is not None else []),
+                *([f"  measured peak  {format_bytes(measured)}, of the first step"] if measured is not None else []),
                 f"  overhead       {self.overhead:.2%} ({self.time_s:.4g} s, plain {self.baseline_time_s:.4g} s)",
                 f"  lower bound    {self.overhead_lower_bound:.2%}: {self.lower_bound_meaning}",
                 f"  gap            {self.overhead - self.overhead_lower_bound:.2%} of a plain step at most",
@@ -178,6 +185,7 @@ def _plan_from(reader: JsonReader) -> Plan:
         plan_seconds=reader.number("plan_seconds"),
         traced_peak_bytes=reader.integer("traced_peak_bytes") if reader.has("traced_peak_bytes") else None,
         traced_budget_bytes=reader.integer("traced_budget_bytes") if reader.has("traced_budget_bytes") else None,
+        measured_peak_bytes=reader.integer("measured_peak_bytes") if reader.has("measured_peak_bytes") else None,
     )
 
 

@@ -6,13 +6,15 @@ are in ``compiled/_inductor.py``.
 
 from __future__ import annotations
 
+import mmap
 import weakref
 from collections.abc import Callable, MutableMapping
 from contextlib import AbstractContextManager
-from functools import cache
+from functools import cache, partial
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
+import numpy as np
 import torch
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
@@ -45,6 +47,62 @@ _engine: Any = torch._C
 # Read from the operators that traced steps of PyTorch 2.13 ran. One that is missing is taken for a computation, and a
 # step under a plan then departs from it.
 _SILENT_NAMESPACES = frozenset({"prim", "profiler", "record_function", "c10d", "_c10d_functional"})
+
+
+_ADDRESSES: Final = 1 << 40
+"""Bytes of addresses that storages without memory share. A judgement, not measured: hardly a tensor of a step on one
+device is larger. They are reserved and read as zeros, which takes no memory. A larger storage has no address, as all
+have where the system gives none: a kernel that reads it past every check then ends the process."""
+
+
+_NO_RESERVE: Final = getattr(mmap, "MAP_NORESERVE", 0x4000)
+"""Take addresses without promising memory for them. The number is Linux's, which Python 3.11 does not name; elsewhere
+the flag is another or none, the system then refuses, and storages without memory have no address."""
+
+
+@cache
+def _zeros() -> tuple[int, Any]:
+    """Where ``_ADDRESSES`` bytes begin that hold nothing and can be read, 0 if the system gives none; their owner."""
+    try:
+        region = mmap.mmap(
+            -1, _ADDRESSES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE, prot=mmap.PROT_READ
+        )
+    except (AttributeError, OSError, ValueError, OverflowError):
+        return 0, None
+    return int(np.frombuffer(region, dtype=np.uint8).ctypes.data), region
+
+
+def storage_without_memory(size_bytes: int, device: torch.device) -> Storage:
+    """A storage that says that it has this size; asking for its address to write there is an error."""
+    address = _zeros()[0] if size_bytes <= _ADDRESSES else 0
+    storage: Storage = _engine._construct_storage_from_data_pointer(address, device, size_bytes)
+    _engine._set_throw_on_mutable_data_ptr(torch.empty(0, dtype=torch.uint8, device=device).set_(storage))
+    return storage
+
+
+def has_memory(storage: Storage) -> bool:
+    """Is it a storage of PyTorch's own, rather than a ``storage_without_memory``?"""
+    try:
+        storage.data_ptr()
+    except RuntimeError as error:
+        return not is_access_to_data(error)
+    return True
+
+
+def is_access_to_data(error: RuntimeError) -> bool:
+    """Is it what PyTorch says where the data of a storage without memory is asked for?"""
+    return "Cannot access data pointer of Tensor" in str(error)
+
+
+def fake_tensor(mode: FakeTensorMode, meta: torch.Tensor, like: torch.Tensor) -> FakeTensor:
+    """A fake tensor on the device of ``like`` in the storage of a meta tensor; called outside of modes."""
+    fake: Any = FakeTensor(mode, meta, like.device)
+    if like.is_conj() or like.is_neg():
+        with mode:
+            fake = torch._conj(fake) if like.is_conj() else fake
+            fake = torch._neg_view(fake) if like.is_neg() else fake
+    made: FakeTensor = fake
+    return made
 
 
 def storage_key(storage: Storage) -> int:
@@ -91,6 +149,34 @@ def copy_of_storage(tensor: torch.Tensor) -> torch.Tensor:
     storage = tensor.untyped_storage()
     empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return empty.set_(storage.clone(), 0, (storage.nbytes() // tensor.element_size(),), (1,))
+
+
+_Around: TypeAlias = Callable[[Callable[[], Any]], Any]
+_around: list[_Around] = []
+_run_backward: Any = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+
+
+def around_backward_passes(around: _Around) -> None:
+    """From now on call a function in place of each backward pass, with what runs it."""
+    _around.append(around)
+    torch.autograd._engine_run_backward = _run_surrounded  # type: ignore[attr-defined]
+
+
+def no_longer_around_backward_passes(around: _Around) -> None:
+    """Undo ``around_backward_passes``."""
+    if around in _around:
+        _around.remove(around)
+    if not _around:
+        torch.autograd._engine_run_backward = _run_backward  # type: ignore[attr-defined]
+
+
+def _run_surrounded(*args: Any, **kwargs: Any) -> Any:
+    def run() -> Any:
+        return _run_backward(*args, **kwargs)
+
+    for around in list(_around):
+        run = partial(around, run)
+    return run()
 
 
 class BelowAutograd:

@@ -11,12 +11,13 @@ import torch
 from remat.core.errors import PlanMismatch
 from remat.core.plan import Plan
 from remat.torch.api.plan import StepPlan
+from remat.torch.emit.first_step import TOLERANCE, StepMeter, broken_budget, exceeds
 from remat.torch.emit.planned_step import ForwardWatcher, PlannedForward, unpack
 
 _log = logging.getLogger("remat")
 
 
-def apply(plan: Plan) -> Applied:
+def apply(plan: Plan, *, strict: bool = False) -> Applied:
     """Run a forward pass under a plan.
 
     ::
@@ -29,53 +30,111 @@ def apply(plan: Plan) -> Applied:
     number of times, also several before one backward pass. A step that departs from the plan (another shape, another
     branch) keeps, from there on, what plain PyTorch would keep; the first time this is logged as a warning.
 
+    The first step is measured, forward and backward pass: ``plan.measured_peak_bytes`` says what it took. So is one
+    later step after another branch was taken. More than 1 % over the budget is logged as a warning, once.
+
     Args:
         plan: from ``remat.torch.plan``.
+        strict: raise an error, from the backward pass, instead of that warning.
 
     Returns:
         A context manager, whose ``departures`` counts the steps that did not follow the plan.
 
     Raises:
-        PlanMismatch: for a plan without its traced step, as loaded from a file.
+        PlanMismatch: for a plan without its traced step, as loaded from a file; with ``strict``, from the backward pass
+            of a first step that takes more than the budget.
     """
     if not isinstance(plan, StepPlan):
         raise PlanMismatch(
             "apply takes a plan that remat.torch.plan made; for one that was loaded from a file, "
             "remat.torch.plan(loss_fn, *args, plan=loaded) traces the step again and checks that it is the same"
         )
-    return Applied(plan)
+    return Applied(plan, strict=strict)
 
 
 class Applied:
     """What ``apply`` returns: a context manager that may be entered again and again.
 
+    Args:
+        plan: the plan.
+        strict: is a step over its budget an error?
+        uncounted_bytes: what the plan counts as there before the step, though nothing is.
+        plans_again: will whoever made the plan make another if the first step is over its budget? Then nothing is said.
+
     Attributes:
         plan: the plan.
         departures: how many forward passes did not follow it.
+        excess_bytes: what a measured step took more than predicted, where it was over its budget; else 0.
+        first_difference: the first operator of a measured step that the plan does not have; None where there is none.
     """
 
-    def __init__(self, plan: StepPlan) -> None:
+    def __init__(
+        self, plan: StepPlan, *, strict: bool = False, uncounted_bytes: int = 0, plans_again: bool = False
+    ) -> None:
         self.plan = plan
         self.departures = 0
+        self.excess_bytes = 0
+        self._strict = strict
+        self._uncounted_bytes = uncounted_bytes
+        self._plans_again = plans_again
+        self._meter: StepMeter | None = None
+        self.first_difference: str | None = None
+        self._measures_next = False
+        self._has_measured_a_branch = False
         self._planned = PlannedForward(plan.step.recording, plan.directions)
-        self._open: list[tuple[ForwardWatcher, Any]] = []
+        self._open: list[tuple[ForwardWatcher, Any, StepMeter | None]] = []
 
     def __enter__(self) -> Applied:
         watcher = ForwardWatcher(self._planned, self._departed)
-        hooks = torch.autograd.graph.saved_tensors_hooks(watcher.pack, unpack)
+        meter = None
+        if self.plan.measured_peak_bytes is None or self._measures_next:
+            if self._meter is not None:
+                self._meter.stop()  # Its step had no backward pass, or has it together with this one.
+            meter = self._meter = StepMeter(self._measured)
+            meter.__enter__()  # type: ignore[no-untyped-call]
+        hooks = torch.autograd.graph.saved_tensors_hooks(watcher.pack, meter.unpack if meter is not None else unpack)
         watcher.__enter__()  # type: ignore[no-untyped-call]
         hooks.__enter__()
-        self._open.append((watcher, hooks))
+        self._open.append((watcher, hooks, meter))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        watcher, hooks = self._open.pop()
+        watcher, hooks, meter = self._open.pop()
         hooks.__exit__(kind, error, trace)
         watcher.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        if meter is not None:
+            meter.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         if kind is None:
-            watcher.finish()
+            watcher.finish(TOLERANCE * self.plan.budget_bytes)
+            if meter is not None:
+                self.first_difference = watcher.first_difference
+            elif watcher.first_difference is not None and not self._has_measured_a_branch:
+                # A step through another branch is over its budget or not: the next such step tells.
+                self._measures_next = True
+        elif meter is not None:
+            meter.stop()
+            self._meter = None
+
+    def _measured(self, meter: StepMeter) -> None:
+        plan = self.plan
+        self._meter = None
+        measured = plan.graph.pinned_bytes - self._uncounted_bytes + meter.peak_bytes
+        if plan.measured_peak_bytes is None:
+            plan.set_measured_peak(measured)
+        self._has_measured_a_branch = self._has_measured_a_branch or self.first_difference is not None
+        self._measures_next = False
+        if not exceeds(plan, measured):
+            return
+        self.excess_bytes = measured - (plan.peak_bytes - self._uncounted_bytes)
+        message = broken_budget(plan, measured, self.first_difference)
+        if self._plans_again:
+            _log.info("%s. The next step is planned again.", message)
+        elif self._strict:
+            raise PlanMismatch(message)
+        else:
+            _log.warning("%s. This is said once.", message)
 
     def _departed(self, where: str) -> None:
         self.departures += 1

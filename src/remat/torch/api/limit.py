@@ -9,8 +9,9 @@ from typing import Any, Final, Literal
 
 import torch
 
-from remat.core.budget import check_budget
-from remat.torch.api.apply import Applied, apply
+from remat.core.budget import check_budget, format_bytes
+from remat.core.errors import InfeasibleBudget
+from remat.torch.api.apply import Applied
 from remat.torch.api.plan import StepPlan, plan
 
 _log = logging.getLogger("remat")
@@ -26,6 +27,7 @@ def limit_memory(
     budget: int | str = "60%",
     *,
     on_change: Literal["replan", "keep"] = "replan",
+    strict: bool = False,
     **options: Any,
 ) -> Any:
     """Run a function that returns a loss within a byte budget, with the same numbers.
@@ -45,7 +47,10 @@ def limit_memory(
         budget: as ``plan`` takes it. A share means one of the first plan's plain step.
         on_change: what happens to a step that departs from its plan, with tensors of other shapes or through another
             branch: "replan" plans such steps too, up to three plans for the same shapes; "keep" runs them under the
-            first plan, where they keep what plain PyTorch keeps from the place on where they depart.
+            first plan, where they keep what plain PyTorch keeps from the place on where they depart. "replan" also
+            plans once more, for what it really took, a step whose first run takes more than the budget.
+        strict: raise an error, from the backward pass, where the budget does not hold then either; else this is logged
+            as a warning, once.
         **options: passed on to ``plan``.
 
     Returns:
@@ -53,15 +58,16 @@ def limit_memory(
 
     Raises:
         InvalidBudget: if the budget cannot be read.
+        PlanMismatch: with ``strict``, from the backward pass of a step that takes more than the budget.
         ValueError: for another ``on_change``.
     """
     if on_change not in ("replan", "keep"):
         raise ValueError(f'on_change={on_change!r} is unknown; it is "replan" or "keep"')
     check_budget(budget)
     if loss_fn is None:
-        return functools.partial(limit_memory, budget=budget, on_change=on_change, **options)
+        return functools.partial(limit_memory, budget=budget, on_change=on_change, strict=strict, **options)
     function = loss_fn
-    limit = _Limit(function, budget, on_change == "replan", options)
+    limit = _Limit(function, budget, on_change == "replan", strict, options)
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -77,11 +83,15 @@ def limit_memory(
 class _Limit:
     """The plans of one function, made as calls come."""
 
-    def __init__(self, loss_fn: Callable[..., Any], budget: int | str, replans: bool, options: dict[str, Any]) -> None:
+    def __init__(
+        self, loss_fn: Callable[..., Any], budget: int | str, replans: bool, strict: bool, options: dict[str, Any]
+    ) -> None:
         self._loss_fn = loss_fn
         self._budget = budget
         self._replans = replans
+        self._strict = strict
         self._options = options
+        self._corrected: set[Any] = set()
         self._applied: dict[Any, list[Applied]] = {}
         self.plans: list[StepPlan] = []
 
@@ -90,11 +100,36 @@ class _Limit:
         key = tuple((tuple(t.shape), t.dtype) for t in _tensors((args, kwargs))) if self._replans else None
         known = self._applied.setdefault(key, [])
         followed = [applied for applied in known if not applied.departures]
-        if not known or (self._replans and not followed and len(known) < _MOST_PLANS):
-            known.append(apply(self._plan(args, kwargs)))
+        excess = known[-1].excess_bytes if known else 0
+        if self._replans and excess and key not in self._corrected:
+            # What the step took more than was simulated counts as there from the start. If it went through another
+            # branch, the trace of this one may say it all.
+            self._corrected.add(key)
+            another_branch = known[-1].first_difference is not None
+            known.append(self._applied_with(args, kwargs, 0 if another_branch else excess, plans_again=False))
+        elif not known or (self._replans and not followed and len(known) < _MOST_PLANS):
+            known.append(self._applied_with(args, kwargs, 0, plans_again=self._replans and key not in self._corrected))
         return known[-1]
 
-    def _plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepPlan:
+    def _applied_with(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], excess_bytes: int, *, plans_again: bool
+    ) -> Applied:
+        try:
+            found = self._plan(args, kwargs, excess_bytes)
+        except InfeasibleBudget as error:
+            if not excess_bytes:
+                raise
+            smallest = error.minimum_bytes
+            _log.warning(
+                "The first step took %s more than was predicted, and no plan leaves so much room; the "
+                "smallest budget that would do is %s. The step runs on under its first plan, over its budget.",
+                format_bytes(excess_bytes),
+                format_bytes(smallest),
+            )
+            return Applied(self.plans[-1], strict=self._strict)
+        return Applied(found, strict=self._strict, uncounted_bytes=excess_bytes, plans_again=plans_again)
+
+    def _plan(self, args: tuple[Any, ...], kwargs: dict[str, Any], excess_bytes: int) -> StepPlan:
         def loss_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             result = self._loss_fn(*args, **kwargs)
             if isinstance(result, Mapping):
@@ -103,7 +138,8 @@ class _Limit:
 
         # Later steps may be smaller; a share stays one of the first.
         budget = self.plans[0].budget_bytes if self.plans else self._budget
-        found = plan(loss_of, args, kwargs, budget=budget, **self._options)
+        options = {**self._options, "resident_bytes": self._options.get("resident_bytes", 0) + excess_bytes}
+        found = plan(loss_of, args, kwargs, budget=budget, **options)
         self.plans.append(found)
         if len(self.plans) > 1:
             _log.info("Planned again for a step that departs from the earlier plans:\n%s", found)

@@ -7,7 +7,8 @@ another order than planned (``retain_graph``, parts of the graph) is made on the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
@@ -27,6 +28,8 @@ from remat.torch.emit.recipes import (
 )
 from remat.torch.trace import op_facts
 from remat.torch.trace.recording import Recording
+
+_ITEM: Final = torch.ops.aten._local_scalar_dense.default
 
 _SURE_MATCH: Final = 4
 """So many operators in a row that match further on in the plan are where it goes on. A judgement, not measured: with
@@ -81,24 +84,90 @@ class PlannedForward:
         ops: what is known of each.
         names: their names, for messages.
         reads: by position and turn of a tensor that autograd saves: its number, and that of its storage.
+        turns: by position, how many tensors autograd saves there.
+        makers: by the number of a storage, the op that makes it.
     """
 
     def __init__(self, recording: Recording, directions: Directions) -> None:
         self.directions = directions
         self.ops = [PlannedOp(recording, directions, index) for index in range(recording.forward_ops)]
         self.names = [op.name for op in recording.ops[: recording.forward_ops]]
-        self.reads = {
-            (saved.position, saved.turn): (number, directions.instance[number][0])
-            for number, saved in enumerate(recording.saved)
-            if number in directions.instance
-        }
+        self.reads: dict[int, dict[int, tuple[int, int]]] = {}
+        for number, saved in enumerate(recording.saved):
+            if number in directions.instance:
+                read = (number, directions.instance[number][0])
+                self.reads.setdefault(saved.position, {})[saved.turn] = read
+        self.makers = {number: index for index, op in enumerate(self.ops) for number in op.made}
+        self.turns = Counter(saved.position for saved in recording.saved)
 
-    def find(self, calls: list[tuple[Any, list[tuple[int, ...]]]], start: int) -> int | None:
-        """The place after the first run of planned ops, from ``start`` on, that are like these calls."""
+    def find(self, calls: Sequence[_Call], start: int) -> int | None:
+        """The first of the planned ops, from ``start`` on, of which a run is like these calls."""
         for place in range(start, len(self.ops) - len(calls) + 1):
-            if all(self.ops[place + n].has(*call) for n, call in enumerate(calls)):
-                return place + len(calls)
+            if all(self.ops[place + n].has(call.func, call.shapes) for n, call in enumerate(calls)):
+                return place
         return None
+
+
+class _Call:
+    """A call that the plan does not have where it came, with what it takes to make a recipe of it later.
+
+    Attributes:
+        func: the operator.
+        shapes: of the tensors that it made.
+        saved: what autograd had saved since the call before.
+    """
+
+    def __init__(
+        self,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        made: list[torch.Tensor],
+        places: list[int],
+        random_state: torch.Tensor | None,
+        saved: list[_SavedOutOfStep],
+    ) -> None:
+        self.func = func
+        self.shapes = [tuple(tensor.shape) for tensor in made]
+        self.saved = saved
+        self.made = made
+        self._args, self._kwargs, self._places = args, kwargs, places
+        self._random_state = random_state
+        self._grad_mode = torch.is_grad_enabled()
+        self.written = op_facts.written(func, args, kwargs) if _private.is_mutable(func) else []
+        self._versions = self._versions_now()
+
+    def recipe(self, number: int, table: ActivationTable, later: Sequence[_Call]) -> Recipe | None:
+        """How to make the call again; None where what it read was written since, or its draw was not noted.
+
+        Args:
+            number: of the op in the plan.
+            table: of what was made so far.
+            later: the calls that came after it. The newest is about to count its writes.
+        """
+        bumps = [call for call in (self, *later)[:-1] if call.written]
+        changing = {_private.storage_key(tensor.untyped_storage()) for tensor in (*self.made, *self.written)}
+        for (tensor, version), (_, now) in zip(self._versions, self._versions_now(), strict=True):
+            key = _private.storage_key(tensor.untyped_storage())
+            expected = sum(call.writes_to(key) for call in bumps) if key in changing else 0
+            if now != version + expected:
+                return None
+        if self._random_state is None and op_facts.is_random(self.func, self._args, self._kwargs):
+            return None
+        recipe = table.call(number, self.func, self._args, self._kwargs)
+        recipe.random_state, recipe.grad_mode, recipe.outputs = self._random_state, self._grad_mode, self._places
+        return recipe
+
+    def writes_to(self, key: int) -> bool:
+        """Does the call write to the storage with this key?"""
+        return any(_private.storage_key(tensor.untyped_storage()) == key for tensor in self.written)
+
+    def _versions_now(self) -> list[tuple[torch.Tensor, int]]:
+        return [
+            (tensor, tensor._version)
+            for tensor in tensors_in((*self._args, *self._kwargs.values(), self.made))
+            if tensor.layout is torch.strided
+        ]
 
 
 class ForwardWatcher(_private.TorchDispatchMode):
@@ -116,7 +185,18 @@ class ForwardWatcher(_private.TorchDispatchMode):
         self._state = StepState(planned.directions)
         self._table = ActivationTable()
         self._follows = True
-        self._unmatched: list[tuple[Any, list[tuple[int, ...]]]] = []
+        # While the step runs operators that the plan does not have: the last of them, how many they were, and what
+        # autograd has saved since.
+        self._unmatched: deque[_Call] = deque(maxlen=_SURE_MATCH)
+        self._unmatched_count = 0
+        self._saved_since: list[_SavedOutOfStep] = []
+        # Bytes by storage of what autograd saved and the plan would have made again.
+        self._held: dict[int, int] = {}
+        self._lost: int | None = None
+        # What operators made that the plan does not have.
+        self._unplanned_made: dict[int, Callable[[], Any]] = {}
+        self.first_difference: str | None = None
+        self._position = 0
         self._advance_to(0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -141,15 +221,17 @@ class ForwardWatcher(_private.TorchDispatchMode):
         if planned is None:
             self._protect(func, args, kwargs)
             return func(*args, **kwargs)
-        recipe = None
+        recipe, random_state = None, None
         if planned.func is func and planned.repeats:
             recipe = self._table.call(self._position, func, args, kwargs)
+        elif op_facts.is_random(func, args, kwargs) and op_facts.may_repeat(func, args, kwargs, on_gpu=False):
+            random_state = op_facts.random_state(func, args, kwargs)  # The call may turn out to be planned further on.
         writes = op_facts.may_write(func) and op_facts.written(func, args, kwargs)
         if writes:
             expected = planned.writes if planned.func is func else frozenset()
             self._before_writes(func, args, kwargs, writes, expected)
         out = func(*args, **kwargs)
-        self._follow(planned, func, args, kwargs, out, recipe, writes=bool(writes))
+        self._follow(planned, func, args, kwargs, out, recipe, random_state, writes=bool(writes))
         return out
 
     def _follow(
@@ -160,10 +242,13 @@ class ForwardWatcher(_private.TorchDispatchMode):
         kwargs: Any,
         out: Any,
         recipe: Recipe | None = None,
+        random_state: torch.Tensor | None = None,
         *,
         writes: bool = False,
     ) -> None:
         """After a call: if it is the one that the plan has here, remember what the plan keeps of it, and go on."""
+        if func is _ITEM:
+            return  # Python asks for a value, which is no operator of the plan.
         outputs = tensors_in((out,))
         places = new_storages(outputs, tensors_in((*args, *kwargs.values())))
         if outputs and not places and not writes:
@@ -171,37 +256,92 @@ class ForwardWatcher(_private.TorchDispatchMode):
         made = [outputs[place] for place in places]
         shapes = [tuple(tensor.shape) for tensor in made]
         if not planned.has(func, shapes):
-            self._unplanned(func, shapes)
+            self._unplanned(_Call(func, args, kwargs, made, places, random_state, self._saved_since))
             return
         self._advance_to(self._position + 1)
         if recipe is not None:
             recipe.outputs = places
+        self._made_by_plan(planned, made, recipe)
+
+    def _made_by_plan(self, planned: PlannedOp, made: list[torch.Tensor], recipe: Recipe | None) -> None:
+        if recipe is not None:
             self._state.recipes[recipe.number] = recipe
+        elif planned.repeats:
+            for number, tensor in zip(planned.made, made, strict=True):
+                self._note_held(tensor, number)
         for number, tensor, is_kept in zip(planned.made, made, planned.is_kept, strict=True):
             if is_kept or recipe is not None:
                 self._remember(number, tensor, is_kept, recipe)
 
     def _advance_to(self, position: int) -> None:
         """The next op of the plan is this one. No tensor has been saved since the op before."""
+        if self._unmatched:
+            self._in_step_again(self._saved_since, self._position)
+            self._forget_unmatched()
         self._position = position
         self._turn = 0
         self._next = self._planned.ops[position] if position < len(self._planned.ops) else None
-        if self._unmatched:
-            self._unmatched.clear()
 
-    def _unplanned(self, func: Any, shapes: list[tuple[int, ...]]) -> None:
+    def _unplanned(self, call: _Call) -> None:
         """Note an operator that the plan does not have here: the step runs one more, or has left some out.
 
         Models branch in small ways on the values in a batch (is there any padding?). What does not match is kept. Where
-        a few operators in a row match further on in the plan, it goes on there.
+        a few operators in a row match further on in the plan, it goes on there, and they are taken for planned.
         """
-        self._unmatched.append((func, shapes))
-        if len(self._unmatched) >= _SURE_MATCH:
-            place = self._planned.find(self._unmatched[-_SURE_MATCH:], self._position)
+        if self.first_difference is None:
+            self.first_difference = self._difference(call)
+        self._saved_since = []
+        self._unmatched.append(call)
+        for tensor in call.made:
+            storage = tensor.untyped_storage()
+            self._unplanned_made[_private.storage_key(storage)] = _private.weak(storage)
+        self._unmatched_count += 1
+        if len(self._unmatched) == _SURE_MATCH:
+            place = self._planned.find(self._unmatched, self._position)
             if place is not None:
-                self._advance_to(place)
-            elif len(self._unmatched) >= _MOST_UNMATCHED:
+                calls = list(self._unmatched)
+                self._forget_unmatched()
+                for count, one in enumerate(calls, 1):
+                    self._was_planned(one, place + count - 1, calls[count:])
+                self._advance_to(place + _SURE_MATCH)
+            elif self._unmatched_count >= _MOST_UNMATCHED:
                 self._depart()
+
+    def _was_planned(self, call: _Call, number: int, later: list[_Call]) -> None:
+        """A call that came out of step was that of a planned op: do what would have been done in step."""
+        self._in_step_again(call.saved, number)
+        for tensor in call.made:
+            self._unplanned_made.pop(_private.storage_key(tensor.untyped_storage()), None)
+        planned = self._planned.ops[number]
+        own = [self._table.of(tensor) for tensor in call.written]
+        recipe = None
+        if planned.repeats or any(activation is not None and activation.recipe is not None for activation in own):
+            recipe = call.recipe(number, self._table, later)
+        for tensor, activation in zip(call.written, own, strict=True):
+            if activation is None or activation.recipe is None:
+                continue
+            if recipe is not None and activation.number in planned.writes:
+                activation.recipe.writes.append(recipe)
+            else:
+                activation.recipe = None
+                activation.hold(tensor)
+        if not call.written:
+            self._made_by_plan(planned, call.made, recipe if planned.repeats else None)
+
+    def _forget_unmatched(self) -> None:
+        self._unmatched.clear()
+        self._unmatched_count = 0
+        self._saved_since = []
+
+    def _in_step_again(self, saved: list[_SavedOutOfStep], position: int) -> None:
+        """What was saved before the planned op at a position, and after one that was not planned, is what it reads."""
+        first = self._planned.turns[position] - len(saved)
+        for turn, one in enumerate(saved, first):
+            one.packed = self._planned_read(one.tensor, position, turn)
+            if one.packed is None and self._unplanned_made and one.tensor is not None:
+                self._note_unplanned(one.tensor)
+            if one.packed is not None:
+                one.tensor = None
 
     def _remember(self, number: int, tensor: torch.Tensor, is_kept: bool, recipe: Recipe | None) -> None:
         activation = self._state.activations[number] = Activation(number, tensor)
@@ -237,36 +377,111 @@ class ForwardWatcher(_private.TorchDispatchMode):
                 if (activation := self._table.of(tensor)) is not None:
                     self._table.settle(activation, tensor)
 
-    def _depart(self) -> None:
-        self._follows, self._next = False, None
-        func, shapes = self._unmatched[0]
+    def _difference(self, call: _Call) -> str:
         planned, name = self._planned.ops[self._position], self._planned.names[self._position]
-        self._departed(
-            f"op {self._position} of the forward pass is {func.name()} making {shapes or 'nothing'}, the plan has "
-            f"{name} making {list(planned.shapes) or 'nothing'}"
+        return (
+            f"op {self._position} of the forward pass is {call.func.name()} making {call.shapes or 'nothing'}, "
+            f"the plan has {name} making {list(planned.shapes) or 'nothing'}"
         )
 
-    def finish(self) -> None:
-        """The forward pass is over. If its last operators were not in the plan, it has departed from it."""
-        if self._follows and len(self._unmatched) >= _SURE_MATCH:
+    def _depart(self) -> None:
+        self._follows, self._next = False, None
+        self._forget_unmatched()
+        assert self.first_difference is not None
+        self._departed(self.first_difference)
+
+    def finish(self, most_held_bytes: float) -> None:
+        """The forward pass is over. If its last operators were not in the plan, it has departed from it.
+
+        It has as well if it holds more than so many bytes that the plan makes again.
+        """
+        held_bytes = sum(self._held.values())
+        if self._follows and self._unmatched_count >= _SURE_MATCH:
             self._depart()
+        elif self._follows and held_bytes > most_held_bytes:
+            if self.first_difference is None and self._lost is not None:
+                name = self._planned.names[self._lost]
+                self.first_difference = f"op {self._lost} of the forward pass, {name}, has no recipe"
+            self._departed(f"{self.first_difference}; {held_bytes} bytes are kept that the plan does not keep")
+        self._forget_unmatched()
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Called by autograd for each tensor that it saves."""
+        if self._unmatched:
+            # Where the plan goes on, and whether it makes this tensor again, is not known yet.
+            saved = _SavedOutOfStep(tensor)
+            self._saved_since.append(saved)
+            return saved
         turn = self._turn
         self._turn = turn + 1
-        read = self._planned.reads.get((self._position, turn))
-        if read is None or not self._follows or type(tensor) is not torch.Tensor:
-            return kept(tensor)
+        found = self._planned_read(tensor, self._position, turn)
+        if found is None and self._unplanned_made:
+            self._note_unplanned(tensor)
+        return found or kept(tensor)
+
+    def _planned_read(self, tensor: torch.Tensor | None, position: int, turn: int) -> _Packed | None:
+        """What stands for a tensor that the plan reads in the backward pass as it says; None where it does not."""
+        reads = self._planned.reads.get(position)
+        if reads is None or not self._follows or type(tensor) is not torch.Tensor:
+            return None
+        read = reads.get(turn)
         activation = self._table.of(tensor)
+        if activation is not None and (read is None or read[1] != activation.number):
+            # An operator saves one tensor less without a mask, so that the others move up.
+            found = next((one for one in reads.values() if one[1] == activation.number), None)
+            if found is not None:
+                read = found
+        if read is None:
+            return None
         if activation is None or activation.number != read[1] or tensor.is_conj() or tensor.is_neg():
-            return kept(tensor)
+            self._note_held(tensor, read[1])
+            return None
         return _Packed(self._state, read[0], activation, tensor)
+
+    def _note_unplanned(self, tensor: torch.Tensor) -> None:
+        """A tensor stays kept; if an operator made it that the plan does not have, the plan does not count it."""
+        if tensor.layout is torch.strided:
+            storage = tensor.untyped_storage()
+            made = self._unplanned_made.get(_private.storage_key(storage))
+            if made is not None and made() is storage:
+                self._held[_private.storage_key(storage)] = storage.nbytes()
+
+    def _note_held(self, tensor: torch.Tensor, number: int) -> None:
+        """A tensor stays kept at a place where the plan reads a storage that it makes again."""
+        if number in self._planned.directions.kept:
+            return
+        storage = tensor.untyped_storage()
+        self._held[_private.storage_key(storage)] = storage.nbytes()
+        if self._lost is None:
+            self._lost = self._planned.makers[number]
+
+
+class _SavedOutOfStep:
+    """A tensor that autograd saved while it was not known where the plan goes on.
+
+    Attributes:
+        tensor: kept, as in plain PyTorch; None once ``packed`` stands for it.
+        packed: what makes it again.
+    """
+
+    __slots__ = ("_version", "packed", "tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor: torch.Tensor | None
+        self.tensor, self._version = kept(tensor)
+        self.packed: _Packed | None = None
+
+    def read(self) -> torch.Tensor:
+        """The tensor; called when a backward node needs it."""
+        if self.packed is not None:
+            return self.packed.read()
+        assert self.tensor is not None
+        return read_kept((self.tensor, self._version))
 
 
 def unpack(packed: Any) -> Any:
     """Called by autograd when a backward node reads what it saved. A function: a method would keep a watcher alive."""
-    return packed.read() if type(packed) is _Packed else read_kept(packed)
+    return read_kept(packed) if type(packed) is tuple else packed.read()
 
 
 class StepState:

@@ -1,6 +1,7 @@
-"""Runs one training step on fake tensors: the loss, its gradients, the optimizer's update -> Recording.
+"""Runs one training step without memory: the loss, its gradients, the optimizer's update -> Recording.
 
-Nothing is allocated and no parameter changes: PyTorch's ``FakeTensorMode`` carries shapes, strides and devices only.
+Nothing large is allocated and no parameter changes. What the step makes are stand-ins, which no library can tell from
+the tensors of a real step (``trace.stand_ins``), so that the traced step takes the branches of the real one.
 """
 
 from __future__ import annotations
@@ -37,7 +38,10 @@ def record_step(
     resident: Sequence[torch.Tensor] = (),
     resident_bytes: int = 0,
 ) -> Recording:
-    """Run the loss, its gradients and the optimizer's update on fake tensors.
+    """Run the loss, its gradients and the optimizer's update without memory.
+
+    Where Python asks for a truth value that does not follow from what the step is given ("is anything infinite?"), it
+    hears no. If the step then fails, it is run once more and hears yes. The first real step tells whether that was so.
 
     Args:
         loss_fn: returns the loss, a tensor of one element.
@@ -49,11 +53,37 @@ def record_step(
         resident_bytes: memory that counts although no tensor of it is known.
 
     Raises:
-        UnsupportedStep: where Python needs the value of a tensor, or the loss cannot be differentiated.
+        UnsupportedStep: where Python needs the number in a tensor, or the loss cannot be differentiated.
     """
-    watcher = StepWatcher()
+
+    def run(watcher: StepWatcher) -> Recording:
+        return _recorded(watcher, loss_fn, args, optimizer, update, accumulates, resident, resident_bytes)
+
+    hears_no, hears_yes = StepWatcher(), StepWatcher(guess=True)
+    try:
+        return run(hears_no)
+    except Exception:
+        if not hears_no.guesses:
+            raise
+    finally:
+        hears_no.storages.stand_ins.retire()
+    try:
+        return run(hears_yes)
+    finally:
+        hears_yes.storages.stand_ins.retire()
+
+
+def _recorded(
+    watcher: StepWatcher,
+    loss_fn: Callable[..., Any],
+    args: Sequence[Any],
+    optimizer: torch.optim.Optimizer | None,
+    update: Update | None,
+    accumulates: bool,
+    resident: Sequence[torch.Tensor],
+    resident_bytes: int,
+) -> Recording:
     with undisturbed(), ExitStack() as stack:
-        stack.enter_context(watcher.storages.fake_mode)
         stack.enter_context(watcher)
         watcher.pin([t for t in _private.tree_leaves(args) if isinstance(t, torch.Tensor)], "batch")
         watcher.pin(resident, "optimizer_state")
@@ -62,6 +92,7 @@ def record_step(
         with (
             watcher.modules,
             watcher.taking_marks(),
+            watcher.answering_lists(),
             _without_reduction(watcher.count_beside),
             torch.autograd.graph.saved_tensors_hooks(watcher.pack, watcher.unpack),
         ):
@@ -86,6 +117,13 @@ def _loss_of(loss_fn: Callable[..., Any], args: Sequence[Any]) -> torch.Tensor:
             f"the step cannot be traced without values: {getattr(error, 'func', error)} turns a tensor's values into a "
             "Python number or a shape (.item(), if tensor:, nonzero). Compute that outside of the loss and pass the "
             "result in, or replace it by operations on tensors"
+        ) from error
+    except RuntimeError as error:
+        if not _private.is_access_to_data(error):
+            raise
+        raise UnsupportedStep(
+            "the step cannot be traced without values: it takes the data of a tensor out of PyTorch (.numpy(), "
+            "data_ptr()). Compute that outside of the loss and pass it in, or replace it by operations on tensors"
         ) from error
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
         what = (

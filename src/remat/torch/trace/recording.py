@@ -1,6 +1,6 @@
 """What is seen of one training step: its operators, its storages and when they die, what autograd saves and reads.
 
-``Recording`` is the data. ``KnownStorages`` tells, while the step runs on fake tensors, which storage a tensor is in.
+``Recording`` is the data. ``KnownStorages`` tells, while the step runs on stand-ins, which storage a tensor is in.
 """
 
 from __future__ import annotations
@@ -8,18 +8,15 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 
 from remat.torch import _private
+from remat.torch.trace.known_values import KnownValues
+from remat.torch.trace.stand_ins import StandIns
 
 Phase: TypeAlias = Literal["forward", "backward", "update"]
-
-_MOST_ELEMENTS: Final = 4096
-"""Elements of a tensor whose values are followed. A judgement, not measured: masks of a small batch, seeds and counters
-have fewer. Of a larger tensor no value is known, and a step whose Python reads one is refused; a larger limit costs
-memory and time while a step is traced."""
 
 
 @dataclass
@@ -128,56 +125,65 @@ class Recording:
 
 
 class KnownStorages:
-    """The numbers that storages have in a recording. It keeps no fake tensor alive.
+    """The numbers that storages have in a recording. It keeps no tensor of the step alive.
 
     Args:
         recording: to which new storages are added.
 
     Attributes:
-        fake_mode: makes the fake tensors.
-        values: of small tensors of whole numbers, beside the fake ones.
+        stand_ins: makes the tensors of the step.
+        values: of tensors whose values follow from constants and from what the step is given.
         captured: storages that live on after the step: the loss and the gradients.
     """
 
     def __init__(self, recording: Recording) -> None:
-        self.fake_mode = _private.FakeTensorMode(allow_non_fake_inputs=True)
+        self.stand_ins = StandIns()
         self.values = KnownValues()
         self.captured: set[int] = set()
         self._recording = recording
         self._known: dict[int, int] = {}
-        self._pinned: dict[int, int] = {}
-        # Real tensors and the fake ones that stand for them. Both are kept, since ``_known`` knows addresses.
-        self._fakes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        # Storages from before the step. They are kept, since ``_known`` knows them by a key that could come again.
+        self._pinned: dict[int, tuple[_private.Storage, int]] = {}
+        self._of_real: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def fake(self, tensor: torch.Tensor, role: str = "") -> torch.Tensor:
-        """The fake tensor of a real one; a real one that is new was there before the step, and has this role."""
-        if isinstance(tensor, _private.FakeTensor):
-            return tensor
-        if id(tensor) not in self._fakes:
+    def of(self, tensor: torch.Tensor, role: str = "") -> int:
+        """The number of a tensor's storage; one that is new was there before the step, and has this role."""
+        key = _key(tensor)
+        number = self._known.get(key)
+        if number is None:
             if tensor.device.type not in ("cpu", "meta"):
                 self._recording.device = tensor.device.type
-            fake: torch.Tensor = self.fake_mode.from_tensor(tensor)
-            self._fakes[id(tensor)] = (tensor, fake)
-            self.values.pin(fake, tensor)
-            if has_storage(tensor):
-                real = _key(tensor)
-                if real not in self._pinned:
-                    self._pinned[real] = self._add(tensor, None)
-                    self._recording.storages[self._pinned[real]].role = role or _role_of(tensor)
-                self._known[_key(fake)] = self._pinned[real]
-        return self._fakes[id(tensor)][1]
-
-    def of(self, tensor: torch.Tensor) -> int:
-        """The number of a tensor's storage."""
-        number = self._known.get(_key(tensor))
-        if number is None:
-            # Python's own constructors made it, which no dispatch mode sees: no op of the step makes it.
-            number = self.made(tensor, None)
+            number = self._known[key] = self._add(tensor, None)
+            self._pinned[key] = (tensor.untyped_storage(), number)
+            self._recording.storages[number].role = role or _role_of(tensor)
+            self.values.pin(tensor)
         return number
+
+    def stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What stands for a tensor from before the step where its own attributes must not change."""
+        if id(tensor) not in self._of_real:
+            found = self.stand_ins.like(tensor)
+            self._known[_key(found)] = self.of(tensor)
+            self._of_real[id(tensor)] = (tensor, found)
+        return self._of_real[id(tensor)][1]
 
     def is_known(self, tensor: torch.Tensor) -> bool:
         """Has the storage of a tensor been seen before?"""
         return _key(tensor) in self._known
+
+    def is_of_the_step(self, tensor: torch.Tensor) -> bool:
+        """Does a tensor lie in a storage that the step has made, or that stands for one?"""
+        key = _key(tensor)
+        return key in self._known and key not in self._pinned
+
+    def value_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """A tensor with the values that another has in the real step; None where they are not known."""
+        if has_storage(tensor) and tensor.device.type != "meta":
+            key = _key(tensor)
+            pinned = self._pinned.get(key)
+            if key not in self._known or (pinned is not None and not self._recording.storages[pinned[1]].writes):
+                return tensor  # It is as it was before the step.
+        return self.values.of(tensor)
 
     def made(self, tensor: torch.Tensor, made_by: int | None) -> int:
         """Add the storage that an op makes, and return its number."""
@@ -189,7 +195,7 @@ class KnownStorages:
         """From now on a tensor is in a storage that is known.
 
         Args:
-            tensor: a fake one, with a storage of its own.
+            tensor: with a storage of its own.
             number: of the storage that it stands for.
             until_it_dies: may the last read of the storage be when this tensor dies?
         """
@@ -205,9 +211,9 @@ class KnownStorages:
 
     def name(self, tensor: torch.Tensor, name: str) -> None:
         """Call the storage of a tensor from before the step by a name, if the step has touched it."""
-        number = self._pinned.get(_key(tensor)) if has_storage(tensor) else None
-        if number is not None:
-            self._recording.storages[number].name = name
+        pinned = self._pinned.get(_key(tensor)) if has_storage(tensor) else None
+        if pinned is not None:
+            self._recording.storages[pinned[1]].name = name
 
     def _add(self, tensor: torch.Tensor, made_by: int | None) -> int:
         size = int(tensor.untyped_storage().nbytes())
@@ -233,50 +239,9 @@ class KnownStorages:
             del self._known[key]
 
 
-class KnownValues:
-    """Values of small tensors of whole numbers, for code that reads them: seeds, "is anything masked?".
-
-    Beside a fake tensor stands the real one, as long as everything that it was made of is known too.
-    """
-
-    def __init__(self) -> None:
-        self._values = _private.by_tensor()
-
-    def pin(self, fake: torch.Tensor, real: torch.Tensor) -> None:
-        """Remember the value of a tensor from before the step. It is copied, since the step may write to it."""
-        if real.device.type == "cpu" and _is_small(real):
-            with _private.no_modes():
-                self._values[fake] = real.detach().clone()
-
-    def item(self, fake: torch.Tensor) -> Any:
-        """The number that a tensor of one element holds; None where it is not known."""
-        value = self._values.get(fake)
-        with _private.no_modes():
-            return None if value is None else value.item()
-
-    def follow(self, func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor], out: Any) -> None:
-        """After an operator on fake tensors: run it on the real ones, if all of them are known."""
-        outputs = [t for t in _private.tree_leaves(out) if isinstance(t, torch.Tensor)]
-        known = bool(inputs) and all(t in self._values for t in inputs)
-        if not known or not outputs or not all(_is_small(t) for t in outputs):
-            for tensor in outputs:
-                # An operator with unknown inputs may have written to a tensor that was known.
-                self._values.pop(tensor, None)
-            return
-        args, kwargs = _private.tree_map_only(torch.Tensor, self._values.__getitem__, (args, kwargs))
-        with _private.no_modes(), torch.no_grad():
-            results = [t for t in _private.tree_leaves(func(*args, **kwargs)) if isinstance(t, torch.Tensor)]
-        self._values.update(zip(outputs, results, strict=True))
-
-
 def has_storage(tensor: torch.Tensor) -> bool:
     """Has a tensor one storage of its own? Sparse ones do not."""
     return tensor.layout is torch.strided
-
-
-def _is_small(tensor: torch.Tensor) -> bool:
-    kind = tensor.dtype
-    return tensor.numel() <= _MOST_ELEMENTS and not (kind.is_floating_point or kind.is_complex)
 
 
 def _key(tensor: torch.Tensor) -> int:

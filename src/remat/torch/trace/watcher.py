@@ -1,4 +1,4 @@
-"""Sees the operators of a step on fake tensors: what they make and write, what autograd saves, and whose they are."""
+"""Sees the operators of a step that runs without memory: what they make, what autograd saves, and whose they are."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final, TypeAlias
+from unittest import mock
 
 import torch
 from torch.nn.modules import module as module_hooks
@@ -19,6 +20,7 @@ from torch.nn.modules import module as module_hooks
 from remat.core.labels import shown_path
 from remat.torch import _private
 from remat.torch.trace import cpu_scratch, op_facts
+from remat.torch.trace.known_values import are_small
 from remat.torch.trace.recording import (
     KnownStorages,
     Phase,
@@ -28,6 +30,7 @@ from remat.torch.trace.recording import (
     SavedTensor,
     has_storage,
 )
+from remat.torch.trace.stand_ins import is_plain
 
 _log = logging.getLogger("remat")
 
@@ -55,28 +58,28 @@ class _Packed:
 
     def __init__(self, number: int, tensor: torch.Tensor) -> None:
         self.number = number
-        self.geometry = (
-            tuple(tensor.shape),
-            tensor.stride(),
-            tensor.storage_offset(),
-            tensor.dtype,
-            tensor.device,
-            tensor.untyped_storage().nbytes() // max(1, tensor.element_size()),
-        )
+        place = (tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
+        self.geometry = (tensor.untyped_storage().nbytes(), place, tensor.dtype, tensor.device)
 
 
 class StepWatcher(_private.TorchDispatchMode):
-    """Sees every operator below autograd and autocast, and notes it in a recording. It keeps no fake tensor alive.
+    """Sees every operator below autograd and autocast, and notes it in a recording. It keeps no tensor alive.
+
+    Args:
+        guess: what Python hears where it asks for a truth value that nobody knows.
 
     Attributes:
+        guesses: how often it did.
         recording: what was seen so far.
         storages: which storage a tensor is in.
         modules: which module's forward pass runs.
         phase: the part of the step that runs.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, guess: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.guesses = 0
+        self._guess = guess
         self.recording = Recording()
         self.storages = KnownStorages(self.recording)
         self.modules = RunningModules()
@@ -91,22 +94,52 @@ class StepWatcher(_private.TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._is_paused or _private.is_silent(func):
+        if _private.is_silent(func):
             return func(*args, **kwargs)
-        args, kwargs = _private.tree_map_only(torch.Tensor, self.storages.fake, (tuple(args), kwargs))
+        if self._is_paused:
+            inputs = [t for t in _private.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+            return self._run(func, args, kwargs, inputs)
         inputs = [t for t in _private.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         reads = tuple(dict.fromkeys(self._read(t) for t in inputs if has_storage(t)))
-        if func is _ITEM and (number := self.storages.values.item(inputs[0])) is not None:
-            return number
-        out = func(*args, **kwargs)
-        self.storages.values.follow(func, args, kwargs, inputs, out)
-        self._note(func, args, kwargs, inputs, reads, out)
+        out = self._run(func, args, kwargs, inputs)
+        if func is not _ITEM:
+            self._note(func, args, kwargs, inputs, reads, out)
+        return out
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[torch.Tensor]) -> Any:
+        """What the operator returns in the real step: values where they are known, else tensors without memory."""
+        values, stand_ins = self.storages.values, self.storages.stand_ins
+        if func.is_view and all(is_plain(tensor) for tensor in inputs):
+            if op_facts.base_name(func) == "aten::lift_fresh":
+                values.pin(inputs[0])  # Python made it of numbers.
+                return func(*args, **kwargs)
+            out = func(*args, **kwargs)
+            if values.of(inputs[0]) is None and self.storages.is_of_the_step(inputs[0]):
+                stand_ins.note(out)
+            return out
+        if values.may_run(func, inputs):
+            try:
+                out = stand_ins.run(func, args, kwargs)
+            except (_private.DataDependentOutputException, _private.DynamicOutputShapeException):
+                return values.run(func, args, kwargs)
+            if are_small(out):
+                return values.run(func, args, kwargs)
+        elif func is _ITEM:
+            if (value := self.storages.value_of(inputs[0])) is not None:
+                return func(value)
+            if inputs[0].dtype is torch.bool:
+                self.guesses += 1
+                return self._guess
+            out = stand_ins.run(func, args, kwargs)
+        else:
+            out = stand_ins.run(func, args, kwargs)
+        values.forget(op_facts.written(func, args, kwargs))
         return out
 
     def pin(self, tensors: Sequence[torch.Tensor], role: str = "") -> None:
         """Count tensors that exist before the step, whether it touches them or not."""
         for tensor in filter(has_storage, tensors):
-            storage = self.recording.storages[self.storages.of(self.storages.fake(tensor, role))]
+            storage = self.recording.storages[self.storages.of(tensor, role)]
             storage.role = role or storage.role  # What an optimizer's state is cannot be told by the tensor.
 
     def count_beside(self, size_bytes: int) -> None:
@@ -119,7 +152,7 @@ class StepWatcher(_private.TorchDispatchMode):
 
         def take(tensor: torch.Tensor, as_what: Hashable) -> None:
             if has_storage(tensor):
-                number = self.storages.of(self.storages.fake(tensor))
+                number = self.storages.of(tensor)
                 self.recording.marked.setdefault(as_what, []).append(number)
 
         token = _take.set(take)
@@ -127,6 +160,21 @@ class StepWatcher(_private.TorchDispatchMode):
             yield
         finally:
             _take.reset(token)
+
+    @contextmanager
+    def answering_lists(self) -> Iterator[None]:
+        """Inside, ``tolist`` of a tensor hands out what is known of it. PyTorch's own looks past every mode."""
+        own = torch.Tensor.tolist
+
+        def tolist(tensor: torch.Tensor) -> Any:
+            with _private.no_modes():
+                value = self.storages.value_of(tensor)
+                if value is None:
+                    raise _private.DataDependentOutputException(_ITEM)
+                return own(value)
+
+        with mock.patch.object(torch.Tensor, "tolist", tolist):
+            yield
 
     def _read(self, tensor: torch.Tensor) -> tuple[int, int]:
         number = self.storages.of(tensor)
@@ -155,7 +203,7 @@ class StepWatcher(_private.TorchDispatchMode):
             return
         statistics = {self.storages.of(t) for t in op_facts.running_statistics(func, args)}
         on_gpu = any(t.device.type not in ("cpu", "meta") for t in inputs)
-        all_strided = all(has_storage(t) and type(t) is _private.FakeTensor for t in (*inputs, *outputs))
+        all_strided = all(is_plain(t) for t in (*inputs, *outputs))
         everything = [*inputs, *outputs]
         name, layer, source = self._origin(func)
         op = RecordedOp(
@@ -206,7 +254,7 @@ class StepWatcher(_private.TorchDispatchMode):
         saved, position = self.recording.saved, len(self.recording.ops)
         turn = saved[-1].turn + 1 if saved and saved[-1].position == position else 0
         saved.append(SavedTensor(position, turn))
-        if type(tensor) is not _private.FakeTensor or not has_storage(tensor):
+        if not is_plain(tensor) or not self.storages.is_known(tensor):
             return tensor
         number = self.storages.of(tensor)
         if self.recording.storages[number].made_by is None:
@@ -224,13 +272,7 @@ class StepWatcher(_private.TorchDispatchMode):
         if saved.unpacked is None:
             saved.unpacked = len(self.recording.ops)
         assert saved.storage is not None
-        shape, stride, offset, dtype, device, elements = packed.geometry
-        self._is_paused = True
-        try:
-            whole = torch.empty(elements, dtype=dtype, device=device)
-            tensor = whole.as_strided(shape, stride, offset)
-        finally:
-            self._is_paused = False
+        tensor = self.storages.stand_ins.at(*packed.geometry)
         # An operator that reads this tensor reads what was saved.
         self.storages.stands_for(tensor, saved.storage, until_it_dies=True)
         return tensor
@@ -298,8 +340,8 @@ class StepWatcher(_private.TorchDispatchMode):
             self._is_paused = False
 
     def stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The fake tensor of a real one."""
-        return self.storages.fake(tensor)
+        """What stands for a tensor from before the step where its own attributes must not change."""
+        return self.storages.stand_in(tensor)
 
     def begin_update(self, parameters: Mapping[int, torch.Tensor]) -> None:
         """From here on operators belong to the optimizer.
@@ -313,14 +355,14 @@ class StepWatcher(_private.TorchDispatchMode):
                 parameter.grad = self._gradient(address, parameter)
 
     def gradient_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """A fake tensor in the recorded gradient of a real parameter; None where it has none."""
+        """A tensor in the recorded gradient of a real parameter; None where it has none."""
         with self.paused():
-            return self._gradient(id(parameter), self.stand_in(parameter))
+            return self._gradient(id(parameter), parameter)
 
     def _gradient(self, address: int, like: torch.Tensor) -> torch.Tensor | None:
         if (number := self._gradients.get(address)) is None:
             return None
-        gradient = torch.empty_like(like)
+        gradient = self.storages.stand_ins.like(like)
         self.storages.stands_for(gradient, number, until_it_dies=False)
         return gradient
 

@@ -1,0 +1,114 @@
+"""What the first step under a plan takes: the bytes that live while it runs, beside what the plan predicted."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, Final
+
+from remat.core.budget import format_bytes
+from remat.core.plan import Plan
+from remat.torch import _private
+from remat.torch.emit.planned_step import unpack
+from remat.torch.emit.recipes import new_storages, tensors_in
+from remat.torch.trace import cpu_scratch
+
+TOLERANCE: Final = 0.01
+"""The share of a budget by which a step may exceed it without a word. It is the promise of issue 18: what no trace sees
+is smaller on the models of docs/torch.md. Smaller, rounding of allocations is reported; larger, broken budgets are not.
+"""
+
+
+class StepMeter(_private.TorchDispatchMode):
+    """Counts the storages that one step makes, from the start of its forward pass to the end of its backward pass.
+
+    Storages are seen as operators return them, and gone when PyTorch frees them. To these come the scratch memory that
+    ``trace.cpu_scratch`` knows.
+
+    Args:
+        done: called after the backward pass.
+
+    Attributes:
+        peak_bytes: the most that lived at once, without what was there before the step.
+    """
+
+    def __init__(self, done: Callable[[StepMeter], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak_bytes = 0
+        self._done = done
+        self._bytes = 0
+        self._alive: dict[int, weakref.ref[Any]] = {}
+        self._is_read = False
+        self._is_over = False
+        self._thread = threading.get_ident()
+        _private.around_backward_passes(self._around)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if func.is_view or self._is_over:
+            return out
+        outputs = tensors_in(out if isinstance(out, list | tuple) else (out,))
+        for place in new_storages(outputs, tensors_in((*args, *kwargs.values()))):
+            self._add(outputs[place].untyped_storage())
+        scratch = 0
+        if outputs and outputs[0].device.type == "cpu" and func.namespace == "aten":
+            scratch = cpu_scratch.workspace_bytes(func, args, out)
+        self.peak_bytes = max(self.peak_bytes, self._bytes + scratch)
+        return out
+
+    def _add(self, storage: Any) -> None:
+        key = _private.storage_key(storage)
+        known = self._alive.get(key)
+        if known is not None and known() is storage:
+            return
+        size_bytes = storage.nbytes()
+
+        def gone(reference: Any) -> None:
+            self._bytes -= size_bytes
+            if self._alive.get(key) is reference:
+                del self._alive[key]
+
+        self._alive[key] = weakref.ref(storage, gone)
+        self._bytes += size_bytes
+
+    def unpack(self, packed: Any) -> Any:
+        """Called by autograd when a backward node reads what it saved."""
+        self._is_read = True
+        return unpack(packed)
+
+    def _around(self, run: Callable[[], Any]) -> Any:
+        if threading.get_ident() != self._thread:
+            return run()
+        with self:
+            result = run()
+        if self._is_read:
+            self.stop()
+            self._done(self)
+        return result
+
+    def stop(self) -> None:
+        """Count no more; a backward pass that is still to come goes by unseen."""
+        self._is_over = True
+        self._alive.clear()
+        _private.no_longer_around_backward_passes(self._around)
+
+
+def exceeds(plan: Plan, measured_bytes: int) -> bool:
+    """Did a step take more than the budget of its plan, by more than the tolerance?"""
+    return measured_bytes > plan.budget_bytes * (1 + TOLERANCE)
+
+
+def broken_budget(plan: Plan, measured_bytes: int, first_difference: str | None) -> str:
+    """What to say of a step that took more than its budget."""
+    why = (
+        f"The first operator that differs from the plan: {first_difference}"
+        if first_difference
+        else "Its operators are those of the plan, and their memory is not"
+    )
+    return (
+        f"A step under this plan took {format_bytes(measured_bytes)}, more than the budget of "
+        f"{format_bytes(plan.budget_bytes)}; {format_bytes(plan.peak_bytes)} were predicted. {why}. Plan with a batch "
+        "as this one, or for a smaller budget"
+    )

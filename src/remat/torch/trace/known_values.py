@@ -1,0 +1,122 @@
+"""The values of tensors while a step is traced, where they follow from constants and from what the step is given.
+
+Python asks for values: a seed, "is anything masked?". What is known has real memory, and operators on it run for real.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+
+import torch
+
+from remat.torch import _private
+from remat.torch._private import OpOverload, Storage
+from remat.torch.trace import op_facts
+from remat.torch.trace.stand_ins import is_plain
+
+_MOST_WHOLE_NUMBERS: Final = 1 << 20
+"""Elements of a tensor of whole numbers or truth values that is followed: token ids, masks, positions. A judgement, not
+measured: the mask of 8 sequences of 360 tokens has as many, and an operator on them takes a millisecond. Of a larger
+tensor no value is known; a larger limit costs memory and time while a step is traced."""
+_MOST_OTHER_NUMBERS: Final = 1 << 14
+"""The same of any other dtype. Branches hardly ever depend on such a value, and frozen weights and images are of this
+kind, so that a larger limit would compute parts of the model. A judgement, too."""
+
+# They make constants, whatever is in the tensor that they are given as a pattern.
+_CONSTANTS: Final = frozenset(
+    {f"aten::{name}" for name in ("zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")}
+)
+# They make a tensor whose values are not defined.
+_UNDEFINED: Final = frozenset(
+    {f"aten::{name}" for name in ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")}
+)
+
+
+class KnownValues:
+    """Which storages hold the values that they have in the real step.
+
+    A storage that the step makes and that is known is real. One from before the step, to which the step writes, has a
+    copy, which the writes change.
+    """
+
+    def __init__(self) -> None:
+        # By the storage's key: the storage, and the copy; None where the storage itself holds its values.
+        self._known: dict[int, tuple[Callable[[], Storage | None], torch.Tensor | None]] = {}
+        self._given: set[int] = set()
+
+    def pin(self, tensor: torch.Tensor) -> None:
+        """Remember that the values of a tensor from before the step are known."""
+        if tensor.device.type != "meta" and not tensor.requires_grad and is_plain(tensor) and _is_small(tensor):
+            self._given.add(self._learn(tensor))
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """A tensor with the values that another has in the real step; None where they are not known."""
+        if not is_plain(tensor):
+            return None
+        storage = tensor.untyped_storage()
+        known = self._known.get(_private.storage_key(storage))
+        if known is None or known[0]() is not storage:
+            return None
+        if known[1] is None:
+            return tensor
+        empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        place = (tensor.storage_offset(), tensor.shape, tensor.stride())
+        return empty.set_(known[1].untyped_storage(), *place)
+
+    def may_run(self, func: OpOverload, inputs: list[torch.Tensor]) -> bool:
+        """Do the results of an operator follow from values that are known?"""
+        name = op_facts.base_name(func)
+        if func.namespace != "aten" or name in _UNDEFINED or op_facts.may_draw(func):
+            return False
+        return name in _CONSTANTS or all(self.of(tensor) is not None for tensor in inputs)
+
+    def run(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator of which ``may_run`` is true on the values of its arguments; the results are known."""
+        for tensor in op_facts.written(func, args, kwargs):
+            self._copy_if_given(tensor)
+        originals: dict[int, torch.Tensor] = {}
+
+        def value_of(tensor: torch.Tensor) -> torch.Tensor:
+            value = self.of(tensor)
+            if value is None:  # It is the pattern of a constant, and is not read.
+                return tensor
+            originals[id(value)] = tensor
+            return value
+
+        values, named = _private.tree_map_only(torch.Tensor, value_of, (args, kwargs))
+        out = func(*values, **named)
+        out = _private.tree_map_only(torch.Tensor, lambda made: originals.get(id(made), made), out)
+        for made in _private.tree_leaves(out):
+            if isinstance(made, torch.Tensor) and is_plain(made) and self.of(made) is None:
+                self._learn(made)
+        return out
+
+    def forget(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Something that is not known was written to these tensors."""
+        for tensor in tensors:
+            if is_plain(tensor):
+                self._known.pop(_private.storage_key(tensor.untyped_storage()), None)
+
+    def _learn(self, tensor: torch.Tensor) -> int:
+        storage = tensor.untyped_storage()
+        key = _private.storage_key(storage)
+        self._known[key] = (_private.weak(storage), None)
+        self._given.discard(key)
+        return key
+
+    def _copy_if_given(self, tensor: torch.Tensor) -> None:
+        key = _private.storage_key(tensor.untyped_storage()) if is_plain(tensor) else -1
+        known = self._known.get(key)
+        if key in self._given and known is not None and known[1] is None:
+            self._known[key] = (known[0], _private.copy_of_storage(tensor))
+
+
+def are_small(result: Any) -> bool:
+    """Are all tensors that an operator returns small enough to be followed?"""
+    return all(_is_small(t) for t in _private.tree_leaves(result) if isinstance(t, torch.Tensor))
+
+
+def _is_small(tensor: torch.Tensor) -> bool:
+    is_other = tensor.dtype.is_floating_point or tensor.dtype.is_complex
+    return tensor.numel() <= (_MOST_OTHER_NUMBERS if is_other else _MOST_WHOLE_NUMBERS)

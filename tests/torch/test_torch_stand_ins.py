@@ -1,0 +1,180 @@
+"""The traced step is the step that runs: no code of a library can tell a stand-in from a real tensor."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+import remat
+import remat.torch
+from remat.torch import _private
+from remat.torch.trace.fake_step import record_step
+
+
+class Operators(_private.TorchDispatchMode):
+    """The operators of a real step that make or write a storage."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        inputs = {t.untyped_storage()._cdata for t in _private.tree_leaves((args, kwargs)) if torch.is_tensor(t)}
+        made = [t for t in _private.tree_leaves(out) if torch.is_tensor(t)]
+        if _private.is_mutable(func) or any(t.untyped_storage()._cdata not in inputs for t in made):
+            self.seen.append((func, [tuple(t.shape) for t in made]))
+        return out
+
+
+def assert_traced_as_run(loss_fn, *args):
+    """The forward pass of the trace has the operators of a real one, with the same shapes."""
+    recording = record_step(loss_fn, args)
+    with Operators() as real:
+        loss_fn(*args)
+    traced = recording.ops[: recording.forward_ops]
+    assert [op.func for op in traced] == [func for func, _ in real.seen]
+    for op, (_, shapes) in zip(traced, real.seen, strict=True):
+        assert {recording.storages[number].shape for number in op.makes} <= set(shapes)
+
+
+DETECTORS = {
+    "type": lambda x: type(x) is not torch.Tensor,
+    "isinstance": lambda x: isinstance(x, FakeTensor),
+    "subclass": lambda x: type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__,
+    "fake mode": lambda x: detect_fake_mode([x]) is not None,
+    "modes": lambda x: any(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack()),
+    "compiling": lambda x: torch.compiler.is_compiling() or torch._guards.TracingContext.try_get() is not None,
+    "device": lambda x: x.device.type != "cpu" or x.is_meta,
+    "module": lambda x: type(x).__module__ != "torch",
+    "storage": lambda x: x.untyped_storage().nbytes() != 4 * x.numel() or x.untyped_storage().device.type != "cpu",
+    "name": lambda x: "Fake" in type(x).__name__ or "fake" in str(type(x)),
+}
+
+
+@pytest.mark.parametrize("detector", DETECTORS)
+def test_a_library_cannot_tell(detector):
+    notices, layer = DETECTORS[detector], nn.Linear(8, 8)
+
+    def loss(x):
+        y = layer(x)
+        return (y.exp() if notices(y) else y.tanh()).sum()
+
+    assert_traced_as_run(loss, torch.randn(4, 8))
+    assert any(op.kind == "tanh" for op in remat.torch.trace(loss, torch.randn(4, 8)).ops)
+
+
+def test_values_follow_from_constants_and_from_the_batch():
+    layer = nn.Linear(200, 200)
+
+    def loss(x, mask):
+        positions = torch.arange(200).expand(100, -1)
+        causal = positions[0][:, None] >= positions[0][None, :]
+        assert causal.any()
+        assert causal.sum().item() == 20100
+        assert torch.zeros_like(x[:2]).tolist()[0] == [0.0] * 200
+        assert torch.full((3,), 2.0).numpy().sum() == 6
+        rows = torch.nonzero(mask[:, 0])
+        y = layer(x[rows[:, 0]])
+        return (y if torch.all(mask == 1) else y.tanh()).sum()
+
+    full = torch.ones(100, 200, dtype=torch.long)
+    padded = full.clone()
+    padded[3] = 0
+    for mask, wanted in ((full, False), (padded, True)):
+        assert_traced_as_run(loss, torch.randn(100, 200), mask)
+        kinds = [op.kind for op in remat.torch.trace(loss, torch.randn(100, 200), mask).ops]
+        assert ("tanh" in kinds) == wanted
+
+
+def test_what_the_step_writes_is_known_and_what_it_was_given_stays():
+    count, mask = torch.tensor([1, 2]), torch.zeros(3, dtype=torch.bool)
+
+    def loss(x):
+        count.add_(1)
+        count[0] = 7
+        assert count.tolist() == [7, 3]
+        assert count.detach()[0].item() == 7
+        mask.logical_not_()
+        return x.sum() * 2 if bool(mask.all()) else x.sum()
+
+    graph = remat.torch.trace(loss, torch.randn(3, requires_grad=True))
+    assert any(op.kind.startswith("mul") for op in graph.ops)
+    assert count.tolist() == [1, 2]
+    assert not mask.any()
+
+
+def test_a_truth_value_that_nobody_knows_is_no():
+    layer = nn.Linear(8, 8)
+
+    def loss(x):
+        y = layer(x)
+        return (y.exp() if y.isnan().any() else y.tanh()).sum()
+
+    assert_traced_as_run(loss, torch.randn(4, 8))
+
+
+def test_a_truth_value_that_must_be_yes_is_yes():
+    layer = nn.Linear(8, 8)
+
+    def loss(x):
+        y = layer(x)
+        assert y.isfinite().all()
+        return y.tanh().sum()
+
+    assert_traced_as_run(loss, torch.randn(4, 8))
+
+
+@pytest.mark.parametrize(
+    "read", [lambda y: y.tolist(), lambda y: y.detach().numpy(), lambda y: y.data_ptr(), lambda y: y.sum().item()]
+)
+def test_numbers_that_nobody_knows_are_refused(read):
+    layer = nn.Linear(8, 8)
+
+    def loss(x):
+        y = layer(x)
+        read(y)
+        return y.sum()
+
+    with pytest.raises(remat.UnsupportedStep, match="without values"):
+        remat.torch.trace(loss, torch.randn(4, 8))
+
+
+def test_what_is_left_behind_holds_no_numbers():
+    kept, layer = [], nn.Linear(3, 3)
+
+    def loss(x):
+        y = layer(x)
+        kept.extend((y, y.detach()[1:], (y > 0).long()))
+        return y.sum()
+
+    remat.torch.trace(loss, torch.randn(2, 3))
+    assert kept[0].isnan().all()
+    assert kept[1].isnan().all()
+    assert kept[1].shape == (1, 3)
+    assert (kept[2] < 0).all()
+    assert "nan" in repr(kept[0])
+
+
+LIBRARY_MODELS = {
+    "BertForMaskedLM": ("BertConfig", {"intermediate_size": 64}),
+    "GPTNeoXForCausalLM": ("GPTNeoXConfig", {"intermediate_size": 64}),
+    "LlamaForCausalLM": ("LlamaConfig", {"intermediate_size": 64, "num_key_value_heads": 2}),
+}
+
+
+@pytest.mark.parametrize(("name", "padded"), [(name, False) for name in LIBRARY_MODELS] + [("LlamaForCausalLM", True)])
+def test_models_of_a_library(name, padded):
+    transformers = pytest.importorskip("transformers", reason="transformers is in requirements-dev.txt")
+    config, more = LIBRARY_MODELS[name]
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 50}
+    model = getattr(transformers, name)(getattr(transformers, config)(**sizes, **more)).train()
+    ids = torch.randint(3, 49, (4, 72))
+    mask = torch.ones_like(ids)
+    if padded:
+        mask[0, 60:] = 0
+    assert_traced_as_run(lambda ids, mask: model(input_ids=ids, labels=ids, attention_mask=mask).loss, ids, mask)
