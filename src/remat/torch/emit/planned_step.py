@@ -193,6 +193,8 @@ class ForwardWatcher(_private.TorchDispatchMode):
         # Bytes by storage of what autograd saved and the plan would have made again.
         self._held: dict[int, int] = {}
         self._lost: int | None = None
+        # Saved tensors of the plan for which one of the step stands.
+        self._used: set[int] = set()
         # What operators made that the plan does not have.
         self._unplanned_made: dict[int, Callable[[], Any]] = {}
         self.first_difference: str | None = None
@@ -426,16 +428,19 @@ class ForwardWatcher(_private.TorchDispatchMode):
             return None
         read = reads.get(turn)
         activation = self._table.of(tensor)
-        if activation is not None and (read is None or read[1] != activation.number):
+        is_shifted = self.first_difference is not None and activation is not None
+        if is_shifted and activation is not None and (read is None or read[1] != activation.number):
             # An operator saves one tensor less without a mask, so that the others move up.
-            found = next((one for one in reads.values() if one[1] == activation.number), None)
-            if found is not None:
-                read = found
+            same = [one for one in reads.values() if one[1] == activation.number]
+            read = next((one for one in same if one[0] not in self._used), same[0] if same else read)
         if read is None:
             return None
         if activation is None or activation.number != read[1] or tensor.is_conj() or tensor.is_neg():
             self._note_held(tensor, read[1])
             return None
+        if read[0] in self._used and activation.recipe is None:
+            return None  # Its value may be gone at the second read, and nothing makes it again.
+        self._used.add(read[0])
         return _Packed(self._state, read[0], activation, tensor)
 
     def _note_unplanned(self, tensor: torch.Tensor) -> None:
