@@ -35,7 +35,7 @@ def smallest_peaks(request: pytest.FixtureRequest) -> Iterator[None]:
 def garbage_of_this_file_only() -> None:
     """What frameworks and earlier files left is not looked through again by every collection of garbage.
 
-    remat collects garbage before it reads a counter. With three frameworks in one process that takes a second.
+    remat collects garbage before it reads a counter. With TensorFlow alone in the process that takes .4 s.
     """
     gc.collect()
     gc.freeze()

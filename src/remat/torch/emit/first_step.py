@@ -15,9 +15,8 @@ from remat.torch.emit.recipes import new_storages, tensors_in
 from remat.torch.trace import cpu_scratch
 
 TOLERANCE: Final = 0.01
-"""The share of a budget by which a step may exceed it without a word. It is the promise of issue 18: what no trace sees
-is smaller on the models of docs/torch.md. Smaller, rounding of allocations is reported; larger, broken budgets are not.
-"""
+"""The share of a budget by which a step may exceed it without a word. A judgement: a user would not act on less.
+Smaller, rounding of allocations is reported; larger, broken budgets are not."""
 
 
 class StepMeter(_private.TorchDispatchMode):
@@ -81,8 +80,12 @@ class StepMeter(_private.TorchDispatchMode):
     def _around(self, run: Callable[[], Any]) -> Any:
         if threading.get_ident() != self._thread:
             return run()
-        with self:
-            result = run()
+        try:
+            with self:
+                result = run()
+        except BaseException:
+            self.stop()  # Else every later backward pass of the process would go through this meter.
+            raise
         if self._is_read:
             self.stop()
             self._done(self)
