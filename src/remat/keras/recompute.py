@@ -133,10 +133,10 @@ keras.saving.get_custom_objects()[f"{_PACKAGE}>{_NAME}"] = RecomputedLayer
 @functools.cache
 def _recomputing(plain: type) -> type:
     """The class of a recomputed layer: a subclass with the same name, whose ``call`` is recomputed."""
-    from remat.tensorflow.recompute.decorator import recompute as recompute_function
+    from remat.tensorflow.recompute.function import recomputed_function
 
-    in_one_piece = recompute_function(plain.call)  # type: ignore[attr-defined]
-    in_segments = recompute_function(plain.call, in_segments=True)  # type: ignore[attr-defined]
+    in_one_piece = recomputed_function(plain.call)  # type: ignore[attr-defined]
+    in_segments = recomputed_function(plain.call, in_segments=True)  # type: ignore[attr-defined]
 
     @functools.wraps(plain.call)  # type: ignore[attr-defined]
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -185,10 +185,10 @@ def _recompute_tf_keras_layer(layer: Any, enabled: Enabled, in_segments: bool) -
     legacy = sys.modules.get("tf_keras")
     if legacy is None or not isinstance(layer, legacy.layers.Layer):
         raise TypeError(f"recompute takes a Keras layer or model, not {layer!r}")
-    from remat.tensorflow.recompute.decorator import recompute as recompute_function
+    from remat.tensorflow.recompute.function import recomputed_function
 
     plain_call = getattr(layer, "_remat_plain_call", layer.call)
-    recomputed = recompute_function(plain_call, enabled=enabled, in_segments=in_segments)
+    recomputed = recomputed_function(plain_call, enabled=enabled, in_segments=in_segments)
     layer.call = plain_call if enabled is False else recomputed
     layer._remat_plain_call = plain_call
     _forget_functions(layer)

@@ -12,7 +12,7 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from importlib import resources
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
@@ -27,17 +27,20 @@ from remat.core.simulator import simulate
 from remat.report.recomputed import recomputed_layers
 from remat.report.text import format_time, shape_and_dtype
 
-if TYPE_CHECKING:
-    from remat.report.report import Report
-
 _ROWS_SHOWN: Final = 20  # Layers that the table shows before it is opened.
 _LONGEST_NAME: Final = 96  # Letters of a name: those of one line of the page. Only its end is kept of a longer one.
 _SCRIPTS: Final = ("memory_chart.js", "frontier_chart.js", "page.js")
 
 
-def render(report: Report) -> str:
-    """The page of a report as text; a graph of 10,000 ops gives 1 to 2 MB."""
-    graph, plan = report.graph, report.plan
+def render(graph: Graph, plan: Plan, frontier: Sequence[Plan], *, title: str) -> str:
+    """The page as text; a graph of 10,000 ops gives 1 to 2 MB.
+
+    Args:
+        graph: the training step.
+        plan: for that graph.
+        frontier: what other budgets cost; may be empty.
+        title: of the page.
+    """
     planned = plan.recomputed > 0
     breakdowns = [("plain", breakdown(graph))]
     if planned:
@@ -46,13 +49,13 @@ def render(report: Report) -> str:
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=False)
     template = environment.from_string(_asset("page.html.jinja"))
     return template.render(
-        title=report.title,
+        title=title,
         version=_version(),
         fingerprint=plan.fingerprint,
         planner=plan.planner,
         css=Markup(_asset("page.css")),
         script=Markup("\n".join(map(_asset, _SCRIPTS))),
-        data=_json_in_html(_chart_data(report)),
+        data=_json_in_html(_chart_data(graph, plan, frontier)),
         summary=_summary(plan),
         cards=_cards(graph, plan),
         budget=format_bytes(plan.budget_bytes),
@@ -62,7 +65,7 @@ def render(report: Report) -> str:
             {"colour": label, "text": f"{label}: peak {format_bytes(found.total_bytes)}"} for label, found in breakdowns
         ],
         categories=_categories_in_use(breakdowns),
-        has_frontier=bool(report.frontier),
+        has_frontier=bool(frontier),
         bound_meaning=plan.lower_bound_meaning,
         bars=[_bar(label, found) for label, found in breakdowns],
         breakdown_rows=_breakdown_rows(breakdowns),
@@ -89,8 +92,7 @@ def _json_in_html(values: dict[str, Any]) -> Markup:
     return Markup(text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029"))
 
 
-def _chart_data(report: Report) -> dict[str, Any]:
-    graph, plan = report.graph, report.plan
+def _chart_data(graph: Graph, plan: Plan, frontier: Sequence[Plan]) -> dict[str, Any]:
     curves = [_curve(graph, "plain", graph.plain_schedule)]
     if plan.recomputed:
         curves.append(_curve(graph, "planned", plan.schedule))
@@ -112,7 +114,7 @@ def _chart_data(report: Report) -> dict[str, Any]:
         },
         "categories": [{"name": _shown(name), "colour": _colour(name)} for name in CATEGORIES],
         "curves": curves,
-        "frontier": [_point(one) for one in report.frontier],
+        "frontier": [_point(one) for one in frontier],
         "chosen": _point(plan),
     }
 

@@ -46,7 +46,7 @@ class Report:
         """One self-contained page: no request leaves it, so it works offline and from a file."""
         from remat.report.page import render
 
-        return render(self)
+        return render(self.graph, self.plan, self.frontier, title=self.title)
 
     def figure(self) -> Figure:
         """Memory over the step, what fills its peak and, with a frontier, what each budget costs, as one picture."""

@@ -18,7 +18,7 @@ from remat.tensorflow.api.value_and_grad import value_and_grad
 from remat.tensorflow.check import check
 from remat.tensorflow.measure import measure
 from remat.tensorflow.recompute.decorator import recompute
-from remat.tensorflow.trace.func_graph import trace
+from remat.tensorflow.trace.trace import trace
 
 __all__ = [
     "GradientTape",

@@ -14,7 +14,7 @@ from remat.core.graph import Graph
 from remat.running.workload import Array, NotAStep, StepOptions, Training, Workload, nudge
 from remat.tensorflow.api.tape import GradientTape
 from remat.tensorflow.peak.device import current_device
-from remat.tensorflow.trace.func_graph import trace
+from remat.tensorflow.trace.trace import trace
 
 _SEED = 11
 

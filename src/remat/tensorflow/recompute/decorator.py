@@ -8,16 +8,9 @@ import sys
 from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
-import tensorflow as tf
-
-from remat.core.errors import UnsupportedStep
-from remat.running.recompute_switch import is_switched_off
-from remat.tensorflow import _private
-from remat.tensorflow.recompute.eager import EagerCalls
-from remat.tensorflow.recompute.region_gradient import run_in_graph
+from remat.tensorflow.recompute.function import Enabled, recomputed_function
 
 F = TypeVar("F", bound=Callable[..., Any])
-Enabled = bool | Callable[[], bool]
 
 
 @overload
@@ -72,42 +65,7 @@ def recompute(function: Any = None, *, enabled: Enabled = True, in_segments: boo
     if inspect.isclass(function):
         call = recompute(getattr(function, "call"), enabled=enabled, in_segments=in_segments)  # noqa: B009
         return type(function.__name__, (function,), {"call": call})
-    return _recomputed_function(function, enabled, in_segments)
-
-
-def _recomputed_function(function: Callable[..., Any], enabled: Enabled, in_segments: bool) -> Callable[..., Any]:
-    has_own_enabled = "enabled" in _parameters(function)
-    calls = EagerCalls(function, in_segments)
-    compiled: Callable[..., Any] | None = None
-    if _private.is_tf_function(function):
-        compiled = _private.with_python_function(function, lambda own: _recomputed_function(own, True, in_segments))
-
-    def recomputed(*args: Any, **kwargs: Any) -> Any:
-        wanted = enabled
-        if "enabled" in kwargs and not has_own_enabled:
-            wanted = kwargs.pop("enabled")
-        converted = _private.converted_by_autograph(function)
-        if is_switched_off() or not (wanted() if callable(wanted) else wanted):
-            return converted(*args, **kwargs)
-        _refuse_symbolic(function, args, kwargs)
-        if compiled is not None:
-            return compiled(*args, **kwargs)
-        if not tf.executing_eagerly():
-            return run_in_graph(lambda: converted(*args, **kwargs), in_segments)
-        if not _private.tape_is_recording():
-            return function(*args, **kwargs)  # Without a tape nothing would be kept anyway.
-        return calls.run(args, kwargs)
-
-    # A tf.function or a partial has not all that a function has; wraps copies what is there.
-    functools.update_wrapper(recomputed, function)
-    return _private.left_alone_by_autograph(recomputed)
-
-
-def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
-    try:
-        return tuple(inspect.signature(function).parameters)
-    except (TypeError, ValueError):
-        return ()
+    return recomputed_function(function, enabled=enabled, in_segments=in_segments)
 
 
 def _is_keras_layer(value: Any) -> bool:
@@ -116,18 +74,3 @@ def _is_keras_layer(value: Any) -> bool:
         if module is not None and hasattr(module, "layers") and isinstance(value, module.layers.Layer):
             return True
     return False
-
-
-def _refuse_symbolic(function: Callable[..., Any], args: Any, kwargs: Any) -> None:
-    for name in ("keras", "tf_keras"):
-        module = sys.modules.get(name)
-        if module is None or not hasattr(module, "layers"):
-            continue
-        symbolic = getattr(module, "KerasTensor", None) or module.__internal__.KerasTensor
-        for leaf in tf.nest.flatten((args, kwargs)):
-            if isinstance(leaf, symbolic):
-                raise UnsupportedStep(
-                    f"recompute of {getattr(function, '__name__', function)!r} was called with {leaf.name!r}, a "
-                    "symbolic Keras tensor, which has no value to compute with; put the function into the call of a "
-                    "layer, or give recompute the layer itself"
-                )

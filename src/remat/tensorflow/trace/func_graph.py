@@ -6,13 +6,12 @@ import math
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import tensorflow as tf
 
 from remat.core.graph import Graph, Op, Tensor
 from remat.core.simulator import simulate
-from remat.running.cost_model import DeviceProfile, get_profile, op_time_s
+from remat.running.cost_model import DeviceProfile, op_time_s
 from remat.tensorflow import _private
 from remat.tensorflow.peak.allocator import AllocatorModel
 from remat.tensorflow.trace import op_facts
@@ -76,29 +75,6 @@ class TracedStep:
             for op in self.operations
         )
         return TracedStep(self.graph, operations, tensors)
-
-
-def trace(fn: Callable[..., Any], *args: Any, device: str = "cpu", **kwargs: Any) -> Graph:
-    """The joint graph of a training step, without running it.
-
-    Args:
-        fn: a function or ``tf.function`` that computes a whole step, its gradients included.
-        *args: tensors, arrays or ``tf.TensorSpec`` with fixed shapes.
-        device: profile for the predicted times: "cpu", "a100", "h100", "h200" or "measured".
-        **kwargs: further arguments of ``fn``.
-
-    Returns:
-        The graph, its order fixed; sizes in bytes, times in seconds.
-
-    Raises:
-        UnsupportedStep: where a shape is unknown.
-    """
-    function = fn if hasattr(fn, "get_concrete_function") else tf.function(fn)
-    concrete = function.get_concrete_function(*args, **kwargs)
-    # It needs this module's classes.
-    from remat.tensorflow.trace.labels import label_step
-
-    return label_step(trace_func_graph(concrete.graph, profile=get_profile(device)))
 
 
 def trace_func_graph(
