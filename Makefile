@@ -13,7 +13,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 2
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint format docs versions clean
+.PHONY: help demo test test-slow lint format docs dist test-dist versions clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -39,6 +39,14 @@ format: $(STAMP) ## Rewrite the sources in the house style
 
 docs: $(STAMP) ## Build the documentation site in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+dist: $(STAMP) ## Build the wheel and the source archive in dist/
+	rm -rf build dist
+	$(BIN)/python -m build --no-isolation
+	rm -rf build
+
+test-dist: $(STAMP) ## Try the wheel with each extra in an environment of its own (downloads gigabytes)
+	$(BIN)/python -m pytest -q tests/release
 
 versions: $(STAMP) ## Try other versions of the frameworks (hours); ARGS=torch-2.9.0 for one; writes docs/versions.md
 	$(BIN)/python -m benchmarks.versions $(ARGS)

@@ -151,6 +151,7 @@ def test_what_recomputes_is_timed_with_its_plan():
     choice = ask("choose_as_if_all_took_a_second")
     assert choice["recomputes"]
     assert (choice["micro_batches"], choice["timed_s"]) == (1, 1.0)
+    assert choice["proved"] == [1], "a bound takes as long as a plan, and only that of the chosen option is shown"
     assert "1 micro-batch, the least measured time" in choice["text"]
 
 

@@ -23,6 +23,7 @@ from keras import layers
 
 import remat.keras
 import remat.torch
+from remat.core.plan import NOT_PROVED
 from remat.keras.torch import choose
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -134,6 +135,11 @@ def chosen(model: keras.Model) -> dict[str, Any] | None:
         "counts": [option.micro_batches for option in choice.options],
         "budget_bytes": choice.budget_bytes,
         "recomputes": any(option.recomputes for option in choice.options),
+        "proved": [
+            option.micro_batches
+            for option in choice.options
+            if option.plan is not None and option.plan.lower_bound_meaning != NOT_PROVED
+        ],
         "timed_s": choice.chosen.measured_time_s,
         "times_are_measured": choice.times_are_measured,
         "text": str(choice),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from remat.core.budget import format_bytes
@@ -92,6 +92,12 @@ class MicroBatchChoice:
     def micro_batches(self) -> int:
         """The number that was chosen."""
         return self.chosen.micro_batches
+
+    def with_plan(self, plan: Plan) -> MicroBatchChoice:
+        """The same choice, with another plan for the chosen option: the one that was timed, with its bound, say."""
+        chosen = replace(self.chosen, plan=plan)
+        options = tuple(chosen if option is self.chosen else option for option in self.options)
+        return replace(self, chosen=chosen, options=options)
 
     def __str__(self) -> str:
         lines = [f"remat micro-batches: batches of {self.batch_size} samples within {format_bytes(self.budget_bytes)}"]

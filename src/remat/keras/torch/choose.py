@@ -11,7 +11,8 @@ from typing import Any
 import keras
 import torch
 
-from remat.fit.fit import fits_plainly
+from remat.core.plan import Plan
+from remat.fit.fit import fit, fits_plainly
 from remat.fit.request import Request
 from remat.keras.shared.batch_statistics import coupling_layers
 from remat.keras.shared.limit import in_bytes
@@ -60,6 +61,12 @@ def choose_micro_batches(model: keras.Model, data: Any, request: Request) -> Mic
             candidates[size] = traced_step(model, cut().loss_of_piece, cut().piece(size), accumulates=True)
         return candidates[size]
 
+    found: dict[int, Plan] = {}
+
+    def plan_for(count: int) -> Plan:
+        found[count] = fit(candidate(count), request, proves=False)
+        return candidate(count).following(found[count])
+
     def predicted_s(size: int) -> float:
         # A trace takes long enough not to make one for each size.
         return PieceTimes({known: one.step.graph.time_s for known, one in candidates.items()})(size)
@@ -95,16 +102,18 @@ def choose_micro_batches(model: keras.Model, data: Any, request: Request) -> Mic
         found = least_s(runs)
         return {count: s if count == 1 else count * s / _TIMED_PIECES for count, s in found.items()}
 
-    return choose_for_batch(
+    choice = choose_for_batch(
         batch_size,
         budget_bytes,
-        lambda count: candidate(count).fitted(request),
+        plan_for,
         fits_plainly=lambda count: fits_plainly(candidate(count), budget_bytes),
         predicted_s=predicted_s,
         times_s=times_s,
         measure=measure,
         coupled=coupling_layers(model),
     )
+    chosen = candidate(choice.micro_batches)
+    return choice.with_plan(chosen.following(chosen.prove(found[choice.micro_batches], request)))
 
 
 def _least_times_s(runs: Mapping[int, Callable[[], None]], device: str) -> dict[int, float]:

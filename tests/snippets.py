@@ -12,9 +12,9 @@ from pathlib import Path
 
 from worker_process import worker
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-WORKER = Path(__file__).with_name("snippet_worker.py")
+WORKER = ROOT / "tests" / "docs" / "snippet_worker.py"
 _BLOCK = re.compile(r"^```(python|console)([^\n]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
