@@ -21,8 +21,8 @@ KIB, MIB = 1 << 10, 1 << 20
 EVERYTHING = AllocatorModel(min_counted_bytes=0)
 
 
-def peak(*lives, pinned=(), workspace=0, model=EVERYTHING):
-    """The peak of one op per step; ``lives`` are (size, first step, last step) of tensors."""
+def step_of(*lives, pinned=(), workspace=0):
+    """One op per step; ``lives`` are (size, first step, last step) of tensors."""
     steps = 1 + max((last for _, _, last in lives), default=0)
     tensors = [Tensor(size) for size, _, _ in lives] + [Tensor(size) for size in pinned]
     ops = [
@@ -33,7 +33,12 @@ def peak(*lives, pinned=(), workspace=0, model=EVERYTHING):
         )
         for step in range(steps)
     ]
-    graph = Graph(tuple(ops), tuple(tensors), inputs=tuple(range(len(lives), len(tensors))), free_order=False)
+    return Graph(tuple(ops), tuple(tensors), inputs=tuple(range(len(lives), len(tensors))), free_order=False)
+
+
+def peak(*lives, pinned=(), workspace=0, model=EVERYTHING):
+    """The peak of such a step where it is the first thing on the device."""
+    graph = step_of(*lives, pinned=pinned, workspace=workspace)
     return model.peak_on_a_new_heap(graph, graph.plain_schedule)
 
 
@@ -90,11 +95,27 @@ def test_pinned_tensors_and_workspace_count():
     assert peak((100 * KIB, 0, 0), pinned=(200 * KIB,), workspace=50 * KIB) == 350 * KIB
 
 
-def test_what_the_device_does_not_count_is_left_out():
+def test_small_blocks_go_past_the_heap_and_its_counter():
     model = AllocatorModel(min_counted_bytes=256 * KIB)
+    # 600 KiB take the first region of 1 MiB whole, where 255 KiB would have found no room for theirs.
+    steps = ((255 * KIB, 0, 0), (255 * KIB, 0, 1), (600 * KIB, 0, 1))
 
     assert (model.counted(256 * KIB - 1), model.counted(256 * KIB)) == (0, 256 * KIB)
-    assert peak((255 * KIB, 0, 0), (300 * KIB, 0, 0), pinned=(100 * KIB,), model=model) == 300 * KIB
+    assert peak(*steps, pinned=(100 * KIB,), model=model) == MIB + 610 * KIB
+    graph = step_of(*steps, pinned=(100 * KIB,))
+    assert model.peak_range(graph, graph.plain_schedule).expected_bytes >= 600 * KIB + 610 * KIB
+    alone = step_of((600 * KIB, 0, 1))
+    assert model.counted_peak(graph, graph.plain_schedule) == EVERYTHING.peak_range(alone, alone.plain_schedule)
+
+
+def test_a_step_of_small_blocks_takes_their_sum():
+    model = AllocatorModel(min_counted_bytes=256 * KIB)
+    graph = step_of((200 * KIB, 0, 1), (100, 0, 0), (30 * KIB, 1, 1), pinned=(7,), workspace=50)
+    needed = remat.simulate(graph, graph.plain_schedule).peak_bytes
+
+    assert model.peak_range(graph, graph.plain_schedule) == PeakRange.exactly(needed)
+    assert model.peak_with_blocks(graph, [100, 200]).expected_bytes == 307
+    assert model.counted_peak(graph, graph.plain_schedule) == PeakRange(0, 0)
 
 
 def test_in_place_result_keeps_the_chunk():

@@ -128,10 +128,10 @@ def test_variables_constants_and_arguments_are_pinned():
     assert graph.pinned_bytes == MIB + MIB + MIB // 2
 
 
-def test_blocks_that_the_device_does_not_count_have_no_size():
+def test_every_tensor_has_its_size_whatever_the_device_counts():
     graph = traced(lambda x: tf.reduce_sum(x @ x, axis=0), X, allocator=AllocatorModel(min_counted_bytes=4096))
 
-    assert graph.tensors[op_of(graph, "Sum").outputs[0]].size_bytes == 0
+    assert graph.tensors[op_of(graph, "Sum").outputs[0]].size_bytes == 2048
     assert graph.tensors[op_of(graph, "MatMul").outputs[0]].size_bytes == MIB
 
 

@@ -1,9 +1,10 @@
-"""Predicts what the device's own memory counter will show for a schedule.
+"""Predicts the bytes that a schedule takes on the device: every tensor, and what the allocator adds to the large ones.
 
 TensorFlow's best-fit-with-coalescing (BFC) allocator hands out a whole free chunk unless the request is less than
 half of it, so a step holds several per cent more than the sum of its tensors. How much more depends on the holes that
 the heap has when the step begins, and changes from step to step. So a schedule is replayed on several heaps, each with
-a random history of its own. And on a CPU with oneDNN the allocator's statistics leave out blocks under 256 KiB.
+a random history of its own. On a CPU with oneDNN, blocks under 256 KiB go past that heap, and past its counter: they
+are added at their own size. So a peak is what a budget means; ``counted_peak`` is what the counter shows of it.
 docs/tensorflow.md has the measurements.
 """
 
@@ -40,7 +41,7 @@ class AllocatorModel:
     """How a device uses and counts memory.
 
     Attributes:
-        min_counted_bytes: smaller blocks are missing from the device's statistics.
+        min_counted_bytes: smaller blocks go past the heap, at their own size, and are missing from its statistics.
         converts_half: do matrix products of half precision make float32 copies of their operands and results?
         first_region_bytes: what the allocator takes from the device at first; a GPU's takes all that there is.
     """
@@ -65,13 +66,21 @@ class AllocatorModel:
             inputs lie side by side, as those of a program that makes its variables first do; highest is the most on
             these and on heaps whose pinned inputs lie anywhere.
         """
-        events = list(self._events(graph, schedule))
-        pinned = self._pinned_bytes(graph)
-        sizes = [event.size_bytes for event in events if event.size_bytes]
+        return self._peak_range(list(self._events(graph, schedule)), self._pinned_bytes(graph))
+
+    def counted_peak(self, graph: Graph, schedule: Sequence[int]) -> PeakRange:
+        """As ``peak_range``, but only what the device's statistics show of it."""
+        events = [event for event in self._events(graph, schedule) if not event.size_bytes or self._is_on_heap(event)]
+        known = {event.block for event in events if event.size_bytes}
+        pinned = [self.counted(size) for size in self._pinned_bytes(graph)]
+        return self._peak_range([event for event in events if event.block in known], pinned)
+
+    def _peak_range(self, events: Sequence[_Event], pinned: Sequence[int]) -> PeakRange:
+        sizes = [event.size_bytes for event in events if self._is_on_heap(event)]
 
         def added(heaps: int, pinned_first: bool) -> list[int]:
             return sorted(
-                _added_by_a_step(self._heap_with_a_past(pinned, sizes, pinned_first, seed), events)
+                self._added_by_a_step(self._heap_with_a_past(pinned, sizes, pinned_first, seed), events)
                 for seed in range(heaps)
             )
 
@@ -82,7 +91,7 @@ class AllocatorModel:
     def peak_on_a_new_heap(self, graph: Graph, schedule: Sequence[int]) -> int:
         """As ``peak_range`` for a step that is the first thing on the device."""
         pinned = self._pinned_bytes(graph)
-        return sum(pinned) + _added_by_a_step(self._new_heap(pinned), list(self._events(graph, schedule)))
+        return sum(pinned) + self._added_by_a_step(self._new_heap(pinned), list(self._events(graph, schedule)))
 
     def peak_with_blocks(self, graph: Graph, blocks: Sequence[int]) -> PeakRange:
         """The sum of chunks in use while a compiled program runs, which allocates its blocks at once.
@@ -94,22 +103,26 @@ class AllocatorModel:
         pinned = self._pinned_bytes(graph)
         heap = self._new_heap(pinned)
         before = heap.in_use_bytes
+        beside = 0
         for size in blocks:
             if counted := self.counted(size):
                 heap.allocate(counted)
-        return PeakRange.exactly(sum(pinned) + heap.in_use_bytes - before)
+            else:
+                beside += size
+        return PeakRange.exactly(sum(pinned) + heap.in_use_bytes - before + beside)
 
     def _new_heap(self, pinned: Sequence[int]) -> Heap:
         heap = Heap(self.first_region_bytes)
         for size in pinned:
-            heap.allocate(size)
+            if self.counted(size):
+                heap.allocate(size)
         return heap
 
     def _heap_with_a_past(self, pinned: Sequence[int], sizes: Sequence[int], pinned_first: bool, seed: int) -> Heap:
         """A heap after blocks of ``sizes`` have come and gone between ``pinned`` and a few other blocks, which stay."""
         heap = self._new_heap(pinned if pinned_first else ())
         draw = random.Random(seed)
-        events = [*(() if pinned_first else pinned), *[0] * draw.randrange(len(sizes) + 1)]
+        events = [*(() if pinned_first else filter(self.counted, pinned)), *[0] * draw.randrange(len(sizes) + 1)]
         events += draw.choices(sizes, k=draw.randrange(_MOST_OTHERS + 1)) if sizes else []
         draw.shuffle(events)
         gone: list[int] = []
@@ -125,13 +138,13 @@ class AllocatorModel:
         return heap
 
     def _pinned_bytes(self, graph: Graph) -> list[int]:
-        sizes = [self.counted(graph.tensors[root].size_bytes) for root in {graph.roots[t] for t in graph.inputs}]
+        sizes = [graph.tensors[root].size_bytes for root in {graph.roots[t] for t in graph.inputs}]
         return [size for size in sizes if size]
 
     def _events(self, graph: Graph, schedule: Sequence[int]) -> Iterator[_Event]:
-        """Counted blocks coming and going, in the order of the schedule."""
+        """Blocks coming and going, in the order of the schedule."""
         lives = storage_lifetimes(graph, schedule)
-        sizes = [self.counted(size) for size in lives.size_bytes.tolist()]
+        sizes = lives.size_bytes.tolist()
         taken_over = lives.taken_over.tolist()
         births: defaultdict[int, list[int]] = defaultdict(list)
         deaths: defaultdict[int, list[int]] = defaultdict(list)
@@ -149,12 +162,34 @@ class AllocatorModel:
                 owner[number] = owner.pop(source) if source in owner else number
                 if owner[number] == number:
                     yield _Event(number, sizes[number] // pieces[number], pieces[number])
-            if step < len(schedule) and (workspace := self.counted(graph.ops[schedule[step]].workspace_bytes)):
+            if step < len(schedule) and (workspace := graph.ops[schedule[step]].workspace_bytes):
                 yield _Event(-1 - step, workspace, 1)
                 yield _Event(-1 - step)
             for number in deaths.get(step, ()):
                 if number in owner:
                     yield _Event(owner.pop(number))
+
+    def _is_on_heap(self, event: _Event) -> bool:
+        return bool(event.size_bytes) and event.size_bytes >= self.min_counted_bytes
+
+    def _added_by_a_step(self, heap: Heap, events: Sequence[_Event]) -> int:
+        """The most that a step has in use beyond what was in use before, on the heap and beside it."""
+        before = peak = heap.in_use_bytes
+        beside = 0
+        held: dict[int, list[int]] = {}
+        held_beside: dict[int, int] = {}
+        for event in events:
+            if self._is_on_heap(event):
+                held[event.block] = [heap.allocate(event.size_bytes) for _ in range(event.count)]
+            elif event.size_bytes:
+                held_beside[event.block] = event.size_bytes * event.count
+                beside += held_beside[event.block]
+            else:
+                beside -= held_beside.pop(event.block, 0)
+                for address in held.pop(event.block, ()):
+                    heap.free(address)
+            peak = max(peak, heap.in_use_bytes + beside)
+        return peak - before
 
 
 @dataclass(frozen=True)
@@ -164,19 +199,6 @@ class _Event:
     block: int
     size_bytes: int = 0
     count: int = 0
-
-
-def _added_by_a_step(heap: Heap, events: Sequence[_Event]) -> int:
-    """The most that a step has in use beyond what was in use before."""
-    before = heap.peak_bytes = heap.in_use_bytes
-    held: dict[int, list[int]] = {}
-    for event in events:
-        if event.size_bytes:
-            held[event.block] = [heap.allocate(event.size_bytes) for _ in range(event.count)]
-        else:
-            for address in held.pop(event.block):
-                heap.free(address)
-    return heap.peak_bytes - before
 
 
 def _blocks(tensor: Tensor) -> int:
@@ -199,12 +221,10 @@ class Heap:
     Attributes:
         region_bytes: of the first region; every further one is twice as large, or large enough.
         in_use_bytes: of the chunks handed out, which may be larger than the blocks asked for.
-        peak_bytes: the most that was in use; may be set back.
     """
 
     region_bytes: int
     in_use_bytes: int = 0
-    peak_bytes: int = 0
     _chunks: dict[int, _Chunk] = field(default_factory=dict)
     _free: list[tuple[int, int, int]] = field(default_factory=list)  # (bin, size, address), sorted
     _end: int = 0
@@ -222,7 +242,6 @@ class Heap:
             self._split(address, size)
         chunk.used = True
         self.in_use_bytes += chunk.size
-        self.peak_bytes = max(self.peak_bytes, self.in_use_bytes)
         return address
 
     def free(self, address: int) -> None:

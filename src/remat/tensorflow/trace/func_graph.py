@@ -18,7 +18,7 @@ from remat.tensorflow.trace import op_facts
 from remat.tensorflow.trace.sizes import HANDLES, LOOPS, Loop, Sizes, handle_bytes, shape_bytes, sizes_with_loops
 from remat.tensorflow.trace.which_run import in_topological_order, operations_that_run
 
-_EVERYTHING_COUNTS = AllocatorModel(min_counted_bytes=0)
+_ANY_DEVICE = AllocatorModel(min_counted_bytes=0)
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def trace_func_graph(
     *,
     profile: DeviceProfile,
     input_shapes: Mapping[str, Sequence[int]] | None = None,
-    allocator: AllocatorModel = _EVERYTHING_COUNTS,
+    allocator: AllocatorModel = _ANY_DEVICE,
     outputs: Sequence[tf.Tensor] | None = None,
     carried: Collection[str] = (),
 ) -> TracedStep:
@@ -92,7 +92,7 @@ def trace_func_graph(
         func_graph: the function; its outputs and stateful operations say what will run.
         profile: device figures for the predicted times.
         input_shapes: real shapes of inputs traced with unknown dimensions, by tensor name.
-        allocator: how the device counts; blocks missing from its statistics get size 0.
+        allocator: how the device uses memory; it says whether kernels convert half precision.
         outputs: what the function returns, where its trace has not ended yet; every operation then counts as needed.
         carried: names of inputs of a loop's body that no caller keeps: their blocks may be freed, or written into.
 
@@ -165,7 +165,6 @@ class _Tracer:
     def _add_resident(self, op: tf.Operation) -> None:
         for output in op.outputs:
             size = handle_bytes(output) if output.dtype == tf.resource else self.sizes.bytes(output) or 0
-            size = self.allocator.counted(size)
             self.pinned.append(
                 self._add(output, Tensor(size, output.name, self.sizes.shape(output), output.dtype.name))
             )
@@ -196,7 +195,7 @@ class _Tracer:
 
     def _loop(self, op: tf.Operation) -> Loop:
         if op not in self.loops:
-            self.loops[op] = Loop(op, self.sizes, self.allocator.counted)
+            self.loops[op] = Loop(op, self.sizes)
         return self.loops[op]
 
     def _workspace_bytes(self, op: tf.Operation) -> int:
@@ -208,13 +207,13 @@ class _Tracer:
         if not self.allocator.converts_half:
             return 0
         converted = op_facts.converted_from_half(op, [self.sizes.shape(t) for t in (*op.inputs, *op.outputs)])
-        return sum(self.allocator.counted(shape_bytes(shape, tf.float32)) for shape in converted)
+        return sum(shape_bytes(shape, tf.float32) for shape in converted)
 
     def _list(self, op: tf.Operation, number: int, output: tf.Tensor) -> Tensor:
         """A list of tensors behind a handle: the loop that fills it says how large it gets."""
         if op.type == "TensorListFromTensor":
             shape = self.sizes.shape(op.inputs[0]) or (0,)
-            items = shape[0] * self.allocator.counted(shape_bytes(shape[1:], op.inputs[0].dtype))
+            items = shape[0] * shape_bytes(shape[1:], op.inputs[0].dtype)
             return Tensor(items, output.name, shape[:1], "variant")
         if op.type == "ZerosLike":
             copied = self.tensors[self.ids[op.inputs[0].name]]
@@ -243,7 +242,6 @@ class _Tracer:
         size = self.sizes.bytes(output)
         if size is None:
             size = self._bytes_at_most(op, output)
-        size = self.allocator.counted(size)
         return Tensor(size, output.name, self.sizes.shape(output), output.dtype.name, alias_of)
 
     def _bytes_at_most(self, op: tf.Operation, output: tf.Tensor) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
 
@@ -144,7 +144,7 @@ def _stacked_shape(stacked: tf.Tensor, sizes: Sizes) -> tuple[int, ...] | None:
         return None
     if any(sizes.bytes(t) is None for t in filled.op.inputs):
         return None  # It reads what comes out of another loop, whose turn is first.
-    loop = Loop(filled.op, sizes, lambda size_bytes: size_bytes)
+    loop = Loop(filled.op, sizes)
     item = loop.item_shape(filled.value_index)
     return None if item is None else (loop.iterations(), *item)
 
@@ -155,17 +155,15 @@ class Loop:
     Args:
         op: the operation.
         outside: sizes of the tensors of the function that the loop stands in.
-        counted: bytes of a tensor -> bytes as the device counts them.
 
     Attributes:
         sizes: sizes of the tensors of the loop's body.
     """
 
-    def __init__(self, op: tf.Operation, outside: Sizes, counted: Callable[[int], int]) -> None:
+    def __init__(self, op: tf.Operation, outside: Sizes) -> None:
         self.op = op
         self.body = _private.function_of(op, "body")
         self._outside = outside
-        self._counted = counted
         self._owners: dict[str, int] = {}
         given = zip(self.body.inputs, op.inputs, strict=True)
         known = {inner.name: shape for inner, outer in given if (shape := outside.shape(outer)) is not None}
@@ -195,7 +193,7 @@ class Loop:
         if items.op.type not in LOOPS:
             return None
         if items.op not in loops:
-            loops[items.op] = Loop(items.op, self._outside, self._counted)
+            loops[items.op] = Loop(items.op, self._outside)
         return loops[items.op].item_shape(items.value_index)
 
     def item_shape(self, number: int) -> tuple[int, ...] | None:
@@ -204,7 +202,7 @@ class Loop:
         return self.sizes.shape(items[0]) if items else None
 
     def _bytes_in_body(self, tensor: tf.Tensor) -> int:
-        return self._counted(self.sizes.bytes(tensor) or 0)
+        return self.sizes.bytes(tensor) or 0
 
     def list_source(self, number: int) -> int | None:
         """Number of the input whose list the output hands on; None where the output is no list.
@@ -321,7 +319,7 @@ class Loop:
             if given is tensor:
                 tensor = self.op.inputs[number]
         if tensor.op.type in LOOPS and tensor.value_index == 0:
-            forward = Loop(tensor.op, self._outside, self._counted)  # A backward loop counts its forward loop.
+            forward = Loop(tensor.op, self._outside)  # A backward loop counts its forward loop.
             return float(forward.iterations())
         value = tf.get_static_value(tensor)
         return None if value is None else float(value)
