@@ -126,7 +126,7 @@ def test_the_shapes_of_what_a_loop_reads_from_lists_are_known_inside_fit() -> No
         return {
             op.name: {
                 loop.sizes.shape(read.outputs[-1])
-                for loop in [Loop(op, sizes, lambda size_bytes: size_bytes)]
+                for loop in [Loop(op, sizes)]
                 for read in loop.body.get_operations()
                 if read.type in ("TensorListGetItem", "TensorListPopBack") and read.outputs[-1].dtype.is_floating
             }

@@ -36,7 +36,7 @@ def fit(candidate: Candidate, request: Request, *, share_of_bytes: int | None = 
     resident_bytes = candidate.resident_bytes
     if share_of_bytes is None:
         share_of_bytes = plain.expected_bytes + resident_bytes
-    # The plain peak of a step whose every tensor is too small to be counted is 0, and it keeps any budget.
+    # The plain peak of a step without a tensor is 0, and it keeps any budget.
     budget_bytes = parse_budget(request.budget, max(1, share_of_bytes))
     target_bytes = candidate.target_bytes(budget_bytes)
     if fits_plainly(candidate, budget_bytes):

@@ -129,5 +129,5 @@ def in_bytes(request: Request, share_of_bytes: int) -> Request:
         share_of_bytes: what a percentage is one of: the plain peak of the whole batch's step.
     """
     assert request.budget is not None
-    # A step whose every tensor is too small to be counted has a plain peak of 0.
+    # A step without a tensor has a plain peak of 0.
     return dataclasses.replace(request, budget=parse_budget(request.budget, max(1, share_of_bytes)))
