@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -58,18 +58,27 @@ def smallest_peak_schedules(problem: Problem, strategies: Sequence[Strategy]) ->
     First eviction: the budget is bisected on a logarithmic scale between the largest op and the plain peak, then the
     smallest peak reached is tried once more, and a little less. Then nested recomputation, where the step is a chain
     of blocks. Both are in program order. Where the order is free, walks under sinking budgets follow; on a small graph
-    the strategies are asked for ever smaller budgets. Complexity: some twenty replays, once for a problem.
+    the strategies are asked for ever smaller budgets. Complexity: some twenty replays, once for a step: equal graphs
+    get the answer of the first, among the last 64 steps of this process.
 
     Args:
         problem: the step.
         strategies: methods to ask on a small graph, one after another until one finds a schedule.
     """
-    if problem not in _known:
-        _known[problem] = _find(problem, strategies)
-    return _known[problem]
+    graph = problem.graph
+    key = (graph.fingerprint, hash(tuple(op.time_s for op in graph.ops)), tuple(strategies))
+    if key not in _known:
+        _known[key] = _find(problem, strategies)
+    _known.move_to_end(key)
+    while len(_known) > _MOST_KNOWN:
+        _known.popitem(last=False)
+    return _known[key]
 
 
-_known: weakref.WeakKeyDictionary[Problem, list[tuple[int, ...]]] = weakref.WeakKeyDictionary()
+_Key = tuple[str, int, tuple[Strategy, ...]]
+_known: OrderedDict[_Key, list[tuple[int, ...]]] = OrderedDict()
+_MOST_KNOWN: Final = 64
+"""A judgement: a schedule of 10,000 ops takes some 100 KB, so that these take a few MB."""
 
 
 def _find(problem: Problem, strategies: Sequence[Strategy]) -> list[tuple[int, ...]]:

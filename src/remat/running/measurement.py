@@ -20,10 +20,12 @@ class Measurement:
             the device, PyTorch what the step reads or allocates (on a GPU, everything in the process), and JAX the
             program that the compiler made: its arguments, its results and all between them.
         time_s: median wall seconds of a step.
+        counter: what showed the peak, where it was no counter of the framework; empty where it was.
     """
 
     peak_bytes: int
     time_s: float
+    counter: str = ""
 
 
 def check_repeats(repeats: int) -> None:
