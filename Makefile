@@ -13,7 +13,7 @@ export TF_CPP_MIN_LOG_LEVEL ?= 2
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint format docs dist test-dist versions clean
+.PHONY: help demo test test-slow lint format docs dist test-dist gpu versions clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -47,6 +47,9 @@ dist: $(STAMP) ## Build the wheel and the source archive in dist/
 
 test-dist: $(STAMP) ## Try the wheel with each extra in an environment of its own (downloads gigabytes)
 	$(BIN)/python -m pytest -q tests/release
+
+gpu: $(STAMP) ## Check and measure on the CUDA device at hand (up to 40 minutes); writes benchmarks/results/gpu-*
+	$(BIN)/python -m benchmarks.gpu $(ARGS)
 
 versions: $(STAMP) ## Try other versions of the frameworks (hours); ARGS=torch-2.9.0 for one; writes docs/versions.md
 	$(BIN)/python -m benchmarks.versions $(ARGS)

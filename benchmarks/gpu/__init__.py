@@ -1,0 +1,1 @@
+"""What remat does on a GPU, in one command; ``python -m benchmarks.gpu --help``."""

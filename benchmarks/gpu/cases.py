@@ -1,0 +1,58 @@
+"""What is measured: one case is one model in one framework, in a process of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+PARTS: Final = {
+    "budgets": "plain, then planned to shares of it: exactness, predicted and measured bytes and time",
+    "peers": "what the frameworks ship, and remat in the same bytes",
+    "host": "what eager plans cost the host, beside the kernels",
+    "calibration": "the speed of this device, and the predicted time of plain steps",
+}
+MODELS: Final = ("resnet50", "gpt2", "llama")
+DTYPES: Final = ("float32", "bfloat16")
+SHARES: Final = (0.7, 0.5, 0.3)
+"""Of the plain step's measured peak; the smallest budget comes after them."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One process's work.
+
+    Attributes:
+        part: one of ``PARTS``.
+        framework: "torch" or "jax".
+        engine: how the step runs: "eager", "compiled", "graph"; "jit" in JAX.
+        model: one of ``MODELS``, "" for a part without one.
+        dtype: of weights and activations, "" for a part without one.
+    """
+
+    part: str
+    framework: str
+    engine: str
+    model: str = ""
+    dtype: str = ""
+
+    @property
+    def key(self) -> str:
+        """What the results know it by."""
+        return "/".join(name for name in (self.part, self.framework, self.engine, self.model, self.dtype) if name)
+
+
+def cases_of(part: str, frameworks: Sequence[str]) -> Iterator[Case]:
+    """The cases of a part, the cheap ones first, so that a part that is cut off has seen something of each kind."""
+    engines = {"torch": ("eager", "graph", "compiled"), "jax": ("jit",)}
+    if part in ("host", "calibration"):
+        if part == "calibration":
+            yield from (Case(part, framework, "") for framework in frameworks)
+        elif "torch" in frameworks:
+            yield Case(part, "torch", "eager")
+        return
+    for dtype in reversed(DTYPES):
+        for model in MODELS:
+            for framework in frameworks:
+                for engine in engines[framework]:
+                    yield Case(part, framework, engine, model, dtype)

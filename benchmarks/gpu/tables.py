@@ -1,0 +1,123 @@
+"""The results as Markdown, as JSON and as a picture."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.cases import PARTS
+
+MIB = 2**20
+
+
+def write(target: Path, results: dict[str, Any]) -> None:
+    """``target`` with three endings; each file is written whole."""
+    target.with_suffix(".json").write_text(json.dumps(results, indent=1) + "\n")
+    target.with_suffix(".md").write_text("\n".join(_page(results)) + "\n")
+    _picture(results, target.with_suffix(".png"))
+
+
+def _page(results: dict[str, Any]) -> Sequence[str]:
+    where = results["machine"]
+    versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
+    page = [
+        f"# remat on {results['device']}",
+        "",
+        f"{results['date']}; {where['system']} {where['processor']}, {where['cores']} cores; {versions}."
+        + (" Small models, to see that it works." if results["small"] else ""),
+        "",
+        "Differences are those of gradients, relative to the largest of them. 'Bits' says whether all are equal.",
+        "Times are relative to plain steps that ran in turns with them.",
+    ]
+    for part, meaning in PARTS.items():
+        cases = {key: lines for key, lines in results["cases"].items() if key.startswith(f"{part}/")}
+        if not cases:
+            continue
+        page += ["", f"## {part.capitalize()}: {meaning}"]
+        for key, lines in cases.items():
+            page += ["", f"**{key.partition('/')[2]}**", "", *_table(part, lines)]
+    if results["skipped"]:
+        page += ["", f"Skipped for want of time: {', '.join(results['skipped'])}."]
+    return page
+
+
+def _table(part: str, lines: Sequence[dict[str, Any]]) -> list[str]:
+    if part == "host":
+        rows = [
+            f"| {line['name']} | {_figure(line.get('forward_us'), '.1f')} | {_figure(line.get('backward_us'), '.1f')} |"
+            for line in lines
+            if "error" not in line
+        ]
+        return ["| host time, us an operator | forward | backward |", "|---|---|---|", *rows, *_errors(lines, 3)]
+    if part == "calibration":
+        rows = [
+            f"| {line['name']} | {line['step_s'] * 1e3:.2f} | {line['predicted_step_s'] * 1e3:.2f} | "
+            f"{line['predicted_step_s'] / line['step_s'] - 1:+.0%} |"
+            for line in lines
+            if "predicted_step_s" in line
+        ]
+        speeds = [f"{json.dumps(line)}" for line in lines if line["name"] == "speed"]
+        head = ["| plain step | measured ms | predicted ms | error |", "|---|---|---|---|"]
+        return [*speeds, "", *head, *rows, *_errors(lines, 4)]
+    head = [
+        "| method | budget MiB | predicted MiB | peak MiB | reserved MiB | predicted time | time | difference | bits |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    return [*head, *(_row(line) for line in lines if "error" not in line), *_errors(lines, 9)]
+
+
+def _row(line: dict[str, Any]) -> str:
+    sizes = [line.get(name) for name in ("budget_bytes", "predicted_bytes", "peak_bytes", "reserved_bytes")]
+    cells = [
+        line["name"],
+        *(_figure(size and size / MIB, ".1f") for size in sizes),
+        _figure(line.get("predicted_time"), ".2f"),
+        _figure(line["relative_time"], ".2f"),
+        f"{line['difference']:.1e}",
+        "equal" if line["equal_bits"] else "",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def _errors(lines: Sequence[dict[str, Any]], columns: int) -> list[str]:
+    found = []
+    for line in lines:
+        if "error" in line:
+            smallest = f": smallest {line['smallest_bytes'] / MIB:.1f} MiB" if "smallest_bytes" in line else ""
+            cells = [line["name"], f"{line['error']}{smallest}".replace("|", "/"), *[""] * (columns - 2)]
+            found.append(f"| {' | '.join(cells)} |")
+    return found
+
+
+def _figure(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def _picture(results: dict[str, Any], path: Path) -> None:
+    """Time against peak, both relative to plain: what lies below and to the left is better."""
+    from matplotlib.figure import Figure
+
+    from remat.report.plots import save_figure
+
+    figure = Figure(figsize=(9, 5), dpi=100, layout="constrained")
+    axes = figure.add_subplot()
+    for ours, colour, marker, label in ((True, "#0072B2", "o", "remat"), (False, "#E69F00", "s", "peers")):
+        points = []
+        for key, lines in results["cases"].items():
+            if not key.startswith(("budgets/", "peers/")) or "peak_bytes" not in lines[0]:
+                continue
+            plain = lines[0]["peak_bytes"]
+            points += [
+                (line["peak_bytes"] / plain, line["relative_time"])
+                for line in lines[1:]
+                if "error" not in line and line["name"].startswith("remat") == ours and line["name"] != "plain again"
+            ]
+        if points:
+            axes.plot(*zip(*points, strict=True), linestyle="", marker=marker, color=colour, label=label)
+    axes.set(xlabel="peak, of the plain step's", ylabel="time, of the plain step's", xlim=(0, None), ylim=(0, None))
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend()
+    figure.suptitle(f"remat on {results['device']}")
+    save_figure(figure, path)

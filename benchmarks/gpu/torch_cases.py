@@ -1,0 +1,248 @@
+"""The cases in PyTorch: eager plans, graph mode, and ``torch.compile`` within a budget."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch._functorch.config
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import remat
+import remat.torch
+from benchmarks.gpu.cases import DTYPES, MODELS, SHARES, Case
+from benchmarks.gpu.torch_models import Step, step_of
+from benchmarks.torch_host import table as host_table
+from remat.running.calibration import op_samples
+from remat.running.cost_model import calibrate
+from remat.torch.timed_ops import TimedOps
+from remat.torch.trace.fake_step import record_step
+from remat.torch.trace.trace import traced_step
+
+Line = dict[str, Any]
+SEED = 17
+TURNS = 5
+TIME_LIMIT_S = 4
+"""Seconds of one round of planning."""
+
+
+def run(case: Case, device: str, small: bool) -> Iterator[Line]:
+    """The lines of one case, each as soon as it is known."""
+    if case.part == "host":
+        yield from host_table(device)
+    elif case.part == "calibration":
+        yield from calibration(device, small)
+    elif case.part == "peers":
+        yield from peers(case, device, small)
+    else:
+        yield from budgets(case, device, small)
+
+
+def budgets(case: Case, device: str, small: bool) -> Iterator[Line]:
+    """Plain, plain once more (what of a difference is the kernels' own), and shares of its measured peak."""
+    step = step_of(case.model, case.dtype, device, small)
+    bench = Bench(step, device)
+    plain = compiled_plain(case.engine, step)
+    line = bench.line("plain", plain)
+    yield line
+    yield bench.line("plain again", plain)
+    budgets_bytes: list[tuple[str, int]] = [(f"{share:.0%}", int(share * line["peak_bytes"])) for share in SHARES]
+    for name, budget in [*budgets_bytes, ("smallest", 1)]:
+        yield planned_line(bench, case.engine, f"remat, {name}", budget, smallest=name == "smallest")
+
+
+def peers(case: Case, device: str, small: bool) -> Iterator[Line]:
+    """What PyTorch ships, and remat in the same bytes."""
+    step = step_of(case.model, case.dtype, device, small)
+    bench = Bench(step, device)
+    yield bench.line("plain", compiled_plain(case.engine, step))
+    for name, peer in peers_of(case, device, small):
+        try:
+            line = bench.line(name, peer)
+        except Exception as error:  # A peer's failure is a line of the table.
+            yield failed(name, error)
+            continue
+        yield line
+        yield planned_line(bench, case.engine, f"remat, bytes of {name}", line["peak_bytes"])
+
+
+def peers_of(case: Case, device: str, small: bool) -> Iterator[tuple[str, Step]]:
+    """The peers of an engine, each with weights of its own that are equal to the plain ones."""
+    if case.engine == "compiled":
+        for ratio in (0.5, 0.2):
+            with torch._functorch.config.patch(activation_memory_budget=ratio):
+                step = step_of(case.model, case.dtype, device, small)
+                yield f"activation_memory_budget {ratio}", compiled_plain(case.engine, step)
+        return
+    for name, wrap in (("torch.utils.checkpoint, each block", whole_block), ("selective, products kept", selective)):
+        yield name, step_of(case.model, case.dtype, device, small, wrap)
+
+
+def whole_block(block: torch.nn.Module) -> Callable[..., Any]:
+    return partial(checkpoint, block, use_reentrant=False)
+
+
+def selective(block: torch.nn.Module) -> Callable[..., Any]:
+    aten = torch.ops.aten
+    products = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.convolution.default}
+    products |= {
+        getattr(aten, name).default
+        for name in (
+            "_scaled_dot_product_flash_attention",
+            "_scaled_dot_product_efficient_attention",
+            "_scaled_dot_product_cudnn_attention",
+            "_scaled_dot_product_flash_attention_for_cpu",
+        )
+    }
+
+    def policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
+        return CheckpointPolicy.MUST_SAVE if func in products else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = partial(create_selective_checkpoint_contexts, policy)
+    return partial(checkpoint, block, use_reentrant=False, context_fn=contexts)
+
+
+def planned_line(bench: Bench, engine: str, name: str, budget: int, *, smallest: bool = False) -> Line:
+    """The step within a budget; an infeasible one is a line that names the smallest."""
+    started = time.perf_counter()
+    try:
+        try:
+            ours, plan_of = planned(engine, bench.step, budget)
+        except remat.InfeasibleBudget as error:
+            if not smallest:
+                return {"name": name, "budget_bytes": budget, "error": "refused", "smallest_bytes": error.minimum_bytes}
+            budget = error.minimum_bytes
+            ours, plan_of = planned(engine, bench.step, budget)
+        planning_s = time.perf_counter() - started
+        line = bench.line(name, ours)
+    except Exception as error:
+        return failed(name, error)
+    plan = plan_of()
+    return {
+        **line,
+        "budget_bytes": budget,
+        "predicted_bytes": plan.peak_bytes,
+        "predicted_time": 1 + plan.overhead,
+        "recomputed": plan.recomputed,
+        "planning_s": planning_s,
+    }
+
+
+def planned(engine: str, step: Step, budget: int) -> tuple[Step, Callable[[], Any]]:
+    """The step within a budget, planned already, and a function that returns its plan."""
+    if engine == "eager":
+        plan = remat.torch.plan(step.loss, *step.args, budget=budget, time_limit_s=TIME_LIMIT_S)
+        applied = remat.torch.apply(plan)
+
+        def loss(*args: Any) -> Any:
+            with applied:
+                return step.loss(*args)
+
+        return replace(step, loss=loss), lambda: plan
+    chosen = {"backend": "aten"} if engine == "graph" else {}
+    ours = remat.torch.compile(step.loss, budget=budget, time_limit_s=TIME_LIMIT_S, **chosen)
+    ours(*step.args).backward()
+    for parameter in step.parameters:
+        parameter.grad = None
+    return replace(step, loss=ours), lambda: ours.plan
+
+
+def compiled_plain(engine: str, step: Step) -> Step:
+    """The plain step as an engine runs it."""
+    if engine != "compiled":
+        return step
+    return replace(step, loss=torch.compile(step.loss, fullgraph=True, dynamic=False))
+
+
+class Bench:
+    """Measures steps of one model beside the first of them, which is the plain one.
+
+    Args:
+        step: whose weights and batch the planned steps have.
+        device: as PyTorch names it.
+    """
+
+    def __init__(self, step: Step, device: str) -> None:
+        self.step, self.device = step, device
+        self._plain: Step | None = None
+        self._expected: list[torch.Tensor] = []
+
+    def line(self, name: str, step: Step) -> Line:
+        """Peak, time beside plain steps in turns, and the largest difference of a gradient from the plain one's."""
+        found = self._gradients(step)
+        if self._plain is None:
+            self._plain, self._expected = step, found
+        plain = self._plain
+        pairs = list(zip(found, self._expected, strict=True))
+        difference = max(float((a - b).abs().max()) for a, b in pairs) / max(float(b.abs().max()) for _, b in pairs)
+        peak = self._peak(step)
+        times = [(self._seconds(step), self._seconds(plain)) for _ in range(TURNS)]
+        return {
+            "name": name,
+            **peak,
+            "step_s": statistics.median(own for own, _ in times),
+            "relative_time": statistics.median(own / other for own, other in times),
+            "difference": difference,
+            "equal_bits": all(torch.equal(a, b) for a, b in pairs),
+        }
+
+    def _run(self, step: Step) -> None:
+        for parameter in step.parameters:
+            parameter.grad = None
+        torch.manual_seed(SEED)
+        step.loss(*step.args).backward()
+        self._wait()
+
+    def _gradients(self, step: Step) -> list[torch.Tensor]:
+        """On the host, so that they take no memory of the device."""
+        self._run(step)
+        found = [p.grad.detach().float().cpu() for p in step.parameters if p.grad is not None]
+        for parameter in step.parameters:
+            parameter.grad = None
+        return found
+
+    def _peak(self, step: Step) -> Line:
+        if self.device == "cpu":
+            return {"peak_bytes": remat.torch.measure(step.loss, *step.args, repeats=1).peak_bytes}
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        self._run(step)
+        return {"peak_bytes": torch.cuda.max_memory_allocated(), "reserved_bytes": torch.cuda.max_memory_reserved()}
+
+    def _seconds(self, step: Step) -> float:
+        started = time.perf_counter()
+        self._run(step)
+        return time.perf_counter() - started
+
+    def _wait(self) -> None:
+        if self.device != "cpu":
+            torch.cuda.synchronize()
+
+
+def calibration(device: str, small: bool) -> Iterator[Line]:
+    """The device's speed, timed now, and each model's plain step as the cost model sees it with that."""
+    profile = calibrate(op_samples(TimedOps()))
+    yield {
+        "name": "speed",
+        "flops_per_s": dict(profile.flops_per_s),
+        "bytes_per_s": profile.bytes_per_s,
+        "overhead_s": profile.overhead_s,
+    }
+    for model in MODELS:
+        for dtype in DTYPES:
+            step = step_of(model, dtype, device, small)
+            recording = record_step(step.loss, step.args, None)
+            predicted_s = traced_step(recording, profile).graph.time_s
+            yield {**Bench(step, device).line(f"{model} {dtype}", step), "predicted_step_s": predicted_s}
+
+
+def failed(name: str, error: Exception) -> Line:
+    said = str(error).strip().splitlines() or [type(error).__name__]
+    return {"name": name, "error": f"{type(error).__name__}: {said[0][:200]}"}

@@ -1,0 +1,74 @@
+"""The measurements for a GPU run, go on where they stopped, and say what they left out; here on a CPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(out: Path, *options: str, expect: int = 0) -> str:
+    command = [sys.executable, "-m", "benchmarks.gpu", "--out", str(out), "--name", "here", *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800, check=False)
+    assert done.returncode == expect, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout + done.stderr
+
+
+def results(out: Path) -> dict:
+    return json.loads((out / "gpu-here.json").read_text())
+
+
+def test_without_a_gpu_it_says_what_to_try(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    said = run(tmp_path, expect=1)
+    assert said.strip() == "there is no CUDA device here (nvidia-smi names none); try --device cpu --small"
+
+
+def test_a_part_without_time_names_what_it_skipped(tmp_path: Path) -> None:
+    said = run(tmp_path, "--device", "cpu", "--small", "--limit-s", "1", "--parts", "host", "--frameworks", "torch")
+    assert "skipped for time: host/torch/eager" in said
+    assert results(tmp_path)["skipped"] == ["host/torch/eager"]
+    assert "Skipped for want of time: host/torch/eager." in (tmp_path / "gpu-here.md").read_text()
+
+
+def test_what_is_whole_is_not_measured_again(tmp_path: Path) -> None:
+    whole = [{"name": "plain", "ops": 1, "forward_us": 1.0, "backward_us": 2.0}]
+    (tmp_path / "gpu-here.json").write_text(json.dumps({"cases": {"host/torch/eager": whole}}))
+    said = run(tmp_path, "--device", "cpu", "--small", "--parts", "host", "--frameworks", "torch")
+    assert "skipped" not in said
+    assert results(tmp_path)["cases"] == {"host/torch/eager": whole}
+    assert "| plain | 1.0 | 2.0 |" in (tmp_path / "gpu-here.md").read_text()
+    assert (tmp_path / "gpu-here.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+@pytest.mark.parametrize("model", ["resnet50", "gpt2", "llama"])
+def test_budgets_and_peers_of_every_model(framework: str, model: str, tmp_path: Path) -> None:
+    options = ("--device", "cpu", "--small", "--frameworks", framework, "--only", f"{model}/float32", "--parts")
+    run(tmp_path, *options, "budgets,peers")
+    cases = results(tmp_path)["cases"]
+    assert len(cases) == (2 if framework == "jax" else 6)
+    for key, lines in cases.items():
+        assert not any(line["name"] == "stopped" for line in lines), (key, lines)
+        ours = [line for line in lines if line["name"].startswith("remat") and "error" not in line]
+        assert ours, (key, lines)
+        for line in ours:
+            assert line["difference"] <= (0.0 if "/eager/" in key else 1e-4), (key, line)
+            assert line["predicted_bytes"] <= line["budget_bytes"], (key, line)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_host_and_calibration(framework: str, tmp_path: Path) -> None:
+    run(tmp_path, "--device", "cpu", "--small", "--frameworks", framework, "--parts", "host,calibration")
+    (tmp_path / "gpu-here.md").read_text()
+    speeds = results(tmp_path)["cases"][f"calibration/{framework}"]
+    assert speeds[0]["bytes_per_s"] > 1e8
+    assert all(line["predicted_step_s"] > 0 for line in speeds[1:])
+    assert len(speeds) == 7
