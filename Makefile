@@ -12,8 +12,11 @@ SUPPORTED := import sys, ensurepip, venv; sys.exit(not (3, 11) <= sys.version_in
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
+# Two files run at a time, each on one core: with two threads each, frameworks get in one another's way.
+PYTEST := TF_NUM_INTRAOP_THREADS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
+
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint format docs dist test-dist gpu versions clean
+.PHONY: help demo test test-thorough test-other-cpu test-slow lint format docs dist test-dist gpu versions clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -23,7 +26,13 @@ demo: $(STAMP) ## Train two real models under byte budgets; writes remat-demo/
 
 test: $(STAMP) ## Run the tests, two files at a time; ARGS='-k name' is passed on to pytest
 	@sh tests/report/install_browser.sh
-	$(BIN)/python -m pytest -q -m "not slow" -n 2 --dist loadfile tests $(ARGS)
+	$(PYTEST) -m "not slow and not thorough" -n 2 --dist loadfile tests $(ARGS)
+
+test-thorough: $(STAMP) ## Run more cases of the same, as CI does too
+	$(PYTEST) -m "thorough and not slow" -n 2 --dist loadfile tests $(ARGS)
+
+test-other-cpu: $(STAMP) ## Run TensorFlow's and Keras' tests of numbers as on a CPU without oneDNN, on all cores
+	TF_ENABLE_ONEDNN_OPTS=0 $(BIN)/python -m pytest -q -m "other_cpu and not slow" -n 2 --dist loadfile tests $(ARGS)
 
 test-slow: $(STAMP) ## Run the longer checks
 	$(BIN)/python -m pytest -q -m slow tests $(ARGS)

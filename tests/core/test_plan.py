@@ -169,6 +169,7 @@ def test_inputs_alone_can_be_too_large() -> None:
     assert caught.value.minimum_bytes == 8
 
 
+@pytest.mark.thorough
 @settings(max_examples=25, deadline=None)
 @given(graphs(min_ops=1, max_ops=7))
 def test_minimum_is_reached_and_below_it_is_not(graph: Graph) -> None:

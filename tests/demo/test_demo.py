@@ -39,6 +39,7 @@ def quick_demo(out: Path) -> tuple[int, dict[str, object], str]:
     return result.exit_code, json.loads(result.stdout), result.stderr
 
 
+@pytest.mark.thorough
 def test_the_quick_demo_keeps_its_budget_and_its_numbers(tmp_path: Path, trained: dict[str | None, Run]) -> None:
     out = tmp_path / "a" / "b"
     code, report, _ = quick_demo(out)

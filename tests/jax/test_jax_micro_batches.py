@@ -94,6 +94,7 @@ def test_half_precision_accumulates_in_single():
         assert float(jnp.abs(one.astype(jnp.float32) - other).max()) < 0.03 * scale
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("samples", [1024, 1000], ids=["even", "ragged"])
 def test_a_budget_below_what_parts_alone_need(samples):
     args = (weights(), *batch(samples))

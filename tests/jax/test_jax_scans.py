@@ -95,6 +95,7 @@ def test_the_menu_goes_below_what_checkpointed_layers_need():
     assert compiler.peak(last.graph.plain_schedule).expected_bytes < 0.95 * theirs
 
 
+@pytest.mark.thorough
 def test_stacks_that_others_read_stay():
     def loss(weights, x):
         def each(c, w):
@@ -111,6 +112,7 @@ def test_stacks_that_others_read_stay():
     assert ours.plan.peak_bytes <= ours.plan.budget_bytes
 
 
+@pytest.mark.thorough
 def test_checkpointed_layers_stay_so_where_they_fit():
     loss = loop_loss(jax.checkpoint(wide, prevent_cse=False))
     ours = planned(loss, "100%")
@@ -120,6 +122,7 @@ def test_checkpointed_layers_stay_so_where_they_fit():
     assert ours.plan.peak_bytes <= ours.plan.budget_bytes
 
 
+@pytest.mark.thorough
 def test_constants_and_integers_in_the_loop():
     """The body reads a captured array, and a counter that is carried along."""
     table = normal(5, 256, 32)
@@ -152,6 +155,7 @@ def test_callbacks_in_a_loop_run_once_for_each_iteration():
     assert len(seen) == 12
 
 
+@pytest.mark.thorough
 def test_a_plan_of_a_loop_is_followed_again():
     loss = loop_loss(wide)
     ours = planned(loss, "50%")

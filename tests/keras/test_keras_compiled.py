@@ -64,6 +64,7 @@ def mixed_precision() -> Any:
     keras.config.set_dtype_policy("float32")
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("mixed_precision")
 def test_mixed_precision_with_loss_scaling() -> None:
     plain, expected = trained(None, batch_size=2 * BATCH)

@@ -132,6 +132,7 @@ except remat.UnsupportedStep as error:
 """
 
 
+@pytest.mark.thorough
 def test_several_replicas():
     printed = run_in_a_process(REPLICAS)
     assert "trains on 2 replicas, and limit_memory plans for one device; give a number of micro_batches" in printed
@@ -150,6 +151,7 @@ except remat.UnsupportedStep as error:
 """
 
 
+@pytest.mark.thorough
 def test_another_backend():
     said = run_in_a_process(OTHER_BACKEND)
     assert "the active backend is 'openvino'; set KERAS_BACKEND=tensorflow, jax or torch" in said

@@ -27,6 +27,8 @@ from small_models import (
 
 import remat
 
+pytestmark = pytest.mark.other_cpu
+
 
 def fit(x, y=None, **options):
     defaults = {"epochs": 2, "shuffle": False, "verbose": 0}
@@ -50,6 +52,7 @@ def test_own_train_step_is_kept():
     assert list(limited.history) == ["doubled_loss"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "options",
     [
@@ -65,6 +68,7 @@ def test_options_of_fit(options):
     assert_same(*both(functional, fit(*data(), **options)))
 
 
+@pytest.mark.thorough
 def test_validation_data():
     plain, limited = both(functional, fit(*data(), validation_data=data(BATCH // 2, seed=1)))
 
@@ -122,6 +126,7 @@ def test_learning_rate_schedule_and_clipping():
     np.testing.assert_allclose(trained[0].history["loss"], trained[1].history["loss"], rtol=1e-5)
 
 
+@pytest.mark.thorough
 def test_regularisers_and_added_losses_count_once():
     @keras.saving.register_keras_serializable("remat_tests")
     class Penalty(layers.Layer):
@@ -152,6 +157,7 @@ def test_datasets(drop_remainder):
     assert limited.model.optimizer.iterations == 2 * (2 if drop_remainder else 3)
 
 
+@pytest.mark.thorough
 def test_dataset_of_unknown_batch_size():
     batches = dataset(BATCH, False)
     signature = (tf.TensorSpec([None, WIDTH]), tf.TensorSpec([None], tf.int64))
@@ -197,6 +203,7 @@ def two_inputs_and_outputs():
     return keras.Model(inputs, {"kind": layers.Dense(10, name="kind")(x), "size": layers.Dense(1, name="size")(x)})
 
 
+@pytest.mark.thorough
 def test_dict_inputs_and_several_outputs():
     x, y = data()
     loss = {"kind": keras.losses.SparseCategoricalCrossentropy(from_logits=True), "size": "mse"}
@@ -223,6 +230,7 @@ def test_train_on_batch():
     assert_same(*both(functional, run))
 
 
+@pytest.mark.thorough
 def test_a_larger_batch_is_planned_again():
     x, y = data()
     peaks = []

@@ -151,6 +151,7 @@ def on_nested(model):
     return fit(model, [inputs(), (inputs() * 2, inputs() - 1)], [inputs()[:, :1], classes()])
 
 
+@pytest.mark.thorough
 def test_nested_inputs_and_a_list_of_outputs():
     assert_equal_training(nested, on_nested, 3)
 
@@ -173,6 +174,7 @@ def partly_frozen():
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
 def test_variables_without_a_gradient_stay():
     found = assert_equal_training(partly_frozen, lambda model: fit(model, inputs(), [classes(), inputs()[:, :2]]), 3)
@@ -197,6 +199,7 @@ def half_precision(scale=2.0**10, loss=None):
     return compiled(model, optimizer=optimizer)
 
 
+@pytest.mark.thorough
 def test_loss_scale_grows_once_in_so_many_updates():
     # float16 rounds to 1e-3, and sums in another order round otherwise.
     found = assert_equal_training(half_precision, on_sentences, 3, tolerance=3e-3)
@@ -220,6 +223,7 @@ def on_one_infinite_sample(model):
     return {"changed": logs}
 
 
+@pytest.mark.thorough
 def test_one_infinity_drops_the_whole_update():
     found = train(overflowing, on_one_infinite_sample, 3)
     assert found.history["changed"] == [True, False, True, True, True]
@@ -282,6 +286,7 @@ def on_ragged_batches(model):
     return fit(model, sentences(), {"tags": targets(), "kinds": targets()}, sample_weight=weighted)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("xla", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_an_embedding_in_batches_of_several_sizes(xla):
     if keras.backend.backend() == "torch":

@@ -33,6 +33,7 @@ def measured(count, budget=None, *options):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.thorough
 def test_the_peak_falls_with_the_number_of_micro_batches():
     whole, quarter = measured(1), measured(4)
     assert quarter["loss"] == pytest.approx(whole["loss"], rel=1e-5)

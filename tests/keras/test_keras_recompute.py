@@ -173,6 +173,7 @@ def test_a_whole_model_is_recomputed_in_segments(how: str) -> None:
     np.testing.assert_allclose(found["sums"], plain["sums"], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.thorough
 def test_a_whole_model_trains_to_the_same_numbers() -> None:
     plain, plain_loss = train("blocks", COMPILED["graph"], None)
     keras.utils.set_random_seed(1)
@@ -197,6 +198,7 @@ def test_segments_survive_save_and_load(tmp_path: Path) -> None:
     assert not is_recomputed(loaded.get_layer("second"))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("when", ["before compile", "after fit"])
 def test_before_and_after(when: str) -> None:
     model, loss = train("blocks", COMPILED["graph"], when)
@@ -242,6 +244,7 @@ def test_switches(monkeypatch: pytest.MonkeyPatch) -> None:
     assert copies_in_train_step(model) == 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["blocks", "masked_attention"])
 def test_save_load_and_clone_keep_the_setting(name: str, tmp_path: Any) -> None:
     model, _ = train(name, COMPILED["graph"], "after compile")

@@ -19,6 +19,7 @@ def load(path):
     return keras.saving.load_model(path)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "build",
     [b if b.__name__ == "functional" else pytest.param(b, marks=pytest.mark.slow) for b in BUILDERS],

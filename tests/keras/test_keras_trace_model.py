@@ -88,6 +88,7 @@ def test_weights_and_state_are_untouched():
     assert all((w.numpy() == b).all() for w, b in zip(model.weights, before, strict=True))
 
 
+@pytest.mark.thorough
 def test_command_line_plans_a_real_model(tmp_path):
     script = Path(sys.executable).with_name("remat")
     command = ["plan", "keras.applications:MobileNetV2", "--kwargs", json.dumps({"weights": None})]

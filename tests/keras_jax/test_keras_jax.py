@@ -197,6 +197,7 @@ def test_the_number_of_micro_batches_is_chosen():
     assert re.search("the least (predicted|measured) time", choice["text"])
 
 
+@pytest.mark.thorough
 def test_what_recomputes_is_timed_with_its_plan():
     """By a clock for which every planned step takes a second the whole batch is as quick as any: the fewest win."""
     choice = process().ask("choose_as_if_all_took_a_second")

@@ -132,6 +132,7 @@ def test_the_update_counts():
     assert result["measured"] == pytest.approx(result["peak_bytes"], rel=0.05)
 
 
+@pytest.mark.thorough
 def test_the_number_of_micro_batches_is_chosen():
     """The least time within the budget, whatever pair that is, with the numbers of full batches; a line per option."""
     result, choice = result_of("chosen"), result_of("chosen")["choice"]

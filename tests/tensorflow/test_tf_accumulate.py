@@ -377,6 +377,7 @@ def chain_of(batch, budget, **options):
     return chain, data, loss, value_and_grad(loss, chain.weights, **options)
 
 
+@pytest.mark.thorough
 def test_the_cheapest_number_of_micro_batches(capsys):
     chain, data, loss, limited = chain_of(2 * small_steps.BATCH, "50%")
     plain = value_and_grad(lambda x: loss(x, scale=2.0), chain.weights)(data)

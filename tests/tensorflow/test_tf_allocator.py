@@ -180,6 +180,7 @@ print(plan.peak_bytes, plan.budget_bytes, measure(ran.function, x, repeats=3).pe
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("budget", [pytest.param("1000%", marks=pytest.mark.slow), "70%"])
 def test_prediction_against_a_real_run(budget):
     command = [sys.executable, "-c", MEASURED.format(budget=budget)]

@@ -17,6 +17,8 @@ from remat.tensorflow import _private, measure
 from remat.tensorflow.emit.emit import emit, span_starts
 from remat.tensorflow.trace.func_graph import trace_func_graph
 
+pytestmark = pytest.mark.other_cpu
+
 
 @dataclasses.dataclass
 class Written:

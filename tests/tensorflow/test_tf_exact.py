@@ -11,6 +11,8 @@ from small_steps import BATCH, PLANNING, WIDTH, Chain, assert_equal_gradients, c
 import remat
 from remat.tensorflow import GradientTape
 
+pytestmark = pytest.mark.other_cpu
+
 
 def dense(chain, x):
     return tf.reduce_mean(tf.square(chain(x)))

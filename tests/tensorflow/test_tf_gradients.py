@@ -21,6 +21,8 @@ from remat.tensorflow import (
     replaced_gradients,
 )
 
+pytestmark = pytest.mark.other_cpu
+
 v1 = tf.compat.v1
 WIDTH, BATCH, DEPTH = 128, 1024, 8
 Network = Callable[[tf.Tensor, list[Any]], tuple[Any, Any]]

@@ -40,6 +40,7 @@ def measured(network: str, kind: str, *ways: str) -> dict[str, dict[str, Any]]:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_chain_of_a_hundred(kind: str) -> None:
     found = measured("chain", kind, "plain", "memory", "13%", "collection", "speed")

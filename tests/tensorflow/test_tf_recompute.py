@@ -16,6 +16,8 @@ from recompute_cases import CASES, WIDTH, Step, Wrap, added_losses, differentiat
 from remat.tensorflow import recompute
 from remat.tensorflow.recompute.eager import EagerCalls
 
+pytestmark = pytest.mark.other_cpu
+
 MODES = ["eager", "graph", "xla", "graph inside, tape outside", "graph in segments", "xla in segments"]
 # In TensorFlow itself a loss that is added inside a function cannot leave it.
 _QUICK_UNDER_XLA = frozenset(

@@ -19,6 +19,7 @@ def measured(network: str, mode: str, kind: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "mode", ["graph", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("eager", "split", "session"))]
 )

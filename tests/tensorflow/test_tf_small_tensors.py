@@ -9,6 +9,8 @@ import remat
 import remat.tensorflow
 from remat.tensorflow import GradientTape
 
+pytestmark = pytest.mark.other_cpu
+
 BATCH, UNITS, LAYERS = 512, 64, 12
 ACTIVATION = BATCH * UNITS * 4  # 128 KiB: half of what the counter begins with.
 WEIGHT = UNITS * UNITS * 4
