@@ -71,7 +71,7 @@ def eight_layers(tape_of):
     return step
 
 plain_step = eight_layers(tf.GradientTape)
-limited = eight_layers(lambda: GradientTape(budget="60%", **PLANNING))
+limited = eight_layers(lambda: GradientTape(budget="80%", **PLANNING))
 # A process pinned to one core runs one operation at a time; more at once hold more.
 measured = [measure(one, large) for one in (plain_step, limited)]
 answer["measured"] = [one.peak_bytes for one in measured] + [one.counter for one in measured]
@@ -120,7 +120,7 @@ def test_the_peak_set_size_stands_in_for_the_counter(uncounted: dict[str, Any]) 
     assert names == ["peak set size of the process"] * 2
     for measured, predicted in zip((plain, planned), uncounted["predicted"], strict=True):
         assert 0.9 * predicted <= measured <= predicted + SCRATCH_BYTES
-    assert planned <= 0.75 * plain
+    assert planned <= 0.9 * plain
 
 
 def test_where_nothing_can_be_measured_it_is_refused_in_one_line_before_anything_runs(

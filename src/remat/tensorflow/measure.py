@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -9,8 +10,8 @@ import tensorflow as tf
 
 from remat.running import resident_set
 from remat.running.measurement import Measurement, check_repeats, median_time_s
-from remat.tensorflow.peak.device import current_device
-from remat.tensorflow.trace.sizes import HANDLES
+from remat.tensorflow.peak.device import Device, current_device
+from remat.tensorflow.trace.sizes import HANDLES, shape_bytes
 
 
 def measure(fn: Callable[..., Any], *args: Any, repeats: int = 3, **kwargs: Any) -> Measurement:
@@ -36,12 +37,41 @@ def measure(fn: Callable[..., Any], *args: Any, repeats: int = 3, **kwargs: Any)
         UnsupportedStep: where neither exists; nothing was run.
     """
     check_repeats(repeats)
-    device = current_device()
+    device: Device | _Process = current_device()
+    if not device.has_counter and not device.is_gpu and resident_set.can_be_measured():
+        device = _Process()
     device.reset_peak()  # Where nothing can be measured this says so, before anything has run.
     _finish(fn(*args, **kwargs))
     device.reset_peak()
     time_s = median_time_s(lambda _: _finish(fn(*args, **kwargs)), repeats, lambda: None)
-    return Measurement(device.peak_bytes, time_s, "" if device.has_counter else resident_set.NAME)
+    return Measurement(device.peak_bytes, time_s, resident_set.NAME if isinstance(device, _Process) else "")
+
+
+class _Process:
+    """Stands in for a device without a counter: what the process holds beyond what it held when the peak was started.
+
+    What Python held then, its tensors and variables, is added: a device's counter has it in its peak, too.
+    """
+
+    def __init__(self) -> None:
+        self._set_bytes = self._held_bytes = 0
+
+    def reset_peak(self) -> None:
+        self._set_bytes = resident_set.start_new_peak()
+        self._held_bytes = _held_bytes()
+
+    @property
+    def peak_bytes(self) -> int:
+        return self._held_bytes + max(0, resident_set.peak_bytes() - self._set_bytes)
+
+
+def _held_bytes() -> int:
+    """Bytes of the tensors and variables that Python holds. Two names for one buffer count twice."""
+    held = 0
+    for one in gc.get_objects():
+        if isinstance(one, (tf.Variable, tf.Tensor)) and hasattr(one, "numpy") and one.dtype not in HANDLES:
+            held += shape_bytes(one.shape, one.dtype)
+    return held
 
 
 def _finish(result: Any) -> None:

@@ -13,7 +13,6 @@ import tensorflow as tf
 
 from remat.core.errors import UnsupportedStep
 from remat.fit.auto_budget import auto_budget_bytes
-from remat.running import resident_set
 from remat.tensorflow import _private
 from remat.tensorflow.peak.allocator import AllocatorModel
 from remat.tensorflow.trace.sizes import HANDLES, Sizes, handle_bytes, shape_bytes
@@ -74,29 +73,20 @@ class Device:
     def peak_bytes(self) -> int:
         """The largest number of bytes in use since the last reset.
 
-        Where there is no counter, it is the peak set size of the process beyond what it was at the reset, and what
-        Python held then.
-
         Raises:
-            UnsupportedStep: where neither exists.
+            UnsupportedStep: where there is no counter.
         """
         self._check_counter()
-        if self.has_counter:
-            return self._statistics("peak")
-        before = _before_the_peak.get(self.name)
-        return 0 if before is None else before.held_bytes + max(0, resident_set.peak_bytes() - before.set_bytes)
+        return self._statistics("peak")
 
     def reset_peak(self) -> None:
         """Start a new peak.
 
         Raises:
-            UnsupportedStep: where there is no counter, and no peak set size either.
+            UnsupportedStep: where there is no counter.
         """
         self._check_counter()
-        if self.has_counter:
-            tf.config.experimental.reset_memory_stats(self.name)
-        else:
-            _before_the_peak[self.name] = _Before(resident_set.start_new_peak(), _held_bytes())
+        tf.config.experimental.reset_memory_stats(self.name)
 
     def auto_budget_bytes(self) -> int:
         """What ``budget="auto"`` means on this device.
@@ -107,7 +97,7 @@ class Device:
         return auto_budget_bytes(self.name, _private.memory_limit_bytes(self.name) if self.is_gpu else None)
 
     def _check_counter(self) -> None:
-        if not self.has_counter and (self.is_gpu or not resident_set.can_be_measured()):
+        if not self.has_counter:
             raise UnsupportedStep(
                 f"no peak can be measured on {self.name}: {_NO_COUNTER}. Set TF_ENABLE_ONEDNN_OPTS=1 in the "
                 "environment before TensorFlow is imported"
@@ -121,27 +111,6 @@ _NO_COUNTER = (
     "TensorFlow counts the memory of a CPU only while oneDNN is on, which it turns on by itself only on CPUs with "
     "certain instructions (AVX-512 VNNI and later ones)"
 )
-
-
-@dataclass(frozen=True)
-class _Before:
-    """What there was when a peak was started: bytes of the process, and of what Python held in it."""
-
-    set_bytes: int
-    held_bytes: int
-
-
-_before_the_peak: dict[str, _Before] = {}
-"""By device."""
-
-
-def _held_bytes() -> int:
-    """Bytes of the tensors and variables that Python holds. Two names for one buffer count twice."""
-    held = 0
-    for one in gc.get_objects():
-        if isinstance(one, (tf.Variable, tf.Tensor)) and hasattr(one, "numpy"):
-            held += 0 if one.dtype in HANDLES else shape_bytes(one.shape, one.dtype)
-    return held
 
 
 @functools.cache
