@@ -11,6 +11,7 @@ import keras
 from remat.core.errors import UnsupportedStep
 from remat.core.graph import Graph
 from remat.core.plan import Plan
+from remat.fit.first_step import OnChange, replans
 from remat.fit.request import Request
 from remat.keras.shared.backend import of_backend
 from remat.micro_batches.cut import AUTO, check_count_or_auto
@@ -33,6 +34,8 @@ def limit_memory(
     micro_batches: int | str = 1,
     planner: str = "auto",
     time_limit_s: float | None = None,
+    on_change: OnChange = "replan",
+    strict: bool = False,
     **options: Any,
 ) -> keras.Model:
     """Make ``fit`` and ``train_on_batch`` keep a memory budget; everything else stays as it is.
@@ -57,10 +60,14 @@ def limit_memory(
             inexact, and prints a line per possibility.
         planner: a planner's name.
         time_limit_s: wall seconds that an anytime planner may use.
+        on_change: what happens where the first planned step takes more than the budget by more than 1 %: "replan" plans
+            it once more, for what it took; "keep" leaves the plan. On TensorFlow its memory is read from the device's
+            counter, where there is one; on JAX the compiler says it beforehand; on PyTorch nothing is planned again.
+        strict: raise an error where the budget does not hold then either; else this is logged as a warning, once.
         options: passed on to the planner.
 
     Returns:
-        The same model.
+        The same model. ``plan_of(model).measured_peak_bytes`` is what the first planned step took.
 
     Raises:
         InvalidBudget: if the budget cannot be read.
@@ -71,6 +78,7 @@ def limit_memory(
             names a tensor; with a number of micro-batches likewise, and by ``fit`` for a loss of which it cannot be
             known what it divides by. By ``fit`` for a checkpoint that the training step lacks.
         InfeasibleBudget: by ``fit``, at the first step, if no schedule fits; it names the smallest budget.
+        PlanMismatch: with ``strict``, by ``fit``, after a first step that took more than the budget.
     """
     if not isinstance(model, keras.Model):
         raise _no_model(model)
@@ -79,13 +87,14 @@ def limit_memory(
     if budget == _NOT_GIVEN:
         budget = "60%" if micro_batches in (1, AUTO) and checkpoints is None else None
     count = check_count_or_auto(micro_batches, budget)
+    plans_again = replans(on_change)
     request = Request(
         budget, checkpoints=checkpoints, planner=planner, time_limit_s=time_limit_s, options=options
     ).check("limit_memory")
     if request.plans or count != 1:
         limits = of_backend("limit", "limit_memory")
         _take_off(model)
-        _limits[model] = limits.Limit(model, request, count)
+        _limits[model] = limits.Limit(model, request, count, replans=plans_again, strict=strict)
     else:
         _take_off(model)
     return model

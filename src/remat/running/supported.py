@@ -1,4 +1,4 @@
-"""The versions of each framework that remat supports: a range whose ends were tried; docs/versions.md has the table.
+"""The versions of each framework that remat supports: a range each; docs/versions.md says what of it was tried.
 
 Everything that names a range takes it from here: the check when a front end is imported, ``remat doctor``, and the test
 that compares it with pyproject.toml.

@@ -29,8 +29,8 @@ class Limit(ModelLimit):
     step_in_micro_batches = MicroBatchedStep
     kept_layers = KeptLayers
 
-    def __init__(self, model: keras.Model, request: Request, micro_batches: int | None) -> None:
-        super().__init__(model, request, micro_batches)
+    def __init__(self, model: keras.Model, request: Request, micro_batches: int | None, **on_broken: bool) -> None:
+        super().__init__(model, request, micro_batches, **on_broken)
         # A step that has been compiled is not traced again, so that each number of micro-batches has one.
         self._steps: dict[int, MicroBatchedStep] = {}
         if self._micro_step is not None:

@@ -30,6 +30,8 @@ class ModelLimit(abc.ABC):
         request: the budget, or the checkpoints; with neither, nothing is planned.
         micro_batches: how many pieces a batch is cut into; None to choose when the first batch comes, for which the
             request has a budget.
+        replans: is a step planned again, once, whose first run took more than its budget?
+        strict: is it an error where the budget does not hold then either? Else it is logged.
 
     Raises:
         ValueError: for a checkpoint that names no layer of the model.
@@ -43,8 +45,17 @@ class ModelLimit(abc.ABC):
     kept_layers: ClassVar[type[Any]]
     """The ``KeptLayers`` of the backend."""
 
-    def __init__(self, model: keras.Model, request: Request, micro_batches: int | None) -> None:
+    def __init__(
+        self,
+        model: keras.Model,
+        request: Request,
+        micro_batches: int | None,
+        *,
+        replans: bool = True,
+        strict: bool = False,
+    ) -> None:
         self._model = weakref.ref(model)
+        self._replans, self._strict = replans, strict
         self._request = request
         self._chooses = micro_batches is None
         self._choice: MicroBatchChoice | None = None

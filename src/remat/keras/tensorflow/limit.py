@@ -5,16 +5,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import keras
+import numpy as np
 import tensorflow as tf
 
-from remat.core.errors import UnsupportedStep
+from remat.core.errors import InfeasibleBudget, PlanMismatch, UnsupportedStep
 from remat.core.graph import Graph
 from remat.core.plan import Plan
+from remat.fit.first_step import broken_budget, exceeds
 from remat.fit.request import Request
 from remat.keras._private import unbuilt_parts
 from remat.keras.shared.limit import ModelLimit, in_bytes, is_share
@@ -29,6 +32,8 @@ from remat.tensorflow.peak.device import current_device
 from remat.tensorflow.planned import rewrite
 from remat.tensorflow.trace.func_graph import FunctionToPlan, carried_inputs
 
+_log = logging.getLogger("remat")
+
 _Shapes: TypeAlias = list[tuple[int, ...]]
 
 
@@ -38,9 +43,12 @@ class Limit(ModelLimit):
     step_in_micro_batches = MicroBatchedStep
     kept_layers = KeptLayers
 
-    def __init__(self, model: keras.Model, request: Request, micro_batches: int | None) -> None:
+    def __init__(self, model: keras.Model, request: Request, micro_batches: int | None, **on_broken: bool) -> None:
         self._run: Callable[[Any], Any] = model.train_function
-        super().__init__(model, request, micro_batches)
+        super().__init__(model, request, micro_batches, **on_broken)
+        self._promised_bytes: int | None = None
+        self._lowered_bytes: int | None = None
+        self._is_measured = False
         self._in_force = request
         self._whole_peak_bytes: int | None = None
         self._shapes: _Shapes = []
@@ -101,7 +109,7 @@ class Limit(ModelLimit):
         model = self._required_model()
         is_dataset = isinstance(iterator, tf.data.Iterator)
         if is_dataset and self._known_iterator is not None and self._known_iterator() is iterator:
-            return self._run(iterator)
+            return self._run_measured(iterator)
         batches = list(itertools.islice(iterator, model.steps_per_execution))
         if not batches:
             raise StopIteration
@@ -114,10 +122,10 @@ class Limit(ModelLimit):
             build(model, batches[0])
             self._plan_anew(model, _unpacked(batches[0]), any_size=is_dataset)
         if not is_dataset:
-            return self._run(iter(batches))
+            return self._run_measured(iter(batches))
         again = _same_type_of_iterator(batches, iterator.element_spec)
         del batches  # The data must not lie in memory twice when the step is planned.
-        result = self._run(again)
+        result = self._run_measured(again)
         self._known_iterator = weakref.ref(iterator)
         return result
 
@@ -181,9 +189,61 @@ class Limit(ModelLimit):
                 request = self._in_force
                 if self._kept is not None:
                     request = dataclasses.replace(request, checkpoints=self._kept.tensors_in(graph))
-                self._remember(rewrite(function, request))
+                self._remember(self._rewritten_within(function, request))
+                self._begin_to_measure()
 
         _private.call_when_traced(finish)
+
+    def _rewritten_within(self, function: FunctionToPlan, request: Request) -> Rewritten:
+        """The function under a plan; after a step that broke its budget, under one for less, if there is one."""
+        if self._lowered_bytes is not None:
+            assert self._promised_bytes is not None
+            try:
+                lowered = rewrite(function, dataclasses.replace(request, budget=self._lowered_bytes, known=None))
+            except InfeasibleBudget:
+                self._lowered_bytes = None
+            else:
+                plan = dataclasses.replace(lowered.plan, budget_bytes=self._promised_bytes)
+                return dataclasses.replace(lowered, plan=plan)
+        return rewrite(function, request)
+
+    def _begin_to_measure(self) -> None:
+        """What the trace itself took does not count: it is over."""
+        device = current_device()
+        self._is_measured = self._request.budget is not None and device.has_counter
+        if self._is_measured:
+            device.reset_peak()
+
+    def _run_measured(self, iterator: Any) -> Any:
+        """Run the training function; after the first step under a plan, hold what it took against the budget."""
+        result = self._run(iterator)
+        if self._is_measured and self._rewritten is not None:
+            self._is_measured = False
+            for value in tf.nest.flatten(result)[:1]:
+                np.asarray(value)  # Wait for the device.
+            self._judge(self._rewritten.plan, current_device().peak_bytes)
+        return result
+
+    def _judge(self, plan: Plan, measured_bytes: int) -> None:
+        """Plan again for a budget that was broken, once; say so where that is no remedy.
+
+        Raises:
+            PlanMismatch: in the latter case, where the limit is strict.
+        """
+        plan.set_measured_peak(measured_bytes)
+        if not exceeds(plan, measured_bytes):
+            return
+        if self._replans and self._promised_bytes is None and not self._chooses:
+            self._promised_bytes = plan.budget_bytes
+            self._lowered_bytes = max(1, 2 * plan.budget_bytes - measured_bytes)
+            shapes = self._shapes
+            self._make_train_function(force=True)
+            self._shapes = shapes
+            return
+        message = broken_budget(plan, measured_bytes, None)
+        if self._strict:
+            raise PlanMismatch(message)
+        _log.warning(message)
 
     def _remember(self, rewritten: Rewritten) -> None:
         if self._whole_peak_bytes is not None:

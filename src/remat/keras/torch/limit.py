@@ -34,8 +34,8 @@ class Limit(ModelLimit):
     step_in_micro_batches = MicroBatchedStep
     kept_layers = KeptLayers
 
-    def __init__(self, model: keras.Model, request: Request, micro_batches: int | None) -> None:
-        super().__init__(model, request, micro_batches)
+    def __init__(self, model: keras.Model, request: Request, micro_batches: int | None, **on_broken: bool) -> None:
+        super().__init__(model, request, micro_batches, **on_broken)
         self._applied: dict[Any, Applied] = {}
         self._main: StepPlan | None = None
         self._largest_bytes = -1
@@ -96,7 +96,7 @@ class Limit(ModelLimit):
             assert isinstance(choice.chosen.plan, StepPlan)
             self._main = choice.chosen.plan
             shapes = tuple((choice.chosen.size, *leaf.shape[1:]) for leaf in leaves)
-            self._applied = {shapes: apply(self._main)}
+            self._applied = {shapes: apply(self._main, strict=self._strict)}
         elif is_share(self._request.budget):
             self._applied, self._main = {}, None
             if self._micro_step is not None:
@@ -110,7 +110,7 @@ class Limit(ModelLimit):
             return nullcontext()
         key = tuple(tuple(leaf.shape) for leaf in keras.tree.flatten(args) if hasattr(leaf, "shape"))
         if key not in self._applied:
-            self._applied[key] = apply(self._plan_for(model, loss_fn, args))
+            self._applied[key] = apply(self._plan_for(model, loss_fn, args), strict=self._strict)
         return self._applied[key]
 
     def _plan_for(self, model: keras.Model, loss_fn: Callable[..., Any], args: Sequence[Any]) -> StepPlan:

@@ -10,8 +10,9 @@ import torch
 
 from remat.core.errors import PlanMismatch
 from remat.core.plan import Plan
+from remat.fit.first_step import TOLERANCE, broken_budget, exceeds
 from remat.torch.api.plan import StepPlan
-from remat.torch.emit.first_step import TOLERANCE, StepMeter, broken_budget, exceeds
+from remat.torch.emit.first_step import StepMeter
 from remat.torch.emit.planned_step import ForwardWatcher, PlannedForward, unpack
 
 _log = logging.getLogger("remat")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import torch
 
 from remat.core.budget import check_budget, format_bytes
 from remat.core.errors import InfeasibleBudget
+from remat.fit.first_step import OnChange, replans
 from remat.torch.api.apply import Applied
 from remat.torch.api.plan import StepPlan, plan
 
@@ -26,7 +27,7 @@ def limit_memory(
     loss_fn: Callable[..., Any] | None = None,
     budget: int | str = "60%",
     *,
-    on_change: Literal["replan", "keep"] = "replan",
+    on_change: OnChange = "replan",
     strict: bool = False,
     **options: Any,
 ) -> Any:
@@ -61,13 +62,12 @@ def limit_memory(
         PlanMismatch: with ``strict``, from the backward pass of a step that takes more than the budget.
         ValueError: for another ``on_change``.
     """
-    if on_change not in ("replan", "keep"):
-        raise ValueError(f'on_change={on_change!r} is unknown; it is "replan" or "keep"')
+    plans_again = replans(on_change)
     check_budget(budget)
     if loss_fn is None:
         return functools.partial(limit_memory, budget=budget, on_change=on_change, strict=strict, **options)
     function = loss_fn
-    limit = _Limit(function, budget, on_change == "replan", strict, options)
+    limit = _Limit(function, budget, plans_again, strict, options)
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -5,18 +5,12 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any
 
-from remat.core.budget import format_bytes
-from remat.core.plan import Plan
 from remat.torch import _private
 from remat.torch.emit.planned_step import unpack
 from remat.torch.emit.recipes import new_storages, tensors_in
 from remat.torch.trace import cpu_scratch
-
-TOLERANCE: Final = 0.01
-"""The share of a budget by which a step may exceed it without a word. A judgement: a user would not act on less.
-Smaller, rounding of allocations is reported; larger, broken budgets are not."""
 
 
 class StepMeter(_private.TorchDispatchMode):
@@ -96,22 +90,3 @@ class StepMeter(_private.TorchDispatchMode):
         self._is_over = True
         self._alive.clear()
         _private.no_longer_around_backward_passes(self._around)
-
-
-def exceeds(plan: Plan, measured_bytes: int) -> bool:
-    """Did a step take more than the budget of its plan, by more than the tolerance?"""
-    return measured_bytes > plan.budget_bytes * (1 + TOLERANCE)
-
-
-def broken_budget(plan: Plan, measured_bytes: int, first_difference: str | None) -> str:
-    """What to say of a step that took more than its budget."""
-    why = (
-        f"The first operator that differs from the plan: {first_difference}"
-        if first_difference
-        else "Its operators are those of the plan, and their memory is not"
-    )
-    return (
-        f"A step under this plan took {format_bytes(measured_bytes)}, more than the budget of "
-        f"{format_bytes(plan.budget_bytes)}; {format_bytes(plan.peak_bytes)} were predicted. {why}. Plan with a batch "
-        "as this one, or for a smaller budget"
-    )

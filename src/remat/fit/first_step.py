@@ -1,0 +1,45 @@
+"""What is said of the first step under a plan: did it keep the budget, and if not, by how much and why."""
+
+from __future__ import annotations
+
+from typing import Final, Literal
+
+from remat.core.budget import format_bytes
+from remat.core.plan import Plan
+
+OnChange = Literal["replan", "keep"]
+"""What a front end does about a step that its plan does not fit: plan again, or keep the plan."""
+
+TOLERANCE: Final = 0.01
+"""The share of a budget by which a step may exceed it without a word. A judgement: a user would not act on less.
+Smaller, rounding of allocations is reported; larger, broken budgets are not."""
+
+
+def replans(on_change: str) -> bool:
+    """Is a step that its plan does not fit planned again?
+
+    Raises:
+        ValueError: for a word that is unknown.
+    """
+    if on_change not in ("replan", "keep"):
+        raise ValueError(f'on_change={on_change!r} is unknown; it is "replan" or "keep"')
+    return on_change == "replan"
+
+
+def exceeds(plan: Plan, measured_bytes: int) -> bool:
+    """Did a step take more than the budget of its plan, by more than the tolerance?"""
+    return measured_bytes > plan.budget_bytes * (1 + TOLERANCE)
+
+
+def broken_budget(plan: Plan, measured_bytes: int, first_difference: str | None) -> str:
+    """What to say of a step that took more than its budget."""
+    why = (
+        f"The first operator that differs from the plan: {first_difference}"
+        if first_difference
+        else "Its operators are those of the plan, and their memory is not"
+    )
+    return (
+        f"A step under this plan took {format_bytes(measured_bytes)}, more than the budget of "
+        f"{format_bytes(plan.budget_bytes)}; {format_bytes(plan.peak_bytes)} were predicted. {why}. Plan with a batch "
+        "as this one, or for a smaller budget"
+    )
