@@ -37,14 +37,19 @@ def measure(fn: Callable[..., Any], *args: Any, repeats: int = 3, **kwargs: Any)
         UnsupportedStep: where neither exists; nothing was run.
     """
     check_repeats(repeats)
-    device: Device | _Process = current_device()
-    if not device.has_counter and not device.is_gpu and resident_set.can_be_measured():
-        device = _Process()
+    device = _with_a_peak(current_device())
     device.reset_peak()  # Where nothing can be measured this says so, before anything has run.
     _finish(fn(*args, **kwargs))
     device.reset_peak()
     time_s = median_time_s(lambda _: _finish(fn(*args, **kwargs)), repeats, lambda: None)
     return Measurement(device.peak_bytes, time_s, resident_set.NAME if isinstance(device, _Process) else "")
+
+
+def _with_a_peak(device: Device) -> Device | _Process:
+    """The device, or on a CPU without a counter the process, where its peak can be told."""
+    if device.has_counter or device.is_gpu or not resident_set.can_be_measured():
+        return device
+    return _Process()
 
 
 class _Process:

@@ -6,7 +6,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import tensorflow as tf
 
@@ -16,11 +16,12 @@ from remat.tensorflow import _private
 from remat.tensorflow.recompute.eager import EagerCalls
 from remat.tensorflow.recompute.region_gradient import run_in_graph
 
-F = TypeVar("F", bound=Callable[..., Any])
 Enabled = bool | Callable[[], bool]
 
 
-def recomputed_function(function: F, *, enabled: Enabled = True, in_segments: bool = False) -> F:
+def recomputed_function(
+    function: Callable[..., Any], *, enabled: Enabled = True, in_segments: bool = False
+) -> Callable[..., Any]:
     """A function of the same signature whose activations are dropped and made again; see ``recompute``."""
     has_own_enabled = "enabled" in _parameters(function)
     calls = EagerCalls(function, in_segments)
