@@ -27,7 +27,7 @@ from typing import Any, Final
 ROOT: Final = Path(__file__).parents[1]
 PAGE: Final = ROOT / "docs" / "versions.md"
 # What the tests of every front end import beside the framework.
-COMMON: Final = ("highspy", "hypothesis", "jinja2", "numpy", "platformdirs", "pytest", "rich", "typer")
+COMMON: Final = ("highspy", "hypothesis", "jinja2", "numpy", "platformdirs", "pytest", "pytest-xdist", "rich", "typer")
 INSTALL_LIMIT_S: Final = 1800  # Judgements, on two cores: CUDA's libraries arrive in ten minutes, and the longest
 TEST_LIMIT_S: Final = 1800  # quick tests, TensorFlow's, take six.
 
