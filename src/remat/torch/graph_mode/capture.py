@@ -1,0 +1,177 @@
+"""A loss function -> functions that run its steps under a plan each: Dynamo captures, AOTAutograd differentiates.
+
+Dynamo's guards see to it that a call with other shapes, or through another branch, is captured anew and gets a plan of
+its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import fx
+
+from remat.core.errors import RematError
+from remat.core.graph import Graph
+from remat.core.plan import Plan
+from remat.fit.request import Request
+from remat.torch import _private
+from remat.torch.emit.first_step import StorageMeter, broken_budget, exceeds
+from remat.torch.graph_mode import _aot
+from remat.torch.graph_mode.calls import Calls
+from remat.torch.graph_mode.candidate import GraphCandidate
+from remat.torch.graph_mode.source import function_of
+
+_log = logging.getLogger("remat")
+
+NOT_CAPTURED: Final = (_aot.TorchDynamoException, _aot.BackendCompilerFailed)
+"""What ``Captured`` raises where a function cannot be captured as one graph."""
+
+
+@dataclass(frozen=True)
+class GraphPlan(Plan):
+    """A plan that graph mode carries out.
+
+    Attributes:
+        graph: the step that the plan is for: ``remat.simulate(plan.graph, plan.schedule)`` shows its memory over time.
+        forward_source: the forward pass as Python code.
+        backward_source: the backward pass as Python code.
+    """
+
+    graph: Graph = field(kw_only=True, repr=False, compare=False)
+    forward_source: str = field(default="", kw_only=True, repr=False, compare=False)
+    backward_source: str = field(default="", kw_only=True, repr=False, compare=False)
+
+    __str__ = Plan.__str__
+
+
+class Captured:
+    """A function that returns a loss, captured and planned call by call.
+
+    Args:
+        fn: the function.
+        request: what each capture is planned for.
+        resident_bytes: what lies on the device beside the step.
+        device: profile for the predicted times.
+
+    Attributes:
+        plans: one for each capture that has a backward pass, the newest last.
+    """
+
+    def __init__(self, fn: Callable[..., Any], request: Request, resident_bytes: int, device: str | None) -> None:
+        self.plans: list[GraphPlan] = []
+        self._request = request
+        self._resident_bytes = resident_bytes
+        self._device = device
+        self._calls = Calls()
+        self._error: RematError | None = None
+        self._step: _PlannedStep | None = None
+        backend = _aot.backend(self._partition, self._compile_forward, self._compile_backward, self._compile_alone)
+        self._compiled = torch.compile(fn, backend=backend, fullgraph=True, dynamic=False)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the function.
+
+        Raises:
+            InfeasibleBudget: at the first call with new shapes, if no plan fits; it names the smallest budget.
+            UnsupportedStep: where shapes are not known beforehand.
+            TorchDynamoException: where the function cannot be captured as one graph.
+        """
+        self._error = None
+        try:
+            return self._compiled(*args, **kwargs)
+        except _aot.BackendCompilerFailed:
+            if self._error is None:
+                raise
+            raise self._error from None
+
+    def _partition(
+        self, joint: fx.GraphModule, joint_inputs: Any, **options: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        try:
+            candidate = GraphCandidate(joint, options, self._resident_bytes, self._device)
+            found = candidate.fitted(self._request)
+            program = candidate.program(found)
+        except RematError as error:
+            self._error = error
+            raise
+        values = {one.name: getattr(found, one.name) for one in dataclasses.fields(Plan)}
+        plan = GraphPlan(**{**values, "mode": "graph", "measured_peak_bytes": None}, graph=candidate.graph)
+        self.plans.append(plan)
+        self._step = _PlannedStep(plan, program.donated, self._resident_bytes)
+        return program.forward, program.backward
+
+    def _compile_forward(self, module: fx.GraphModule) -> Callable[[list[Any]], Any]:
+        assert self._step is not None, "AOTAutograd parts a graph before it has the parts compiled"
+        function = function_of(module, self._calls, "forward")
+        object.__setattr__(self._step.plan, "forward_source", function.source)  # type: ignore[attr-defined]
+        return self._step.forward(function)
+
+    def _compile_backward(self, module: fx.GraphModule) -> Callable[[list[Any]], Any]:
+        assert self._step is not None, "AOTAutograd parts a graph before it has the parts compiled"
+        function = function_of(module, self._calls, "backward")
+        object.__setattr__(self._step.plan, "backward_source", function.source)  # type: ignore[attr-defined]
+        return self._step.backward(function)
+
+    def _compile_alone(self, module: fx.GraphModule) -> Callable[[list[Any]], Any]:
+        return function_of(module, self._calls, "forward")
+
+
+class _PlannedStep:
+    """Both passes of one capture; the first step is measured.
+
+    Args:
+        plan: of the step.
+        donated: places of saved tensors that the backward pass writes over.
+        resident_bytes: what lies on the device beside the step.
+    """
+
+    def __init__(self, plan: GraphPlan, donated: tuple[int, ...], resident_bytes: int) -> None:
+        self.plan = plan
+        self._resident_bytes = resident_bytes
+        self._donated = donated
+        self._meter: StorageMeter | None = None
+
+    def forward(self, function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+        """The forward pass, given its function."""
+
+        def run(args: list[Any]) -> Any:
+            if self.plan.measured_peak_bytes is not None:
+                return function(args)
+            if self._meter is not None:
+                self._meter.stop()  # Its step had no backward pass, or has it together with this one.
+            self._meter = StorageMeter()
+            with self._meter:
+                return function(args)
+
+        return run
+
+    def backward(self, function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+        """The backward pass, given its function."""
+
+        def run(args: list[Any]) -> Any:
+            if self._donated and _private.keeps_graph():
+                for place in self._donated:
+                    args[place] = args[place].clone()
+            meter = self._meter
+            if meter is None:
+                return function(args)
+            with meter:
+                gradients = function(args)
+            self._measured(meter)
+            return gradients
+
+        return run
+
+    def _measured(self, meter: StorageMeter) -> None:
+        meter.stop()
+        self._meter = None
+        plan = self.plan
+        measured_bytes = plan.graph.pinned_bytes + self._resident_bytes + meter.peak_bytes
+        plan.set_measured_peak(measured_bytes)
+        if exceeds(plan, measured_bytes):
+            _log.warning("%s. This is said once.", broken_budget(plan, measured_bytes, None))
