@@ -39,6 +39,7 @@ class GraphCandidate(Candidate):
         self, joint: fx.GraphModule, options: Mapping[str, Any], resident_bytes: int, device: str | None
     ) -> None:
         nodes.with_fills(joint)
+        nodes.without_idle_views(joint, options["num_fwd_outputs"])
         joint.graph.eliminate_dead_code(lambda node: node.is_impure() or bool(nodes.statistics_of(node)))
         self.resident_bytes = resident_bytes
         self._joint = joint

@@ -83,6 +83,50 @@ def with_fills(joint: fx.GraphModule) -> None:
         joint.graph.erase_node(node)
 
 
+def without_idle_views(joint: fx.GraphModule, num_fwd_outputs: int) -> None:
+    """Read what lies at a place of a storage directly, where views lead away from the place and back to it.
+
+    Autograd detaches what it reads again, and transposes a weight twice to multiply with it.
+    """
+    (output,) = joint.graph.find_nodes(op="output")
+    (results,) = output.args
+    assert isinstance(results, list | tuple)
+    returned = [one for one in results if isinstance(one, fx.Node)]
+    gradients = set(results[num_fwd_outputs:])
+    for node in list(joint.graph.nodes):
+        same = _same_place(node) if is_view(node) and not is_part(node) else None
+        if same is None:
+            continue
+        # What is returned stays a tensor of its own, unless it is the only one in its storage.
+        bases = [one for one in returned if base_of(one) is base_of(same)]
+        is_alone = node in gradients and len(bases) == 1 and is_call(same) and returned.count(node) == 1
+        node.replace_all_uses_with(same, delete_user_cb=lambda user, alone=is_alone: alone or user is not output)
+        if is_alone:
+            returned[returned.index(node)] = same
+            gradients.add(same)
+
+
+def _same_place(view: fx.Node) -> fx.Node | None:
+    """What a view is made of, directly or through others, that lies where the view does."""
+    if view.meta.get("saved_tensor_with_no_vc_check"):
+        return None
+    wanted = _place(view)
+    node = view
+    while wanted is not None and is_view(node):
+        node = _whole(node)
+        if _place(node) == wanted:
+            return node
+    return None
+
+
+def _place(node: fx.Node) -> Any:
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return None
+    kind = (value.dtype, value.is_conj(), value.is_neg())
+    return (tuple(value.shape), tuple(value.stride()), value.storage_offset(), kind)
+
+
 def _is_dense(tensor: torch.Tensor) -> bool:
     expected = 1
     for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda one: (one[1], one[0])):
