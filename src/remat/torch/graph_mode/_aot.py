@@ -12,12 +12,14 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 from torch._C import DispatchKey
+from torch._dynamo import config as dynamo_config
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 from torch._guards import TracingContext
 from torch._ops import OpOverload, OpOverloadPacket
 
 from remat.torch._private import tree_leaves
+from remat.torch.graph_mode.recurrent import lstm
 
 __all__ = ["BackendCompilerFailed", "TorchDynamoException", "backend"]
 
@@ -25,6 +27,7 @@ Partition: TypeAlias = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 CompilePart: TypeAlias = Callable[[fx.GraphModule], Callable[[list[Any]], Any]]
 
 _engine: Any = torch._C
+_LSTM: Any = torch.ops.aten.lstm.input
 
 # Kernels of these keys stand between the caller and the operators that eager PyTorch runs.
 _ABOVE_OPERATORS = (DispatchKey.CompositeImplicitAutograd, DispatchKey.Autograd)
@@ -73,6 +76,17 @@ def backend(
 
 
 @contextmanager
+def recurrent_layers() -> Iterator[None]:
+    """Inside, Dynamo captures recurrent layers, which it otherwise refuses."""
+    before = dynamo_config.allow_rnn
+    dynamo_config.allow_rnn = True
+    try:
+        yield
+    finally:
+        dynamo_config.allow_rnn = before
+
+
+@contextmanager
 def _eager_kernels() -> Iterator[None]:
     """Inside, what PyTorch writes in Python about an operator does not replace what it does in C++.
 
@@ -91,8 +105,14 @@ def _eager_kernels() -> Iterator[None]:
                         if kernel is not None:
                             removed.append((overload, key, kernel))
                             overload._dispatch_cache.clear()
+        for key in _ABOVE_OPERATORS:
+            _LSTM.py_kernels[key] = lstm
+        _LSTM._dispatch_cache.clear()
         yield
     finally:
+        for key in _ABOVE_OPERATORS:
+            _LSTM.py_kernels.pop(key, None)
+        _LSTM._dispatch_cache.clear()
         for overload, key, kernel in removed:
             overload.py_kernels[key] = kernel
             overload._dispatch_cache.clear()

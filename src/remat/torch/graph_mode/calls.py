@@ -8,7 +8,7 @@ operator with those arguments and nothing else.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import fx
@@ -18,6 +18,10 @@ from remat.torch._private import OpOverload
 from remat.torch.graph_mode import _aot, nodes
 from remat.torch.graph_mode.nodes import Fill
 from remat.torch.trace import op_facts
+
+
+_ASK_FOR_GRADIENTS: Final = frozenset({"aten::mkldnn_rnn_layer"})
+"""Operators of the forward pass that compute something else where no gradients are wanted."""
 
 
 def note_state(device: torch.device) -> torch.Tensor:
@@ -72,6 +76,21 @@ def _device_of(arguments: Any) -> torch.device:
     return torch.device("cpu")
 
 
+class _WithGradients:
+    """An operator whose kernel asks whether gradients are enabled, and prepares for them."""
+
+    def __init__(self, func: Callable[..., Any]) -> None:
+        self._func = func
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        before = torch.is_grad_enabled()
+        _private.enable_grad(True)
+        try:
+            return self._func(*args, **kwargs)
+        finally:
+            _private.enable_grad(before)
+
+
 class Calls:
     """The function for each call of a graph."""
 
@@ -83,6 +102,8 @@ class Calls:
         func: Any = node.target
         if not isinstance(func, OpOverload):
             return func  # type: ignore[no-any-return]
+        if op_facts.base_name(func) in _ASK_FOR_GRADIENTS:
+            return _WithGradients(func._op)
         args, kwargs = nodes.arguments(node)
         key = (func, _kinds(args), tuple((name, _kinds(value)) for name, value in kwargs.items()))
         if key not in self._known:

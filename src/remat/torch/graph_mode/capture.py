@@ -83,11 +83,13 @@ class Captured:
         """
         self._error = None
         try:
-            return self._compiled(*args, **kwargs)
+            with _aot.recurrent_layers():
+                return self._compiled(*args, **kwargs)
         except _aot.BackendCompilerFailed:
             if self._error is None:
                 raise
-            raise self._error from None
+            # Its traceback leads through all of Dynamo, and holds on to what was traced.
+            raise self._error.with_traceback(None) from None
 
     def _partition(
         self, joint: fx.GraphModule, joint_inputs: Any, **options: Any
