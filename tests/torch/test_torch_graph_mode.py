@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 
 import pytest
@@ -212,7 +213,7 @@ def test_each_combination_of_shapes_has_a_plan():
     case = mlp(4)
     planned = remat.torch.compile(case.loss, budget="97%", backend="aten", **QUICK)
     (x,) = case.args
-    for batch in (256, 64, 256):
+    for batch in (256, 224, 256):
         expected = outcome(case.module, case.loss, x[:batch])
         assert outcome(case.module, planned, x[:batch]).same_as(expected)
     assert [plan.mode for plan in planned.plans] == ["graph", "graph"]
@@ -304,3 +305,76 @@ def test_recurrent_layers(under):
     assert planned.plan.mode == "graph"
     kinds = [op.kind for op in planned.plan.graph.ops]
     assert sum("mkldnn_rnn_layer.default" in kind for kind in kinds) == 5
+
+
+def test_a_limit_in_graph_mode():
+    case = mlp(4)
+
+    @remat.torch.limit_memory(budget="97%", mode="graph", **QUICK)
+    def loss_fn(x):
+        return {"loss": case.loss(x), "more": x}
+
+    for batch in (256, 256, 128):
+        (x,) = (case.args[0][:batch],)
+        expected = outcome(case.module, case.loss, x)
+        assert outcome(case.module, lambda x: loss_fn(x)["loss"], x).same_as(expected)
+    assert [plan.mode for plan in loss_fn.plans] == ["graph", "graph"]
+    # A share stays one of the first plan's step.
+    assert loss_fn.plans[0].budget_bytes == loss_fn.plans[1].budget_bytes
+    with pytest.raises(ValueError, match="keep"):
+        remat.torch.limit_memory(case.loss, mode="graph", on_change="keep")
+    with pytest.raises(ValueError, match="eager"):
+        remat.torch.limit_memory(case.loss, mode="lazy")
+
+
+def test_micro_batches_of_a_captured_loss():
+    case = mlp(4, width=48, batch=512)
+    captured = remat.torch.compile(case.loss, budget="97%", backend="aten", accumulates=True, **QUICK)
+    step = remat.torch.micro_batches(captured, 4)
+    plain = remat.torch.micro_batches(case.loss, 4)
+    found = {}
+    for name, run in (("plain", plain), ("captured", step)):
+        case.module.zero_grad()
+        loss = run(*case.args)
+        found[name] = [loss, *(p.grad.clone() for p in case.module.parameters())]
+    assert all(map(torch.equal, found["plain"], found["captured"]))
+    plan = captured.plan
+    gradients = sum(p.numel() * 4 for p in case.module.parameters())
+    assert len(captured.plans) == 1
+    assert plan.peak_bytes == remat.simulate(plan.graph, plan.schedule).peak_bytes + gradients
+
+    def update(x):
+        case.module.zero_grad()
+        step(x)
+        case.module.zero_grad()
+
+    assert remat.torch.measure(update, *case.args, repeats=1).peak_bytes == pytest.approx(plan.peak_bytes, rel=0.01)
+
+
+def test_an_optimizers_state_counts():
+    case = mlp(4)
+    optimizer = torch.optim.Adam(case.module.parameters())
+    plain = remat.torch.compile(case.loss, budget="100%", backend="aten")
+    plain(*case.args)
+    torch._dynamo.reset()
+    counted = remat.torch.compile(case.loss, budget="100%", backend="aten", optimizer=optimizer)
+    counted(*case.args)
+    parameters = sum(p.numel() * 4 for p in case.module.parameters())
+    assert counted.plan.peak_bytes - plain.plan.peak_bytes == pytest.approx(2 * parameters, rel=0.01)
+    assert not optimizer.state
+
+
+def test_a_first_step_over_its_budget(caplog, monkeypatch):
+    case = mlp(4)
+    fitted = GraphCandidate.fitted
+    few = lambda self, request: dataclasses.replace(fitted(self, request), budget_bytes=1000)  # noqa: E731
+    monkeypatch.setattr(GraphCandidate, "fitted", few)
+    loud = remat.torch.compile(case.loss, budget="100%", backend="aten", strict=True)
+    with pytest.raises(remat.PlanMismatch, match="took"):
+        loud(*case.args).backward()
+    torch._dynamo.reset()
+    quiet = remat.torch.compile(case.loss, budget="100%", backend="aten")
+    with caplog.at_level(logging.WARNING, "remat"):
+        quiet(*case.args).backward()
+        quiet(*case.args).backward()
+    assert len([one for one in caplog.records if one.name == "remat" and "took" in one.getMessage()]) == 1

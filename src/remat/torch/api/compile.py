@@ -16,8 +16,9 @@ from remat.core.errors import RematError, UnsupportedStep
 from remat.core.graph import Graph
 from remat.core.plan import Plan
 from remat.fit.request import Request
-from remat.torch.api.limit import limit_memory
+from remat.torch.api.limit import eagerly, loss_in
 from remat.torch.api.plan import StepPlan
+from remat.torch.trace.trace import trace
 
 if TYPE_CHECKING:
     from remat.torch.graph_mode.capture import GraphPlan
@@ -31,10 +32,14 @@ def compile(
     budget: int | str | None = None,
     plan: Plan | None = None,
     backend: Literal["inductor", "aten"] = "inductor",
+    optimizer: torch.optim.Optimizer | None = None,
+    accumulates: bool = False,
+    strict: bool = False,
     resident_bytes: int = 0,
     planner: str = "auto",
     time_limit_s: float | None = None,
     device: str | None = None,
+    first_share: bool = False,
     **options: Any,
 ) -> Compiled | GraphCompiled:
     """Capture a loss function as ``torch.compile`` does, and run its forward and backward pass within a byte budget.
@@ -60,10 +65,17 @@ def compile(
             backend. "60%" is also the default.
         plan: with ``backend="aten"``: a plan made earlier for the same step, loaded from a file say, instead of a budget.
         backend: what runs the plan.
-        resident_bytes: what lies on the device beside the step and counts too: the optimizer's state, say.
+        optimizer: with ``backend="aten"``: its state counts as resident, and its update has to fit as well. It is not
+            changed.
+        accumulates: with ``backend="aten"``: do gradients exist already when the step starts, as they do for every
+            micro-batch but the first? They count beside the new ones, which arrive together at the end of the step.
+        strict: with ``backend="aten"``: raise an error, from the backward pass of the first step, where it takes more
+            than the budget; else this is logged as a warning, once.
+        resident_bytes: what lies on the device beside the step and counts too.
         planner: a planner's name.
         time_limit_s: wall seconds for each round of planning; there are up to seven for each combination of shapes.
         device: profile for the predicted times; None means that of the device of the tensors.
+        first_share: with ``backend="aten"``: is a share one of the first plan's plain step, also for other shapes?
         **options: passed on to the planner.
 
     Returns:
@@ -71,7 +83,7 @@ def compile(
 
     Raises:
         InvalidBudget: if the budget cannot be read.
-        ValueError: for another backend, for both a budget and a plan, and for a plan with Inductor.
+        ValueError: for another backend, for both a budget and a plan, and for what only the other backend takes.
     """
     if backend not in ("inductor", "aten"):
         raise ValueError(f'backend={backend!r} is unknown; it is "inductor" or "aten"')
@@ -80,10 +92,32 @@ def compile(
     if not request.plans:
         request = dataclasses.replace(request, budget="60%")
     if backend == "aten":
-        return GraphCompiled(fn, request, resident_bytes, device)
-    if plan is not None:
-        raise ValueError('plan= of remat.torch.compile needs backend="aten"; give Inductor a budget')
+        beside = Beside(optimizer, accumulates, resident_bytes)
+        return GraphCompiled(fn, request, beside, device, strict=strict, first_share=first_share)
+    known = {"plan": plan, "optimizer": optimizer, "accumulates": accumulates, "strict": strict}
+    if given := [name for name, value in known.items() if value not in (None, False)]:
+        raise ValueError(f'{given[0]}= of remat.torch.compile needs backend="aten"')
     return Compiled(fn, request, resident_bytes, device)
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What counts against the budget of a step beside its forward and its backward pass.
+
+    Attributes:
+        optimizer: its state counts, and its update has to fit.
+        accumulates: do gradients exist before the step?
+        resident_bytes: further bytes that lie on the device.
+    """
+
+    optimizer: torch.optim.Optimizer | None = None
+    accumulates: bool = False
+    resident_bytes: int = 0
+
+    @property
+    def for_plan(self) -> dict[str, Any]:
+        """The arguments of ``remat.torch.plan`` that say the same."""
+        return dataclasses.asdict(self) if self.optimizer is None else dict(vars(self))
 
 
 class GraphCompiled:
@@ -92,8 +126,10 @@ class GraphCompiled:
     Args:
         fn: returns the loss.
         request: with a budget or a plan.
-        resident_bytes: what lies on the device beside the step.
+        beside: what counts beside the step.
         device: profile for the predicted times.
+        strict: is a step over its budget an error?
+        first_share: is a share one of the first plan's plain step?
 
     Attributes:
         plans: one for each combination of shapes that was planned, the newest last; a plan's ``mode`` is "graph", or
@@ -101,22 +137,32 @@ class GraphCompiled:
         reason: why the function could not be captured, and where; None where it could.
     """
 
-    def __init__(self, fn: Callable[..., Any], request: Request, resident_bytes: int, device: str | None) -> None:
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        request: Request,
+        beside: Beside,
+        device: str | None,
+        *,
+        strict: bool = False,
+        first_share: bool = False,
+    ) -> None:
         from remat.torch.graph_mode import capture  # It imports Dynamo, which takes seconds.
 
+        self.plans: list[GraphPlan | StepPlan] = []
         self.reason: str | None = None
         self._fn = fn
         self._request = request
-        self._options = {"resident_bytes": resident_bytes, "device": device}
-        self._captured = capture.Captured(fn, request, resident_bytes, device)
+        self._beside = beside
+        self._device = device
+        self._strict = strict
+        self._captured = capture.Captured(
+            fn, request, self._resident_bytes, device, self.plans, strict=strict, first_share=first_share
+        )
         self._not_captured = capture.NOT_CAPTURED
         self._eager: Any = None
+        self._optimizer_bytes: int | None = None
         functools.update_wrapper(self, fn)
-
-    @property
-    def plans(self) -> list[GraphPlan | StepPlan]:
-        """One for each combination of shapes that was planned, the newest last."""
-        return [*self._captured.plans, *(self._eager.plans if self._eager is not None else ())]
 
     @property
     def plan(self) -> GraphPlan | StepPlan | None:
@@ -130,12 +176,18 @@ class GraphCompiled:
             InfeasibleBudget: at the first call with new shapes, if no plan fits; it names the smallest budget.
             PlanMismatch: where the plan that was given is for another step.
         """
+        if self._beside.optimizer is not None and self._optimizer_bytes is None:
+            self._optimizer_bytes = _optimizer_bytes(self._fn, args, kwargs, self._beside.optimizer)
         if self._eager is None:
             try:
                 return self._captured(*args, **kwargs)
             except (UnsupportedStep, *self._not_captured) as error:
                 self._run_eagerly(error)
         return self._eager(*args, **kwargs)
+
+    def _resident_bytes(self, gradients_bytes: int) -> int:
+        found = self._beside.resident_bytes + (self._optimizer_bytes or 0)
+        return found + gradients_bytes if self._beside.accumulates else found
 
     def _run_eagerly(self, error: Exception) -> None:
         self.reason = " ".join(str(error).split("\n\nfrom user code")[0].split())
@@ -145,17 +197,22 @@ class GraphCompiled:
                 f"{name} cannot be captured as one graph, so that plan= cannot be carried out in graph mode: "
                 f"{self.reason}. Use remat.torch.plan and remat.torch.apply"
             ) from error
-        _log.warning("%s runs eagerly within its budget, not in graph mode, since it cannot be captured: %s", name, self.reason)
+        _log.warning(
+            "%s runs eagerly within its budget, not in graph mode, since it cannot be captured: %s", name, self.reason
+        )
         request = self._request
         assert request.budget is not None, "a request has a budget or a plan"
-        self._eager = limit_memory(
-            self._fn,
-            request.budget,
-            planner=request.planner,
-            time_limit_s=request.time_limit_s,
-            **self._options,
-            **request.options,
-        )
+        options = {"planner": request.planner, "time_limit_s": request.time_limit_s, "device": self._device}
+        options |= self._beside.for_plan | dict(request.options)
+        self._eager = eagerly(self._fn, request.budget, True, self._strict, options, self.plans)
+
+
+def _optimizer_bytes(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], optimizer: torch.optim.Optimizer
+) -> int:
+    """Bytes of an optimizer's state, those that it makes at its first update counted."""
+    graph = trace(lambda: loss_in(fn(*args, **kwargs)), optimizer=optimizer)
+    return sum(graph.tensors[number].size_bytes for number in graph.inputs if graph.tensors[number].role == "optimizer_state")
 
 
 class Compiled:

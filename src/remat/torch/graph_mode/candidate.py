@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from torch import fx
@@ -28,7 +28,7 @@ class GraphCandidate(Candidate):
     Args:
         joint: the joint graph of forward and backward pass, as AOTAutograd traced it. It is changed.
         options: those with which AOTAutograd calls a partitioner.
-        resident_bytes: what lies on the device beside the step.
+        resident_bytes: what lies on the device beside the step, given the bytes of the step's gradients.
         device: profile for the predicted times.
     """
 
@@ -36,12 +36,15 @@ class GraphCandidate(Candidate):
     rounds: ClassVar[Rounds] = Rounds(1, 2)
 
     def __init__(
-        self, joint: fx.GraphModule, options: Mapping[str, Any], resident_bytes: int, device: str | None
+        self,
+        joint: fx.GraphModule,
+        options: Mapping[str, Any],
+        resident_bytes: Callable[[int], int],
+        device: str | None,
     ) -> None:
         nodes.with_fills(joint)
         nodes.without_idle_views(joint, options["num_fwd_outputs"])
         joint.graph.eliminate_dead_code(lambda node: node.is_impure() or bool(nodes.statistics_of(node)))
-        self.resident_bytes = resident_bytes
         self._joint = joint
         self._forward_outputs: int = options["num_fwd_outputs"]
         placeholders = joint.graph.find_nodes(op="placeholder")
@@ -49,6 +52,9 @@ class GraphCandidate(Candidate):
         profile = get_profile(device or default_profile(next((one for one in types if one != "cpu"), "cpu")))
         static = options.get("static_lifetime_input_indices") or ()
         self._step = joint_step(joint, self._forward_outputs, profile, static)
+        graph = self.graph
+        gradients = {graph.roots[number] for number in graph.outputs if graph.ops[graph.producer[number] or 0].phase == "backward"}
+        self.resident_bytes = resident_bytes(sum(graph.tensors[number].size_bytes for number in gradients))
         self._plain_peak = PeakRange.exactly(simulate(self.graph, self.graph.plain_schedule).peak_bytes)
 
     @property

@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 from torch import fx
 
-from remat.core.errors import RematError
+from remat.core.errors import PlanMismatch, RematError
 from remat.core.graph import Graph
 from remat.core.plan import Plan
 from remat.fit.request import Request
@@ -55,18 +55,30 @@ class Captured:
     Args:
         fn: the function.
         request: what each capture is planned for.
-        resident_bytes: what lies on the device beside the step.
+        resident_bytes: what lies on the device beside the step, given the bytes of the step's gradients.
         device: profile for the predicted times.
-
-    Attributes:
-        plans: one for each capture that has a backward pass, the newest last.
+        plans: where the plan of each capture that has a backward pass is added.
+        strict: is a step over its budget an error?
+        first_share: is a share one of the first plan's plain step?
     """
 
-    def __init__(self, fn: Callable[..., Any], request: Request, resident_bytes: int, device: str | None) -> None:
-        self.plans: list[GraphPlan] = []
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        request: Request,
+        resident_bytes: Callable[[int], int],
+        device: str | None,
+        plans: list[Any],
+        *,
+        strict: bool,
+        first_share: bool,
+    ) -> None:
+        self._plans = plans
         self._request = request
         self._resident_bytes = resident_bytes
         self._device = device
+        self._strict = strict
+        self._first_share = first_share
         self._calls = Calls()
         self._error: RematError | None = None
         self._step: _PlannedStep | None = None
@@ -94,17 +106,20 @@ class Captured:
     def _partition(
         self, joint: fx.GraphModule, joint_inputs: Any, **options: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        request = self._request
+        if self._first_share and self._plans:
+            request = dataclasses.replace(request, budget=self._plans[0].budget_bytes)
         try:
             candidate = GraphCandidate(joint, options, self._resident_bytes, self._device)
-            found = candidate.fitted(self._request)
+            found = candidate.fitted(request)
             program = candidate.program(found)
         except RematError as error:
             self._error = error
             raise
         values = {one.name: getattr(found, one.name) for one in dataclasses.fields(Plan)}
         plan = GraphPlan(**{**values, "mode": "graph", "measured_peak_bytes": None}, graph=candidate.graph)
-        self.plans.append(plan)
-        self._step = _PlannedStep(plan, program.donated, self._resident_bytes)
+        self._plans.append(plan)
+        self._step = _PlannedStep(plan, program.donated, candidate.resident_bytes, self._strict)
         return program.forward, program.backward
 
     def _compile_forward(self, module: fx.GraphModule) -> Callable[[list[Any]], Any]:
@@ -130,10 +145,12 @@ class _PlannedStep:
         plan: of the step.
         donated: places of saved tensors that the backward pass writes over.
         resident_bytes: what lies on the device beside the step.
+        strict: is a first step over its budget an error?
     """
 
-    def __init__(self, plan: GraphPlan, donated: tuple[int, ...], resident_bytes: int) -> None:
+    def __init__(self, plan: GraphPlan, donated: tuple[int, ...], resident_bytes: int, strict: bool) -> None:
         self.plan = plan
+        self._strict = strict
         self._resident_bytes = resident_bytes
         self._donated = donated
         self._meter: StorageMeter | None = None
@@ -176,4 +193,7 @@ class _PlannedStep:
         measured_bytes = plan.graph.pinned_bytes + self._resident_bytes + meter.peak_bytes
         plan.set_measured_peak(measured_bytes)
         if exceeds(plan, measured_bytes):
-            _log.warning("%s. This is said once.", broken_budget(plan, measured_bytes, None))
+            message = broken_budget(plan, measured_bytes, None)
+            if self._strict:
+                raise PlanMismatch(message)
+            _log.warning("%s. This is said once.", message)
