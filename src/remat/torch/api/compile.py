@@ -147,7 +147,7 @@ class GraphCompiled:
         strict: bool = False,
         first_share: bool = False,
     ) -> None:
-        from remat.torch.graph_mode import capture  # It imports Dynamo, which takes seconds.
+        from remat.torch.graph_mode import capture, data_parallel  # They import Dynamo, which takes seconds.
 
         self.plans: list[GraphPlan | StepPlan] = []
         self.reason: str | None = None
@@ -159,6 +159,7 @@ class GraphCompiled:
         self._captured = capture.Captured(
             fn, request, self._resident_bytes, device, self.plans, strict=strict, first_share=first_share
         )
+        self._reducers = data_parallel.Reducers(fn)
         self._not_captured = capture.NOT_CAPTURED
         self._eager: Any = None
         self._optimizer_bytes: int | None = None
@@ -180,13 +181,13 @@ class GraphCompiled:
             self._optimizer_bytes = _optimizer_bytes(self._fn, args, kwargs, self._beside.optimizer)
         if self._eager is None:
             try:
-                return self._captured(*args, **kwargs)
+                return self._reducers.run(self._captured, args, kwargs)
             except (UnsupportedStep, *self._not_captured) as error:
                 self._run_eagerly(error)
         return self._eager(*args, **kwargs)
 
     def _resident_bytes(self, gradients_bytes: int) -> int:
-        found = self._beside.resident_bytes + (self._optimizer_bytes or 0)
+        found = self._beside.resident_bytes + (self._optimizer_bytes or 0) + self._reducers.bucket_bytes
         return found + gradients_bytes if self._beside.accumulates else found
 
     def _run_eagerly(self, error: Exception) -> None:
