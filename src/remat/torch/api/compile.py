@@ -50,23 +50,25 @@ def compile(
         loss = loss_fn(*args)
         loss.backward()
 
-    With ``backend="aten"``, which is graph mode, eager PyTorch's own operators run in the order of the plan: the numbers
-    are those of eager PyTorch to the last bit on a CPU, nothing is built, and no operator is watched. What cannot be
-    captured as one graph runs eagerly, as under ``limit_memory``, and a warning says where and why.
+    With ``backend="aten"``, which is graph mode, eager PyTorch's own operators run in the order of the plan: the
+    numbers are those of eager PyTorch to the last bit on a CPU, nothing is built, and no operator is watched. What
+    cannot be captured as one graph runs eagerly, as under ``limit_memory``, and a warning says where and why. What
+    cannot be traced eagerly either, since it asks for values (``.item()``), runs in pieces, each planned by itself.
 
-    With ``backend="inductor"``, the numbers are those of ``torch.compile``. Inductor is asked what its kernels need under
-    each plan before any is built. Random draws are the same in a recomputation, since Inductor derives them from seeds
-    that are kept.
+    With ``backend="inductor"``, the numbers are those of ``torch.compile``. Inductor is asked what its kernels need
+    under each plan before any is built. Random draws are the same in a recomputation, since Inductor derives them from
+    seeds that are kept.
 
     Args:
         fn: returns the loss. With Inductor it must compile as one graph (``fullgraph=True``).
         budget: peak device bytes of the step, everything counted that it reads or makes (parameters, batch, gradients,
             what lies between): an int, "4GiB", or "60%" of the peak of the step with nothing recomputed, by the same
             backend. "60%" is also the default.
-        plan: with ``backend="aten"``: a plan made earlier for the same step, loaded from a file say, instead of a budget.
+        plan: with ``backend="aten"``: a plan made earlier for the same step, loaded from a file say, in place of a
+            budget.
         backend: what runs the plan.
-        optimizer: with ``backend="aten"``: its state counts as resident, and its update has to fit as well. It is not
-            changed.
+        optimizer: with ``backend="aten"``: its state counts as resident. Its update is no part of the plan, and it is
+            not changed.
         accumulates: with ``backend="aten"``: do gradients exist already when the step starts, as they do for every
             micro-batch but the first? They count beside the new ones, which arrive together at the end of the step.
         strict: with ``backend="aten"``: raise an error, from the backward pass of the first step, where it takes more
@@ -105,7 +107,7 @@ class Beside:
     """What counts against the budget of a step beside its forward and its backward pass.
 
     Attributes:
-        optimizer: its state counts, and its update has to fit.
+        optimizer: its state counts.
         accumulates: do gradients exist before the step?
         resident_bytes: further bytes that lie on the device.
     """
@@ -156,12 +158,13 @@ class GraphCompiled:
         self._beside = beside
         self._device = device
         self._strict = strict
+        self._capture = capture
         self._captured = capture.Captured(
             fn, request, self._resident_bytes, device, self.plans, strict=strict, first_share=first_share
         )
         self._reducers = data_parallel.Reducers(fn)
-        self._not_captured = capture.NOT_CAPTURED
-        self._eager: Any = None
+        self._eager: Callable[..., Any] | None = None
+        self._in_pieces: Callable[..., Any] | None = None
         self._optimizer_bytes: int | None = None
         functools.update_wrapper(self, fn)
 
@@ -182,9 +185,15 @@ class GraphCompiled:
         if self._eager is None:
             try:
                 return self._reducers.run(self._captured, args, kwargs)
-            except (UnsupportedStep, *self._not_captured) as error:
+            except (UnsupportedStep, *self._capture.NOT_CAPTURED) as error:
                 self._run_eagerly(error)
-        return self._eager(*args, **kwargs)
+        if self._eager is not None and self._in_pieces is None:
+            try:
+                return self._eager(*args, **kwargs)
+            except UnsupportedStep as error:
+                self._run_in_pieces(error)
+        assert self._in_pieces is not None, "what cannot run eagerly runs in pieces"
+        return self._in_pieces(*args, **kwargs)
 
     def _resident_bytes(self, gradients_bytes: int) -> int:
         found = self._beside.resident_bytes + (self._optimizer_bytes or 0) + self._reducers.bucket_bytes
@@ -207,13 +216,32 @@ class GraphCompiled:
         options |= self._beside.for_plan | dict(request.options)
         self._eager = eagerly(self._fn, request.budget, True, self._strict, options, self.plans)
 
+    def _run_in_pieces(self, error: Exception) -> None:
+        """Where the step needs values of tensors, so that no plan can be made for the whole of it."""
+        request = self._request
+        if "%" not in str(request.budget):
+            raise UnsupportedStep(
+                f"{error}. Or give the budget as a share, such as 60%: then each part of the step that can be captured "
+                "is planned by itself"
+            ) from error
+        _log.warning(
+            "%s runs in pieces, each planned by itself: %s of the piece's own peak, or as little as it can take. What "
+            "the pieces keep for each other counts in none of them. It cannot be planned as a whole: %s",
+            *(getattr(self._fn, "__qualname__", type(self._fn).__name__), request.budget, error),
+        )
+        self._in_pieces = self._capture.Captured(
+            self._fn, request, self._resident_bytes, self._device, self.plans, in_pieces=True
+        )
+
 
 def _optimizer_bytes(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], optimizer: torch.optim.Optimizer
 ) -> int:
     """Bytes of an optimizer's state, those that it makes at its first update counted."""
     graph = trace(lambda: loss_in(fn(*args, **kwargs)), optimizer=optimizer)
-    return sum(graph.tensors[number].size_bytes for number in graph.inputs if graph.tensors[number].role == "optimizer_state")
+    return sum(
+        graph.tensors[number].size_bytes for number in graph.inputs if graph.tensors[number].role == "optimizer_state"
+    )
 
 
 class Compiled:

@@ -47,8 +47,8 @@ def limit_memory(
         loss_fn: returns the loss, a mapping with "loss", or a tuple that begins with it. None gives a decorator.
         budget: as ``plan`` takes it. A share means one of the first plan's plain step.
         mode: "eager" watches the operators of the step, as ``apply`` does; "graph" captures the function and runs the
-            plan itself, as ``compile(backend="aten")`` does, with the same numbers at less cost on the host. What cannot
-            be captured then runs as with "eager", and a warning says why.
+            plan itself, as ``compile(backend="aten")`` does, with the same numbers at less cost on the host. What
+            cannot be captured then runs as with "eager", and a warning says why.
         on_change: what happens to a step that departs from its plan, with tensors of other shapes or through another
             branch: "replan" plans such steps too, up to three plans for the same shapes; "keep" runs them under the
             first plan, where they keep what plain PyTorch keeps from the place on where they depart. "replan" also
@@ -58,20 +58,22 @@ def limit_memory(
         **options: passed on to ``plan``; with mode="graph" to ``compile``.
 
     Returns:
-        A function like ``loss_fn``, with the plans made so far in ``plans``. Each plan's ``mode`` says how it is carried
-        out.
+        A function like ``loss_fn``, with the plans made so far in ``plans``. Each plan's ``mode`` says how it is
+        carried out.
 
     Raises:
         InvalidBudget: if the budget cannot be read.
         PlanMismatch: with ``strict``, from the backward pass of a step that takes more than the budget.
-        ValueError: for another ``on_change`` or ``mode``, and for "keep" in graph mode, which plans whatever it captures.
+        ValueError: for another ``on_change`` or ``mode``, and for "keep" in graph mode, which plans what it captures.
     """
     if mode not in ("eager", "graph"):
         raise ValueError(f'mode={mode!r} is unknown; it is "eager" or "graph"')
     if on_change not in ("replan", "keep"):
         raise ValueError(f'on_change={on_change!r} is unknown; it is "replan" or "keep"')
     if mode == "graph" and on_change == "keep":
-        raise ValueError('on_change="keep" needs mode="eager"; graph mode plans each combination of shapes that it meets')
+        raise ValueError(
+            'on_change="keep" needs mode="eager"; graph mode plans each combination of shapes that it meets'
+        )
     check_budget(budget)
     if loss_fn is None:
         return functools.partial(limit_memory, budget=budget, mode=mode, on_change=on_change, strict=strict, **options)

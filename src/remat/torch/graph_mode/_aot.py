@@ -15,6 +15,7 @@ from torch._C import DispatchKey
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
+from torch._functorch import config as functorch_config
 from torch._guards import TracingContext
 from torch._ops import OpOverload, OpOverloadPacket
 
@@ -69,7 +70,8 @@ def backend(
     )
 
     def compile_with(module: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-        with _eager_kernels():
+        # The backward pass is compiled at once: a later capture may come before the first backward pass.
+        with _eager_kernels(), functorch_config.patch(force_non_lazy_backward_lowering=True):
             return traced(module, inputs)
 
     return compile_with

@@ -19,7 +19,6 @@ from remat.torch.graph_mode import _aot, nodes
 from remat.torch.graph_mode.nodes import Fill
 from remat.torch.trace import op_facts
 
-
 _ASK_FOR_GRADIENTS: Final = frozenset({"aten::mkldnn_rnn_layer"})
 """Operators of the forward pass that compute something else where no gradients are wanted."""
 
@@ -64,15 +63,14 @@ def _generator(device: torch.device) -> Any:
     if device.type == "cpu":
         return torch.default_generator
     found = torch.cuda.default_generators
-    return found[torch.cuda.current_device() if device.index is None else device.index]
+    number: int | None = device.index
+    return found[torch.cuda.current_device() if number is None else number]
 
 
 def _device_of(arguments: Any) -> torch.device:
     for leaf in _private.tree_leaves(arguments):
-        if isinstance(leaf, torch.Tensor):
-            return leaf.device
-        if isinstance(leaf, torch.device):
-            return leaf
+        if isinstance(leaf, torch.Tensor | torch.device):
+            return leaf.device if isinstance(leaf, torch.Tensor) else leaf
     return torch.device("cpu")
 
 
@@ -107,9 +105,7 @@ class Calls:
         args, kwargs = nodes.arguments(node)
         key = (func, _kinds(args), tuple((name, _kinds(value)) for name, value in kwargs.items()))
         if key not in self._known:
-            self._known[key] = next(
-                (one for one in _functions(func) if _leads_to(one, func, args, kwargs)), func._op
-            )
+            self._known[key] = next((one for one in _functions(func) if _leads_to(one, func, args, kwargs)), func._op)
         return self._known[key]
 
 

@@ -53,7 +53,11 @@ class GraphCandidate(Candidate):
         static = options.get("static_lifetime_input_indices") or ()
         self._step = joint_step(joint, self._forward_outputs, profile, static)
         graph = self.graph
-        gradients = {graph.roots[number] for number in graph.outputs if graph.ops[graph.producer[number] or 0].phase == "backward"}
+        gradients = {
+            graph.roots[number]
+            for number in graph.outputs
+            if graph.ops[graph.producer[number] or 0].phase == "backward"
+        }
         self.resident_bytes = resident_bytes(sum(graph.tensors[number].size_bytes for number in gradients))
         self._plain_peak = PeakRange.exactly(simulate(self.graph, self.graph.plain_schedule).peak_bytes)
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 from torch import fx
 
-from remat.core.errors import PlanMismatch, RematError
+from remat.core.errors import InfeasibleBudget, PlanMismatch, RematError
 from remat.core.graph import Graph
 from remat.core.plan import Plan
 from remat.fit.request import Request
@@ -60,6 +60,8 @@ class Captured:
         plans: where the plan of each capture that has a backward pass is added.
         strict: is a step over its budget an error?
         first_share: is a share one of the first plan's plain step?
+        in_pieces: may the function be captured as several graphs, with what cannot be captured in between? Each is then
+            planned by itself, as well as it can be.
     """
 
     def __init__(
@@ -70,9 +72,11 @@ class Captured:
         device: str | None,
         plans: list[Any],
         *,
-        strict: bool,
-        first_share: bool,
+        strict: bool = False,
+        first_share: bool = False,
+        in_pieces: bool = False,
     ) -> None:
+        self._in_pieces = in_pieces
         self._plans = plans
         self._request = request
         self._resident_bytes = resident_bytes
@@ -83,7 +87,7 @@ class Captured:
         self._error: RematError | None = None
         self._step: _PlannedStep | None = None
         backend = _aot.backend(self._partition, self._compile_forward, self._compile_backward, self._compile_alone)
-        self._compiled = torch.compile(fn, backend=backend, fullgraph=True, dynamic=False)
+        self._compiled = torch.compile(fn, backend=backend, fullgraph=not in_pieces, dynamic=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the function.
@@ -111,7 +115,7 @@ class Captured:
             request = dataclasses.replace(request, budget=self._plans[0].budget_bytes)
         try:
             candidate = GraphCandidate(joint, options, self._resident_bytes, self._device)
-            found = candidate.fitted(request)
+            found = self._fitted(candidate, request)
             program = candidate.program(found)
         except RematError as error:
             self._error = error
@@ -121,6 +125,14 @@ class Captured:
         self._plans.append(plan)
         self._step = _PlannedStep(plan, program.donated, candidate.resident_bytes, self._strict)
         return program.forward, program.backward
+
+    def _fitted(self, candidate: GraphCandidate, request: Request) -> Plan:
+        try:
+            return candidate.fitted(request)
+        except InfeasibleBudget as error:
+            if not self._in_pieces:
+                raise
+            return candidate.fitted(dataclasses.replace(request, budget=error.minimum_bytes))
 
     def _compile_forward(self, module: fx.GraphModule) -> Callable[[list[Any]], Any]:
         assert self._step is not None, "AOTAutograd parts a graph before it has the parts compiled"

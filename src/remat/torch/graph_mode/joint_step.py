@@ -19,7 +19,7 @@ from remat.core.graph import Graph, Op, Tensor
 from remat.running.cost_model import DeviceProfile, op_time_s
 from remat.torch._private import OpOverload, tree_leaves
 from remat.torch.graph_mode import _aot, nodes
-from remat.torch.trace import cpu_scratch, op_facts
+from remat.torch.trace import cpu_scratch
 
 _aten: Final = torch.ops.aten
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -58,11 +59,11 @@ class Fill:
         self.__qualname__ = self.__name__
         self.device = like.device
         self._geometry = (tuple(like.shape), tuple(like.stride()))
-        self._kind = {"dtype": like.dtype, "device": like.device}
+        self._dtype = like.dtype
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The numbers; ``generator=`` says where from."""
-        made: torch.Tensor = torch.empty_strided(*self._geometry, **self._kind)
+        made: torch.Tensor = torch.empty_strided(*self._geometry, dtype=self._dtype, device=self.device)
         self.func._op(made, *args, **kwargs)
         return made
 
@@ -91,18 +92,19 @@ def without_idle_views(joint: fx.GraphModule, num_fwd_outputs: int) -> None:
     (output,) = joint.graph.find_nodes(op="output")
     (results,) = output.args
     assert isinstance(results, list | tuple)
-    returned = [one for one in results if isinstance(one, fx.Node)]
+    returned = Counter(one for one in results if isinstance(one, fx.Node))
+    in_storage = Counter(map(base_of, returned))
     gradients = set(results[num_fwd_outputs:])
     for node in list(joint.graph.nodes):
         same = _same_place(node) if is_view(node) and not is_part(node) else None
         if same is None:
             continue
         # What is returned stays a tensor of its own, unless it is the only one in its storage.
-        bases = [one for one in returned if base_of(one) is base_of(same)]
-        is_alone = node in gradients and len(bases) == 1 and is_call(same) and returned.count(node) == 1
+        is_alone = node in gradients and returned[node] == 1 and in_storage[base_of(same)] == 1
+        is_alone = is_alone and (is_call(same) or is_view(same))
         node.replace_all_uses_with(same, delete_user_cb=lambda user, alone=is_alone: alone or user is not output)
         if is_alone:
-            returned[returned.index(node)] = same
+            returned[same] = returned.pop(node)
             gradients.add(same)
 
 
@@ -203,7 +205,7 @@ def moves_statistics(node: fx.Node) -> bool:
 
 def statistics_of(node: fx.Node) -> list[fx.Node]:
     """The buffers of a normalisation that the call moves, though its schema does not say so."""
-    if not isinstance(node.target, OpOverload):
+    if not isinstance(node.target, OpOverload) or not op_facts.may_write(node.target) or is_mutable(node.target):
         return []
     args, _ = arguments(node)
     moved = {id(tensor) for tensor in op_facts.running_statistics(node.target, tuple(args))}
@@ -214,7 +216,7 @@ def draws(node: fx.Node) -> bool:
     """Does the call draw random numbers?"""
     if isinstance(node.target, Fill):
         return True
-    if not isinstance(node.target, OpOverload):
+    if not isinstance(node.target, OpOverload) or not op_facts.may_draw(node.target):
         return False
     args, kwargs = arguments(node)
     return op_facts.is_random(node.target, tuple(args), kwargs)
@@ -233,7 +235,7 @@ def may_repeat(node: fx.Node, overwritten: set[fx.Node]) -> bool:
         return False
     if draws(node):
         # Another state of the generator is put in for the second run.
-        return isinstance(node.target, Fill) or op_facts.may_repeat_draw(node.target)
+        return not isinstance(node.target, OpOverload) or op_facts.may_repeat_draw(node.target)
     if not isinstance(node.target, OpOverload) or is_mutable(node.target):
         return False
     return op_facts.may_repeat(node.target, tuple(args), kwargs, on_gpu=device_of(node).type != "cpu")

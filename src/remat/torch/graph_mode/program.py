@@ -132,12 +132,13 @@ class _Writer:
             made = graph.create_node("call_function", Again(node.target), (state, *args), kwargs, node.name)
         else:
             args, kwargs = self._arguments(node)
-            made = graph.create_node("call_function", node.target, self._without_statistics(node, args), kwargs, node.name)
+            made = graph.create_node(
+                "call_function", node.target, self._without_statistics(node, args), kwargs, node.name
+            )
         made.meta = dict(node.meta)
         if isinstance(node.meta.get("val"), list | tuple):
             for _, part in nodes.results_of(node):
-                taken = graph.node_copy(part, lambda one: made if one is part.args[0] else self._resolved(one))
-                self._now.newest[part] = taken
+                self._now.newest[part] = graph.node_copy(part, lambda _: made)
         else:
             self._now.newest[node] = made
 

@@ -66,5 +66,5 @@ def _takes_kernels(tensors: Sequence[torch.Tensor], has_projections: bool) -> bo
     kinds = {(t.device.type, t.dtype) for t in tensors}
     if any(device != "cpu" for device, _ in kinds):
         raise NotImplementedError(f"an LSTM on {sorted(device for device, _ in kinds)[0]} is not captured")
-    is_off = has_projections or not torch.backends.mkldnn.enabled or not tensors[0].numel()
+    is_off = has_projections or not bool(torch._C._get_mkldnn_enabled()) or not tensors[0].numel()
     return not is_off and all(dtype in _DTYPES for _, dtype in kinds)

@@ -1,4 +1,4 @@
-"""A graph of operators -> a Python function that calls them one after the other, and drops each tensor at its last read.
+"""A graph of operators -> a Python function that calls them in order, and drops each tensor at its last read.
 
 The function is written as source, so that a call of an operator is a few bytecodes: no interpreter, no dictionary of
 values. It takes its arguments in a list, which it empties, so that it holds none of them longer than it must.
@@ -77,7 +77,7 @@ class _Writer:
             gone: list[str] = []
             if node.op == "output":
                 (results,) = node.args
-                lines.append(f"    return [{', '.join(map(self._written, results))}]")  # type: ignore[arg-type]
+                lines.append(f"    return [{', '.join(map(self._written, results))}]")
                 break
             if node.op != "call_function" or self._is_unpacked(node):
                 continue
@@ -170,4 +170,3 @@ def _last_users(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
                 seen.add(read)
                 found.setdefault(node, []).append(read)
     return found
-
