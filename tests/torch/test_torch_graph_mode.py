@@ -14,6 +14,7 @@ from torch_models import CASES, gpt2, mlp, resnet
 
 import remat
 import remat.torch
+from remat.core.plan import plan_for_schedule
 from remat.torch.graph_mode.candidate import GraphCandidate
 
 
@@ -244,6 +245,49 @@ def test_gradients_through_a_second_output_and_kept_graphs(under):
         if run is step:
             expected = found
     assert all(map(torch.equal, found, expected))
+
+
+def activations_made_again(graph):
+    """A plan that keeps products, and makes what is added to them and the relu again for the backward pass."""
+    cheap = {
+        tensor: index
+        for index, op in enumerate(graph.ops)
+        if op.phase == "forward" and op.kind.startswith(("aten.add.", "aten.relu"))
+        for tensor in op.outputs
+    }
+    schedule, again = [], set()
+    for index, op in enumerate(graph.ops):
+        if op.phase == "backward":
+            needed, waiting = set(), list(op.inputs)
+            while waiting:
+                maker = cheap.get(waiting.pop())
+                if maker is not None and maker not in again | needed:
+                    needed.add(maker)
+                    waiting += graph.ops[maker].inputs
+            schedule += sorted(needed)
+            again |= needed
+        schedule.append(index)
+    return plan_for_schedule(graph, tuple(schedule), planner="by hand")
+
+
+def test_what_was_saved_is_written_over_only_where_the_graph_is_not_kept(under):
+    layer = nn.Linear(16, 16)
+
+    def step(x):
+        return (layer((layer(x) + 1).relu()) + 2).relu().square().mean()
+
+    x = torch.randn(8, 16)
+    planned = under(step, activations_made_again)
+    found = []
+    for run in (step, planned):
+        loss = run(x)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        found.append(layer.weight.grad.clone())
+        layer.zero_grad()
+    assert torch.equal(*found)
+    # What the second product made is saved, and the sum is written over it.
+    assert "add_" in planned.plan.backward_source
 
 
 def test_each_combination_of_shapes_has_a_plan():

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
+import torch._decomp.decompositions
+import torch._refs  # With the line above: all kernels in Python are there before they are taken away.
 from torch import fx
 from torch._C import DispatchKey
 from torch._dynamo import config as dynamo_config
@@ -29,6 +31,11 @@ CompilePart: TypeAlias = Callable[[fx.GraphModule], Callable[[list[Any]], Any]]
 
 _engine: Any = torch._C
 _LSTM: Any = torch.ops.aten.lstm.input
+
+# The backward pass is compiled together with the forward pass, not when it first runs: memory is planned for both.
+_AT_ONCE = {
+    name: True for name in ("force_non_lazy_backward_lowering",) if hasattr(functorch_config, name)
+}  # PyTorch 2.13 has it.
 
 # Kernels of these keys stand between the caller and the operators that eager PyTorch runs.
 _ABOVE_OPERATORS = (DispatchKey.CompositeImplicitAutograd, DispatchKey.Autograd)
@@ -70,8 +77,7 @@ def backend(
     )
 
     def compile_with(module: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-        # The backward pass is compiled at once: a later capture may come before the first backward pass.
-        with _eager_kernels(), functorch_config.patch(force_non_lazy_backward_lowering=True):
+        with _eager_kernels(), functorch_config.patch(_AT_ONCE):
             return traced(module, inputs)
 
     return compile_with

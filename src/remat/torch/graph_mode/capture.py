@@ -28,6 +28,8 @@ from remat.torch.graph_mode.source import function_of
 
 _log = logging.getLogger("remat")
 
+_NUMBER: Final = "remat_step"  # Where a module carries the number of its step to the point where it is compiled.
+
 NOT_CAPTURED: Final = (_aot.TorchDynamoException, _aot.BackendCompilerFailed)
 """What ``Captured`` raises where a function cannot be captured as one graph."""
 
@@ -85,7 +87,7 @@ class Captured:
         self._first_share = first_share
         self._calls = Calls()
         self._error: RematError | None = None
-        self._step: _PlannedStep | None = None
+        self._steps: list[_PlannedStep] = []
         backend = _aot.backend(self._partition, self._compile_forward, self._compile_backward, self._compile_alone)
         self._compiled = torch.compile(fn, backend=backend, fullgraph=not in_pieces, dynamic=False)
 
@@ -123,7 +125,9 @@ class Captured:
         values = {one.name: getattr(found, one.name) for one in dataclasses.fields(Plan)}
         plan = GraphPlan(**{**values, "mode": "graph", "measured_peak_bytes": None}, graph=candidate.graph)
         self._plans.append(plan)
-        self._step = _PlannedStep(plan, program.donated, candidate.resident_bytes, self._strict)
+        for module in (program.forward, program.backward):
+            module.meta[_NUMBER] = len(self._steps)
+        self._steps.append(_PlannedStep(plan, program.donated, candidate.resident_bytes, self._strict))
         return program.forward, program.backward
 
     def _fitted(self, candidate: GraphCandidate, request: Request) -> Plan:
@@ -135,16 +139,21 @@ class Captured:
             return candidate.fitted(dataclasses.replace(request, budget=error.minimum_bytes))
 
     def _compile_forward(self, module: fx.GraphModule) -> Callable[[list[Any]], Any]:
-        assert self._step is not None, "AOTAutograd parts a graph before it has the parts compiled"
+        step = self._step_of(module)
         function = function_of(module, self._calls, "forward")
-        object.__setattr__(self._step.plan, "forward_source", function.source)  # type: ignore[attr-defined]
-        return self._step.forward(function)
+        object.__setattr__(step.plan, "forward_source", function.source)  # type: ignore[attr-defined]
+        return step.forward(function)
 
     def _compile_backward(self, module: fx.GraphModule) -> Callable[[list[Any]], Any]:
-        assert self._step is not None, "AOTAutograd parts a graph before it has the parts compiled"
+        step = self._step_of(module)
         function = function_of(module, self._calls, "backward")
-        object.__setattr__(self._step.plan, "backward_source", function.source)  # type: ignore[attr-defined]
-        return self._step.backward(function)
+        object.__setattr__(step.plan, "backward_source", function.source)  # type: ignore[attr-defined]
+        return step.backward(function)
+
+    def _step_of(self, module: fx.GraphModule) -> _PlannedStep:
+        """The step that a module is a pass of; other captures may have come since it was parted."""
+        number: int = module.meta.get(_NUMBER, -1)
+        return self._steps[number]
 
     def _compile_alone(self, module: fx.GraphModule) -> Callable[[list[Any]], Any]:
         return function_of(module, self._calls, "forward")
