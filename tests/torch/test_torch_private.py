@@ -185,8 +185,8 @@ def test_while_aotautograd_traces_no_kernel_in_python_stands_in_for_pytorchs_own
         assert {kernel.__module__ for kernel in lstm.py_kernels.values()} == {"remat.torch.graph_mode.recurrent"}
     assert (dropout.py_kernels, lstm.py_kernels) == before
     assert not _aot.dynamo_config.allow_rnn
-    with _aot.recurrent_layers():
-        assert _aot.dynamo_config.allow_rnn
+    with _aot.capturing():
+        assert all(getattr(_aot.dynamo_config, name) == value for name, value in _aot._WHILE_CAPTURING.items())
     assert not _aot.dynamo_config.allow_rnn
 
 

@@ -166,7 +166,7 @@ class GraphCompiled:
         self._eager: Callable[..., Any] | None = None
         self._in_pieces: Callable[..., Any] | None = None
         self._optimizer_bytes: int | None = None
-        functools.update_wrapper(self, fn)
+        functools.update_wrapper(self, fn, updated=())  # A module has attributes that are not for this object.
 
     @property
     def plan(self) -> GraphPlan | StepPlan | None:

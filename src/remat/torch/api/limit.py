@@ -116,6 +116,8 @@ def eagerly(
 def _in_graph_mode(function: Callable[..., Any], budget: int | str, strict: bool, options: dict[str, Any]) -> Any:
     from remat.torch.api.compile import compile  # It falls back on ``eagerly``.
 
+    resident = {id(t.untyped_storage()): t.untyped_storage().nbytes() for t in options.pop("resident", ())}
+    options["resident_bytes"] = options.get("resident_bytes", 0) + sum(resident.values())
     compiled: Any = compile(function, budget=budget, backend="aten", strict=strict, first_share=True, **options)
 
     @functools.wraps(function)

@@ -83,15 +83,26 @@ def backend(
     return compile_with
 
 
+_WHILE_CAPTURING = {
+    # Dynamo refuses recurrent layers otherwise.
+    "allow_rnn": True,
+    # Combinations of shapes, each with a plan of its own. A judgement: Dynamo's own limit, 8, is soon reached where the
+    # length of sequences varies. Beyond the limit all calls run eagerly.
+    "recompile_limit": 64,
+}
+
+
 @contextmanager
-def recurrent_layers() -> Iterator[None]:
-    """Inside, Dynamo captures recurrent layers, which it otherwise refuses."""
-    before = dynamo_config.allow_rnn
-    dynamo_config.allow_rnn = True
+def capturing() -> Iterator[None]:
+    """Inside, Dynamo captures what graph mode can run."""
+    before = {name: getattr(dynamo_config, name) for name in _WHILE_CAPTURING if hasattr(dynamo_config, name)}
+    for name in before:
+        setattr(dynamo_config, name, _WHILE_CAPTURING[name])
     try:
         yield
     finally:
-        dynamo_config.allow_rnn = before
+        for name, value in before.items():
+            setattr(dynamo_config, name, value)
 
 
 @contextmanager

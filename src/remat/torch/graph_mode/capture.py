@@ -101,7 +101,7 @@ class Captured:
         """
         self._error = None
         try:
-            with _aot.recurrent_layers():
+            with _aot.capturing():
                 return self._compiled(*args, **kwargs)
         except _aot.BackendCompilerFailed:
             if self._error is None:
