@@ -1,8 +1,11 @@
-"""What ``remat.torch.apply`` costs the host, per operator and per recomputation: ``python -m benchmarks.torch_host``.
+"""What plans cost the host, per operator and per recomputation: ``python -m benchmarks.torch_host``.
 
 A chain of 100 layers of 16 units, whose kernels take a few microseconds. Prints the least processor time of many steps,
-taken in turns, for plain PyTorch, for a mode and hooks of PyTorch's own that do nothing, for a plan that recomputes
-nothing, and for the smallest plan, which recomputes each operator several times.
+taken in turns, for plain PyTorch, for a mode and hooks of PyTorch's own that do nothing, and, under ``apply`` and in
+graph mode, for a plan that recomputes nothing and for the smallest plan, which recomputes operators several times.
+
+An operator that is recomputed has a cost of its own, whatever calls it. So the last figures are for graph mode's
+recomputations the time that they take beside what plain PyTorch takes for the same calls without gradients.
 """
 
 from __future__ import annotations
@@ -49,41 +52,77 @@ def table(device: str = "cpu") -> list[dict[str, Any]]:
     everything = remat.torch.plan(loss_fn, x, budget="100%", time_limit_s=2)
     smallest = remat.torch.plan(loss_fn, x, budget=least_bytes(loss_fn, x), time_limit_s=2)
     kept, again = remat.torch.apply(everything), remat.torch.apply(smallest)
-    contexts = {
-        "plain": contextlib.nullcontext,
-        "a mode and hooks that do nothing": mode_and_hooks,
-        "apply, nothing recomputed": lambda: kept,
-        f"apply, {smallest.recomputed} recomputations": lambda: again,
+    graph_kept = remat.torch.compile(loss_fn, budget="100%", backend="aten")
+    graph_kept(x).backward()
+    graph_again = smallest_in_graph_mode(loss_fn, x)
+    ways = {
+        "plain": loss_fn,
+        "a mode and hooks that do nothing": inside(mode_and_hooks, loss_fn),
+        "apply, nothing recomputed": inside(lambda: kept, loss_fn),
+        f"apply, {smallest.recomputed} recomputations": inside(lambda: again, loss_fn),
+        "graph mode, nothing recomputed": graph_kept,
+        f"graph mode, {graph_again.plan.recomputed} recomputations": graph_again,
     }
     ops = everything.step.recording.forward_ops
-    least = {name: (float("inf"), float("inf")) for name in contexts}
+    least = {name: (float("inf"), float("inf")) for name in ways}
+    least_forward = float("inf")
     gc.disable()
     for _ in range(STEPS):
-        for name, context in contexts.items():
+        for name, way in ways.items():
             model.zero_grad()
             started = time.process_time()
-            with context():
-                loss = loss_fn(x)
+            loss = way(x)
             between = time.process_time()
             loss.backward()
             ended = time.process_time()
             least[name] = (min(least[name][0], between - started), min(least[name][1], ended - between))
+        with torch.no_grad():
+            started = time.process_time()
+            loss_fn(x)
+            least_forward = min(least_forward, time.process_time() - started)
         gc.collect()
     gc.enable()
     lines = [
         {"name": name, "ops": ops, "forward_us": forward_s / ops * 1e6, "backward_us": backward_s / ops * 1e6}
         for name, (forward_s, backward_s) in least.items()
     ]
-    *_, first, last = map(sum, least.values())
-    each_us = (last - first) / smallest.recomputed * 1e6
-    return [*lines, {"name": "each recomputation", "ops": smallest.recomputed, "backward_us": each_us}]
+    lines.append({"name": "plain without gradients", "ops": ops, "forward_us": least_forward / ops * 1e6})
+    _, _, *pairs = map(sum, least.values())
+    for name, none, some, runs in (
+        ("apply", *pairs[:2], smallest.recomputed),
+        ("graph mode", *pairs[2:], graph_again.plan.recomputed),
+    ):
+        lines.append({"name": f"each recomputation, {name}", "ops": runs, "backward_us": (some - none) / runs * 1e6})
+    return lines
 
 
 def main() -> None:
     lines = table()
     print(f"{lines[0]['ops']} operators in the forward pass; us per operator, forward and backward")
     for line in lines:
-        print(f"{line['name']:40s}{line.get('forward_us', 0.0):8.1f}{line['backward_us']:8.1f}")
+        figures = [f"{line[name]:8.1f}" if name in line else " " * 8 for name in ("forward_us", "backward_us")]
+        print(f"{line['name']:40s}{''.join(figures)}")
+
+
+def inside(context: Any, loss_fn: Any) -> Any:
+    """The loss function with its forward pass in a context."""
+
+    def run(x: torch.Tensor) -> Any:
+        with context():
+            return loss_fn(x)
+
+    return run
+
+
+def smallest_in_graph_mode(loss_fn: Any, x: torch.Tensor) -> Any:
+    """The loss function in graph mode within the smallest budget that a plan is found for."""
+    found = remat.torch.compile(loss_fn, budget=1, backend="aten", time_limit_s=2)
+    try:
+        found(x)
+    except remat.InfeasibleBudget as error:
+        found = remat.torch.compile(loss_fn, budget=error.minimum_bytes, backend="aten", time_limit_s=2)
+        found(x).backward()
+    return found
 
 
 def least_bytes(loss_fn: Any, x: torch.Tensor) -> int:

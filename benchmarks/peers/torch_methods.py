@@ -21,6 +21,9 @@ METHODS = (
     "remat, bytes of torch.utils.checkpoint, each block",
     "remat, bytes of selective checkpoint, products kept",
     "remat, 50 % of plain",
+    "remat in graph mode, bytes of torch.utils.checkpoint, each block",
+    "remat in graph mode, bytes of selective checkpoint, products kept",
+    "remat in graph mode, 50 % of plain",
     "torch.compile",
     *(f"torch.compile, activation_memory_budget {ratio}" for ratio in RATIOS),
     *(f"remat compiled, bytes of torch.compile, activation_memory_budget {ratio}" for ratio in RATIOS),
@@ -56,6 +59,8 @@ def run(method: str, small: bool, earlier: dict[str, Any]) -> tuple[dict[str, An
             if "smallest" not in method:
                 raise
             step = remat.torch.compile(loss, budget=error.minimum_bytes, time_limit_s=4)
+    elif method.startswith("remat in graph mode"):
+        step = remat.torch.compile(loss, budget=budget_of(method, earlier), backend="aten", time_limit_s=4)
     elif method.startswith("remat"):
         applied = remat.torch.apply(remat.torch.plan(loss, ids, budget=budget_of(method, earlier), time_limit_s=4))
 

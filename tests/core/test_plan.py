@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -72,6 +73,7 @@ def test_everything_in_a_plan(use: Use, bound: Callable[[float], None]) -> None:
         "plan_seconds": plan.plan_seconds,
         "traced_peak_bytes": None,
         "traced_budget_bytes": None,
+        "mode": None,
     }
     assert plan.recomputed == 1
     assert 0 < plan.plan_seconds < 60
@@ -250,3 +252,14 @@ def test_check_graph(use: Use) -> None:
         plan.check_graph(chain(4))
     with pytest.raises(PlanMismatch):
         plan.check_graph(chain(3, size_bytes=2))
+
+
+def test_a_mode_is_printed_and_saved(use: Use, bound: Callable[[float], None], tmp_path: Path) -> None:
+    use(RECOMPUTED)
+    bound(0.5)
+    plan = remat.plan(chain(3), 4, planner="given")
+    assert "mode" not in str(plan)
+    plan = dataclasses.replace(plan, mode="graph")
+    assert "mode           graph" in str(plan)
+    plan.save(tmp_path / "plan.json")
+    assert remat.load_plan(tmp_path / "plan.json").mode == "graph"

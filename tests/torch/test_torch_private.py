@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 
 import pytest
@@ -171,3 +172,38 @@ def test_backward_passes_can_be_surrounded():
     _private.no_longer_around_backward_passes(around)
     x.sum().backward()
     assert seen == ["before", "after"] * 2
+
+
+def test_while_aotautograd_traces_no_kernel_in_python_stands_in_for_pytorchs_own():
+    from remat.torch.graph_mode import _aot
+
+    dropout, lstm = torch.ops.aten.dropout.default, torch.ops.aten.lstm.input
+    before = dict(dropout.py_kernels), dict(lstm.py_kernels)
+    assert all(key in before[0] for key in _aot._ABOVE_OPERATORS)
+    with _aot._eager_kernels():
+        assert not dropout.py_kernels
+        assert {kernel.__module__ for kernel in lstm.py_kernels.values()} == {"remat.torch.graph_mode.recurrent"}
+    assert (dropout.py_kernels, lstm.py_kernels) == before
+    assert not _aot.dynamo_config.allow_rnn
+    with _aot.capturing():
+        assert all(getattr(_aot.dynamo_config, name) == value for name, value in _aot._WHILE_CAPTURING.items())
+    assert not _aot.dynamo_config.allow_rnn
+
+
+def test_operators_are_bound_to_functions():
+    from remat.torch.graph_mode import _aot
+
+    names = {name for owner in _private.BOUND_FUNCTIONS for name in dir(owner)}
+    assert {"mm", "addmm", "gelu", "view", "native_layer_norm"} <= names
+    x = torch.ones(2, requires_grad=True)
+    with _aot.below_autograd():
+        assert (x * 2).grad_fn is None
+
+
+def test_modules_carry_what_is_known_of_them():
+    # What AOTAutograd hands to a compiler tells which capture it belongs to.
+    graph = torch.fx.Graph()
+    graph.output((graph.placeholder("x"),))
+    module = torch.fx.GraphModule({}, graph)
+    module.meta["remat_step"] = 3
+    assert copy.deepcopy(module).meta["remat_step"] == 3

@@ -34,12 +34,13 @@ def run(scenario, folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scenario", ["ddp", "fsdp", "fsdp_reshard"])
+@pytest.mark.parametrize("scenario", ["ddp", "ddp_graph", "fsdp", "fsdp_reshard"])
 def test_a_plan_over_two_processes(scenario, tmp_path):
     for found in run(scenario, tmp_path):
         assert found["same"]
         assert found["recomputed"] > 0
-        assert found["departures"] == 0
+        assert found.get("departures", 0) == 0
+        assert found.get("mode", "eager") == ("graph" if scenario == "ddp_graph" else "eager")
         plain_calls, planned_calls = found["calls"]
         assert planned_calls == plain_calls
         assert plain_calls

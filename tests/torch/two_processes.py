@@ -101,6 +101,41 @@ def ddp(rank):
     }
 
 
+def ddp_graph(rank):
+    """As ``ddp``, in graph mode: the wrapped module captured whole, and its reducer's hooks."""
+    args = batch(rank)
+    calls = []
+
+    def wrapped():
+        torch._dynamo.reset()
+        module = DistributedDataParallel(model(batch_norm=True))
+        module.register_comm_hook(None, lambda state, bucket: (calls.append(1), allreduce_hook(None, bucket))[1])
+        return module, lambda x, y: nn.functional.cross_entropy(module(x), y)
+
+    def run(module, loss):
+        calls.clear()
+        torch.manual_seed(7)
+        for _ in range(3):
+            module.zero_grad()
+            loss(*args).backward()
+        return gradients(module), len(calls)
+
+    plain, plain_calls = run(*wrapped())
+    module, loss = wrapped()
+    captured = remat.torch.compile(loss, budget="80%", backend="aten", **QUICK)
+    found, found_calls = run(module, captured)
+    peak = remat.torch.measure(captured, *args, repeats=1).peak_bytes
+    return {
+        "same": same(plain, found),
+        "calls": [plain_calls, found_calls],
+        "recomputed": captured.plan.recomputed,
+        "mode": captured.plan.mode,
+        "plans": len(captured.plans),
+        "reason": captured.reason,
+        "peak": [captured.plan.peak_bytes, peak, captured.plan.budget_bytes],
+    }
+
+
 def within(applied, loss, args):
     with applied:
         return loss(*args)
@@ -180,6 +215,7 @@ def fsdp(rank, reshard):
 
 SCENARIOS = {
     "ddp": ddp,
+    "ddp_graph": ddp_graph,
     "ddp_micro_batches": ddp_micro_batches,
     "fsdp": lambda rank: fsdp(rank, reshard=False),
     "fsdp_reshard": lambda rank: fsdp(rank, reshard=True),

@@ -49,6 +49,8 @@ class Plan:
         traced_budget_bytes: what the peak of the traced step had to stay within, where ``budget_bytes`` limits what a
             device or a compiler makes of it; the lower bound is proved for these bytes. None where the two are one.
         measured_peak_bytes: what the first step under the plan took, where a front end measures that; None before.
+        mode: how a front end carries the plan out: "graph", "eager" or "inductor" in PyTorch; None where there is one
+            way only.
     """
 
     schedule: Schedule
@@ -66,6 +68,7 @@ class Plan:
     traced_peak_bytes: int | None = None
     traced_budget_bytes: int | None = None
     measured_peak_bytes: int | None = field(default=None, compare=False)
+    mode: str | None = field(default=None, compare=False)
 
     @property
     def recomputed(self) -> int:
@@ -119,6 +122,7 @@ class Plan:
         return "\n".join(
             (
                 f"remat plan by {self.planner!r}, made in {self.plan_seconds:.2f} s",
+                *([f"  mode           {self.mode}"] if self.mode is not None else []),
                 f"  budget         {format_bytes(self.budget_bytes)}",
                 f"  predicted peak {peak}{share}, plain {plain}",
                 *([f"  before fusion  {format_bytes(traced)}, by the trace"] if traced is not None else []),
@@ -186,6 +190,7 @@ def _plan_from(reader: JsonReader) -> Plan:
         traced_peak_bytes=reader.integer("traced_peak_bytes") if reader.has("traced_peak_bytes") else None,
         traced_budget_bytes=reader.integer("traced_budget_bytes") if reader.has("traced_budget_bytes") else None,
         measured_peak_bytes=reader.integer("measured_peak_bytes") if reader.has("measured_peak_bytes") else None,
+        mode=reader.text("mode") if reader.has("mode") else None,
     )
 
 

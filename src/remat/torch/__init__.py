@@ -12,7 +12,7 @@ check_version(TORCH)  # The imports below reach for symbols that move between ve
 
 from remat.running.measurement import Measurement
 from remat.torch.api.apply import Applied, apply
-from remat.torch.api.compile import Compiled, CompiledPlan, compile
+from remat.torch.api.compile import Compiled, CompiledPlan, GraphCompiled, compile
 from remat.torch.api.limit import limit_memory
 from remat.torch.api.plan import StepPlan, plan
 from remat.torch.check import check
@@ -25,6 +25,7 @@ __all__ = [
     "Applied",
     "Compiled",
     "CompiledPlan",
+    "GraphCompiled",
     "Measurement",
     "MicroBatches",
     "StepPlan",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 import weakref
 from collections.abc import Callable, MutableMapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from types import TracebackType
 from typing import Any, Final, TypeAlias
@@ -87,6 +87,27 @@ def has_memory(storage: Storage) -> bool:
     except RuntimeError as error:
         return not is_access_to_data(error)
     return True
+
+
+BOUND_FUNCTIONS: Final[tuple[Any, ...]] = (
+    _engine._VariableFunctions,
+    _engine._nn,
+    _engine._linalg,
+    _engine._fft,
+    _engine._special,
+    _engine.TensorBase,
+)
+"""Where PyTorch keeps its operators as functions for Python, which take their arguments faster than
+``torch.ops.aten``."""
+
+
+def fake_mode_of(values: list[Any]) -> AbstractContextManager[Any]:
+    """The mode in which the fake tensors among some values compute; nothing where there are none."""
+    for value in values:
+        if isinstance(value, FakeTensor):
+            mode: AbstractContextManager[Any] = value.fake_mode
+            return mode
+    return nullcontext()
 
 
 def is_access_to_data(error: RuntimeError) -> bool:

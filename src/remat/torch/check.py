@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from remat.running.check import CheckResult, check_workload
 from remat.running.workload import StepOptions
-from remat.torch.workload import make_workload
+from remat.torch.workload import TorchFunction
 
 
-def check(loss_fn: Callable[..., Any], *args: Any, budget: int | str = "60%", steps: int = 3) -> CheckResult:
+def check(
+    loss_fn: Callable[..., Any],
+    *args: Any,
+    budget: int | str = "60%",
+    steps: int = 3,
+    mode: Literal["eager", "graph"] = "eager",
+) -> CheckResult:
     """Run a loss and its gradients plainly and under a budget; compare values, gradients, buffers and peaks.
 
     ``print`` the result for one line that says what differs and why. Parameters and buffers are set back at the end.
@@ -20,9 +26,10 @@ def check(loss_fn: Callable[..., Any], *args: Any, budget: int | str = "60%", st
         *args: its arguments.
         budget: as ``remat.torch.plan`` takes it.
         steps: how often to run it.
+        mode: how the budget is kept, as ``limit_memory`` takes it.
 
     Raises:
         NotAStep: if the function returns no loss.
         InfeasibleBudget: where no schedule fits; it names the smallest budget.
     """
-    return check_workload(make_workload((loss_fn, *args), StepOptions()), budget, steps)
+    return check_workload(TorchFunction(loss_fn, list(args), StepOptions(), mode), budget, steps)

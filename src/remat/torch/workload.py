@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Any, Final, Literal
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ import torch
 from remat.core.graph import Graph
 from remat.running.workload import Array, NotAStep, StepOptions, Training, Workload, nudge
 from remat.torch.api.apply import apply
+from remat.torch.api.compile import compile
 from remat.torch.api.plan import plan
 from remat.torch.measure import measure
 from remat.torch.trace.trace import trace
@@ -37,6 +39,17 @@ def make_workload(made: Any, options: StepOptions) -> Workload:
     return TorchFunction(function, args, options)
 
 
+@dataclass(frozen=True)
+class _Limited:
+    """A loss to be called without arguments, and its plan, which may not be known before the first call."""
+
+    run: Callable[[], Any]
+    plan: Callable[[], Any]
+
+    def __call__(self) -> Any:
+        return self.run()
+
+
 class TorchFunction:
     """See ``remat.running.workload.Workload``; a step is the loss, its gradients and, with an optimizer, the update.
 
@@ -44,11 +57,19 @@ class TorchFunction:
         function: returns the loss.
         args: its arguments.
         options: batch size and name of the optimizer.
+        mode: how a budget is kept: "eager", by ``apply``, or "graph", by ``compile(backend="aten")``.
     """
 
     framework = "torch"
 
-    def __init__(self, function: Callable[..., Any], args: list[Any], options: StepOptions) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        args: list[Any],
+        options: StepOptions,
+        mode: Literal["eager", "graph"] = "eager",
+    ) -> None:
+        self._mode = mode
         self._function = function
         self._args = args
         self._options = options
@@ -69,13 +90,13 @@ class TorchFunction:
         """Run some steps on the same batch."""
         self._set_back(nudged)
         optimizer = self._optimizer()
-        planned = None if budget is None else plan(self._function, *self._args, budget=budget, optimizer=optimizer)
+        step_loss = self._limited(budget, optimizer)
         losses: list[float] = []
         times: list[float] = []
 
         def step() -> None:
             started = time.perf_counter()
-            loss = self._loss(planned)
+            loss = step_loss()
             loss.backward()
             if optimizer is not None:
                 optimizer.step()
@@ -91,21 +112,16 @@ class TorchFunction:
         kept = losses[:steps], times[1:steps] or times[:1]
         self._set_back(nudged)
         peak_bytes = measure(step, repeats=1).peak_bytes
-        return Training(
-            peak_bytes,
-            float(np.median(kept[1])),
-            tuple(kept[0]),
-            values,
-            planned,
-            None if planned is None else planned.graph,
-        )
+        planned = step_loss.plan()
+        graph = None if planned is None else planned.graph
+        return Training(peak_bytes, float(np.median(kept[1])), tuple(kept[0]), values, planned, graph)
 
     def gradients(self, budget: int | str | None, *, nudged: bool = False) -> Mapping[str, Array]:
         """The gradients of the first step."""
         self._set_back(nudged)
-        planned = None if budget is None else plan(self._function, *self._args, budget=budget)
+        step_loss = self._limited(budget, None)
         torch.manual_seed(_SEED)
-        self._loss(planned).backward()
+        step_loss().backward()
         found = {f"gradient/{n}": _array(p.grad) for n, p in self._parameters.items() if p.grad is not None}
         for parameter in self._parameters.values():
             parameter.grad = None
@@ -115,11 +131,20 @@ class TorchFunction:
         """Give parameters and buffers their first values."""
         self._set_back(nudged=False)
 
-    def _loss(self, planned: Any) -> Any:
-        if planned is None:
-            return _checked(self._function, self._function(*self._args))
-        with apply(planned):
-            return self._function(*self._args)
+    def _limited(self, budget: int | str | None, optimizer: torch.optim.Optimizer | None) -> _Limited:
+        """The loss, plain or within a budget."""
+        if budget is None:
+            return _Limited(lambda: _checked(self._function, self._function(*self._args)), lambda: None)
+        if self._mode == "graph":
+            captured: Any = compile(self._function, budget=budget, backend="aten", optimizer=optimizer)
+            return _Limited(lambda: captured(*self._args), lambda: captured.plan)
+        planned = plan(self._function, *self._args, budget=budget, optimizer=optimizer)
+
+        def run() -> Any:
+            with apply(planned):
+                return self._function(*self._args)
+
+        return _Limited(run, lambda: planned)
 
     def _optimizer(self) -> torch.optim.Optimizer | None:
         name = self._options.optimizer
@@ -235,4 +260,4 @@ def _checked(function: Callable[..., Any], loss: Any) -> Any:
 
 def _array(tensor: Any) -> Array:
     detached = tensor.detach().cpu()
-    return np.array(detached.float() if detached.dtype == torch.bfloat16 else detached)
+    return np.array((detached.float() if detached.dtype == torch.bfloat16 else detached).numpy())

@@ -1,66 +1,251 @@
-"""``compile``: ``torch.compile`` within a byte budget."""
+"""``compile``: a loss function captured as a graph, whose steps run within a byte budget."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import fx
 
-from remat.core.budget import check_budget
-from remat.core.errors import RematError
+from remat.core.errors import RematError, UnsupportedStep
 from remat.core.graph import Graph
 from remat.core.plan import Plan
 from remat.fit.request import Request
+from remat.torch.api.limit import eagerly, loss_in
+from remat.torch.api.plan import StepPlan
+from remat.torch.trace.trace import trace
+
+if TYPE_CHECKING:
+    from remat.torch.graph_mode.capture import GraphPlan
+
+_log = logging.getLogger("remat")
 
 
 def compile(
     fn: Callable[..., Any],
     *,
-    budget: int | str = "60%",
+    budget: int | str | None = None,
+    plan: Plan | None = None,
+    backend: Literal["inductor", "aten"] = "inductor",
+    optimizer: torch.optim.Optimizer | None = None,
+    accumulates: bool = False,
+    strict: bool = False,
     resident_bytes: int = 0,
     planner: str = "auto",
     time_limit_s: float | None = None,
     device: str | None = None,
+    first_share: bool = False,
     **options: Any,
-) -> Compiled:
-    """Compile a loss function as ``torch.compile`` does, its forward and backward pass within a byte budget.
+) -> Compiled | GraphCompiled:
+    """Capture a loss function as ``torch.compile`` does, and run its forward and backward pass within a byte budget.
 
     ::
 
-        loss_fn = remat.torch.compile(loss_fn, budget="4GiB")
+        loss_fn = remat.torch.compile(loss_fn, budget="4GiB", backend="aten")
         loss = loss_fn(*args)
         loss.backward()
 
-    Forward and backward pass are planned together, and Inductor is asked what its kernels need under each plan before
-    any is built. Random draws are the same in a recomputation, since Inductor derives them from seeds that are kept.
+    With ``backend="aten"``, which is graph mode, eager PyTorch's own operators run in the order of the plan: the
+    numbers are those of eager PyTorch to the last bit on a CPU, nothing is built, and no operator is watched. What
+    cannot be captured as one graph runs eagerly, as under ``limit_memory``, and a warning says where and why. What
+    cannot be traced eagerly either, since it asks for values (``.item()``), runs in pieces, each planned by itself.
+
+    With ``backend="inductor"``, the numbers are those of ``torch.compile``. Inductor is asked what its kernels need
+    under each plan before any is built. Random draws are the same in a recomputation, since Inductor derives them from
+    seeds that are kept.
 
     Args:
-        fn: returns the loss. It must compile as one graph (``fullgraph=True``).
+        fn: returns the loss. With Inductor it must compile as one graph (``fullgraph=True``).
         budget: peak device bytes of the step, everything counted that it reads or makes (parameters, batch, gradients,
-            what lies between): an int, "4GiB", or "60%" of the peak of ``torch.compile`` itself.
-        resident_bytes: what lies on the device beside the step and counts too: the optimizer's state, say.
+            what lies between): an int, "4GiB", or "60%" of the peak of the step with nothing recomputed, by the same
+            backend. "60%" is also the default.
+        plan: with ``backend="aten"``: a plan made earlier for the same step, loaded from a file say, in place of a
+            budget.
+        backend: what runs the plan.
+        optimizer: with ``backend="aten"``: its state counts as resident. Its update is no part of the plan, and it is
+            not changed.
+        accumulates: with ``backend="aten"``: do gradients exist already when the step starts, as they do for every
+            micro-batch but the first? They count beside the new ones, which arrive together at the end of the step.
+        strict: with ``backend="aten"``: raise an error, from the backward pass of the first step, where it takes more
+            than the budget; else this is logged as a warning, once.
+        resident_bytes: what lies on the device beside the step and counts too.
         planner: a planner's name.
         time_limit_s: wall seconds for each round of planning; there are up to seven for each combination of shapes.
         device: profile for the predicted times; None means that of the device of the tensors.
+        first_share: with ``backend="aten"``: is a share one of the first plan's plain step, also for other shapes?
         **options: passed on to the planner.
 
     Returns:
-        A callable like ``fn``. The first call with new shapes plans and compiles.
+        A callable like ``fn``. The first call with new shapes plans.
 
     Raises:
         InvalidBudget: if the budget cannot be read.
+        ValueError: for another backend, for both a budget and a plan, and for what only the other backend takes.
     """
-    check_budget(budget)
-    request = Request(budget, planner=planner, time_limit_s=time_limit_s, options=options)
-    return Compiled(fn, request.check("remat.torch.compile"), resident_bytes, device)
+    if backend not in ("inductor", "aten"):
+        raise ValueError(f'backend={backend!r} is unknown; it is "inductor" or "aten"')
+    request = Request(budget, plan, planner=planner, time_limit_s=time_limit_s, options=options)
+    request = request.check("remat.torch.compile", takes_auto=False)
+    if not request.plans:
+        request = dataclasses.replace(request, budget="60%")
+    if backend == "aten":
+        beside = Beside(optimizer, accumulates, resident_bytes)
+        return GraphCompiled(fn, request, beside, device, strict=strict, first_share=first_share)
+    known = {"plan": plan, "optimizer": optimizer, "accumulates": accumulates, "strict": strict}
+    if given := [name for name, value in known.items() if value not in (None, False)]:
+        raise ValueError(f'{given[0]}= of remat.torch.compile needs backend="aten"')
+    return Compiled(fn, request, resident_bytes, device)
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What counts against the budget of a step beside its forward and its backward pass.
+
+    Attributes:
+        optimizer: its state counts.
+        accumulates: do gradients exist before the step?
+        resident_bytes: further bytes that lie on the device.
+    """
+
+    optimizer: torch.optim.Optimizer | None = None
+    accumulates: bool = False
+    resident_bytes: int = 0
+
+    @property
+    def for_plan(self) -> dict[str, Any]:
+        """The arguments of ``remat.torch.plan`` that say the same."""
+        return dataclasses.asdict(self) if self.optimizer is None else dict(vars(self))
+
+
+class GraphCompiled:
+    """What ``compile`` returns with ``backend="aten"``.
+
+    Args:
+        fn: returns the loss.
+        request: with a budget or a plan.
+        beside: what counts beside the step.
+        device: profile for the predicted times.
+        strict: is a step over its budget an error?
+        first_share: is a share one of the first plan's plain step?
+
+    Attributes:
+        plans: one for each combination of shapes that was planned, the newest last; a plan's ``mode`` is "graph", or
+            "eager" where the function could not be captured.
+        reason: why the function could not be captured, and where; None where it could.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        request: Request,
+        beside: Beside,
+        device: str | None,
+        *,
+        strict: bool = False,
+        first_share: bool = False,
+    ) -> None:
+        from remat.torch.graph_mode import capture, data_parallel  # They import Dynamo, which takes seconds.
+
+        self.plans: list[GraphPlan | StepPlan] = []
+        self.reason: str | None = None
+        self._fn = fn
+        self._request = request
+        self._beside = beside
+        self._device = device
+        self._strict = strict
+        self._capture = capture
+        self._captured = capture.Captured(
+            fn, request, self._resident_bytes, device, self.plans, strict=strict, first_share=first_share
+        )
+        self._reducers = data_parallel.Reducers(fn)
+        self._eager: Callable[..., Any] | None = None
+        self._in_pieces: Callable[..., Any] | None = None
+        self._optimizer_bytes: int | None = None
+        functools.update_wrapper(self, fn, updated=())  # A module has attributes that are not for this object.
+
+    @property
+    def plan(self) -> GraphPlan | StepPlan | None:
+        """The newest plan; None before the first call."""
+        return self.plans[-1] if self.plans else None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run ``fn``.
+
+        Raises:
+            InfeasibleBudget: at the first call with new shapes, if no plan fits; it names the smallest budget.
+            PlanMismatch: where the plan that was given is for another step.
+        """
+        if self._beside.optimizer is not None and self._optimizer_bytes is None:
+            self._optimizer_bytes = _optimizer_bytes(self._fn, args, kwargs, self._beside.optimizer)
+        if self._eager is None:
+            try:
+                return self._reducers.run(self._captured, args, kwargs)
+            except (UnsupportedStep, *self._capture.NOT_CAPTURED) as error:
+                self._run_eagerly(error)
+        if self._eager is not None and self._in_pieces is None:
+            try:
+                return self._eager(*args, **kwargs)
+            except UnsupportedStep as error:
+                self._run_in_pieces(error)
+        assert self._in_pieces is not None, "what cannot run eagerly runs in pieces"
+        return self._in_pieces(*args, **kwargs)
+
+    def _resident_bytes(self, gradients_bytes: int) -> int:
+        found = self._beside.resident_bytes + (self._optimizer_bytes or 0) + self._reducers.bucket_bytes
+        return found + gradients_bytes if self._beside.accumulates else found
+
+    def _run_eagerly(self, error: Exception) -> None:
+        self.reason = " ".join(str(error).split("\n\nfrom user code")[0].split())
+        name = getattr(self._fn, "__qualname__", type(self._fn).__name__)
+        if self._request.plan is not None:
+            raise UnsupportedStep(
+                f"{name} cannot be captured as one graph, so that plan= cannot be carried out in graph mode: "
+                f"{self.reason}. Use remat.torch.plan and remat.torch.apply"
+            ) from error
+        _log.warning(
+            "%s runs eagerly within its budget, not in graph mode, since it cannot be captured: %s", name, self.reason
+        )
+        request = self._request
+        assert request.budget is not None, "a request has a budget or a plan"
+        options = {"planner": request.planner, "time_limit_s": request.time_limit_s, "device": self._device}
+        options |= self._beside.for_plan | dict(request.options)
+        self._eager = eagerly(self._fn, request.budget, True, self._strict, options, self.plans)
+
+    def _run_in_pieces(self, error: Exception) -> None:
+        """Where the step needs values of tensors, so that no plan can be made for the whole of it."""
+        request = self._request
+        if "%" not in str(request.budget):
+            raise UnsupportedStep(
+                f"{error}. Or give the budget as a share, such as 60%: then each part of the step that can be captured "
+                "is planned by itself"
+            ) from error
+        _log.warning(
+            "%s runs in pieces, each planned by itself: %s of the piece's own peak, or as little as it can take. What "
+            "the pieces keep for each other counts in none of them. It cannot be planned as a whole: %s",
+            *(getattr(self._fn, "__qualname__", type(self._fn).__name__), request.budget, error),
+        )
+        self._in_pieces = self._capture.Captured(
+            self._fn, request, self._resident_bytes, self._device, self.plans, in_pieces=True
+        )
+
+
+def _optimizer_bytes(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], optimizer: torch.optim.Optimizer
+) -> int:
+    """Bytes of an optimizer's state, those that it makes at its first update counted."""
+    graph = trace(lambda: loss_in(fn(*args, **kwargs)), optimizer=optimizer)
+    return sum(
+        graph.tensors[number].size_bytes for number in graph.inputs if graph.tensors[number].role == "optimizer_state"
+    )
 
 
 class Compiled:
-    """What ``compile`` returns.
+    """What ``compile`` returns with ``backend="inductor"``.
 
     Args:
         fn: returns the loss.
@@ -114,6 +299,7 @@ class Compiled:
             self._error = error
             raise
         values = {one.name: getattr(found, one.name) for one in dataclasses.fields(Plan)}
+        values["mode"] = "inductor"
         plain_bytes = candidate.plain_peak.expected_bytes
         self.plans.append(CompiledPlan(**values, graph=candidate.graph, compiled_peak_bytes=plain_bytes))
         return modules

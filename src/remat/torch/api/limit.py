@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 
@@ -27,6 +27,7 @@ def limit_memory(
     loss_fn: Callable[..., Any] | None = None,
     budget: int | str = "60%",
     *,
+    mode: Literal["eager", "graph"] = "eager",
     on_change: OnChange = "replan",
     strict: bool = False,
     **options: Any,
@@ -46,28 +47,60 @@ def limit_memory(
     Args:
         loss_fn: returns the loss, a mapping with "loss", or a tuple that begins with it. None gives a decorator.
         budget: as ``plan`` takes it. A share means one of the first plan's plain step.
+        mode: "eager" watches the operators of the step, as ``apply`` does; "graph" captures the function and runs the
+            plan itself, as ``compile(backend="aten")`` does, with the same numbers at less cost on the host. What
+            cannot be captured then runs as with "eager", and a warning says why.
         on_change: what happens to a step that departs from its plan, with tensors of other shapes or through another
             branch: "replan" plans such steps too, up to three plans for the same shapes; "keep" runs them under the
             first plan, where they keep what plain PyTorch keeps from the place on where they depart. "replan" also
             plans once more, for what it really took, a step whose first run takes more than the budget.
         strict: raise an error, from the backward pass, where the budget does not hold then either; else this is logged
             as a warning, once.
-        **options: passed on to ``plan``.
+        **options: passed on to ``plan``; with mode="graph" to ``compile``.
 
     Returns:
-        A function like ``loss_fn``, with the plans made so far in ``plans``.
+        A function like ``loss_fn``, with the plans made so far in ``plans``. Each plan's ``mode`` says how it is
+        carried out.
 
     Raises:
         InvalidBudget: if the budget cannot be read.
         PlanMismatch: with ``strict``, from the backward pass of a step that takes more than the budget.
-        ValueError: for another ``on_change``.
+        ValueError: for another ``on_change`` or ``mode``, and for "keep" in graph mode, which plans what it captures.
     """
+    if mode not in ("eager", "graph"):
+        raise ValueError(f'mode={mode!r} is unknown; it is "eager" or "graph"')
     plans_again = replans(on_change)
+    if mode == "graph" and on_change == "keep":
+        raise ValueError(
+            'on_change="keep" needs mode="eager"; graph mode plans each combination of shapes that it meets'
+        )
     check_budget(budget)
     if loss_fn is None:
-        return functools.partial(limit_memory, budget=budget, on_change=on_change, strict=strict, **options)
-    function = loss_fn
-    limit = _Limit(function, budget, plans_again, strict, options)
+        return functools.partial(limit_memory, budget=budget, mode=mode, on_change=on_change, strict=strict, **options)
+    if mode == "graph":
+        return _in_graph_mode(loss_fn, budget, strict, options)
+    return eagerly(loss_fn, budget, plans_again, strict, options, [])
+
+
+def eagerly(
+    function: Callable[..., Any],
+    budget: int | str,
+    plans_again: bool,
+    strict: bool,
+    options: dict[str, Any],
+    plans: list[Any],
+) -> Any:
+    """What ``limit_memory`` returns in eager mode; the arguments are its own.
+
+    Args:
+        function: returns the loss.
+        budget: in bytes or as a share.
+        plans_again: is a step that departs from its plan planned?
+        strict: is a step over its budget an error?
+        options: passed on to ``plan``.
+        plans: where plans are added as they are made.
+    """
+    limit = _Limit(function, budget, plans_again, strict, options, plans)
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -76,7 +109,22 @@ def limit_memory(
         with limit.applied_for(args, kwargs):
             return function(*args, **kwargs)
 
-    run.plans = limit.plans  # type: ignore[attr-defined]
+    run.plans = plans  # type: ignore[attr-defined]
+    return run
+
+
+def _in_graph_mode(function: Callable[..., Any], budget: int | str, strict: bool, options: dict[str, Any]) -> Any:
+    from remat.torch.api.compile import compile  # It falls back on ``eagerly``.
+
+    resident = {id(t.untyped_storage()): t.untyped_storage().nbytes() for t in options.pop("resident", ())}
+    options["resident_bytes"] = options.get("resident_bytes", 0) + sum(resident.values())
+    compiled: Any = compile(function, budget=budget, backend="aten", strict=strict, first_share=True, **options)
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return compiled(*args, **kwargs) if torch.is_grad_enabled() else function(*args, **kwargs)
+
+    run.plans = compiled.plans  # type: ignore[attr-defined]
     return run
 
 
@@ -84,7 +132,13 @@ class _Limit:
     """The plans of one function, made as calls come."""
 
     def __init__(
-        self, loss_fn: Callable[..., Any], budget: int | str, replans: bool, strict: bool, options: dict[str, Any]
+        self,
+        loss_fn: Callable[..., Any],
+        budget: int | str,
+        replans: bool,
+        strict: bool,
+        options: dict[str, Any],
+        plans: list[StepPlan],
     ) -> None:
         self._loss_fn = loss_fn
         self._budget = budget
@@ -93,7 +147,7 @@ class _Limit:
         self._options = options
         self._corrected: set[Any] = set()
         self._applied: dict[Any, list[Applied]] = {}
-        self.plans: list[StepPlan] = []
+        self.plans = plans
 
     def applied_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Applied:
         """The plan for a call with these arguments."""
@@ -131,10 +185,7 @@ class _Limit:
 
     def _plan(self, args: tuple[Any, ...], kwargs: dict[str, Any], excess_bytes: int) -> StepPlan:
         def loss_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            result = self._loss_fn(*args, **kwargs)
-            if isinstance(result, Mapping):
-                return result["loss"]
-            return result[0] if isinstance(result, tuple) else result
+            return loss_in(self._loss_fn(*args, **kwargs))
 
         # Later steps may be smaller; a share stays one of the first.
         budget = self.plans[0].budget_bytes if self.plans else self._budget
@@ -144,6 +195,13 @@ class _Limit:
         if len(self.plans) > 1:
             _log.info("Planned again for a step that departs from the earlier plans:\n%s", found)
         return found
+
+
+def loss_in(result: Any) -> Any:
+    """The loss in what a function returned: the loss itself, a mapping with "loss", or a tuple that begins with it."""
+    if isinstance(result, Mapping):
+        return result["loss"]
+    return result[0] if isinstance(result, tuple) else result
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -177,6 +177,7 @@ class EagerCandidate(Candidate):
             overhead_lower_bound=min(plan.overhead_lower_bound, run.overhead),
             lower_bound_meaning=plan.lower_bound_meaning,
             plan_seconds=plan.plan_seconds,
+            mode="eager",
         )
         values = {one.name: getattr(figures, one.name) for one in dataclasses.fields(Plan)}
         return StepPlan(**values, step=self.step, directions=directions_of(self.step, order, self._units))

@@ -13,29 +13,22 @@ from remat.torch.emit.recipes import new_storages, tensors_in
 from remat.torch.trace import cpu_scratch
 
 
-class StepMeter(_private.TorchDispatchMode):
-    """Counts the storages that one step makes, from the start of its forward pass to the end of its backward pass.
+class StorageMeter(_private.TorchDispatchMode):
+    """Counts the storages that are made while this is entered, which may be several times, as long as they live.
 
     Storages are seen as operators return them, and gone when PyTorch frees them. To these come the scratch memory that
     ``trace.cpu_scratch`` knows.
 
-    Args:
-        done: called after the backward pass.
-
     Attributes:
-        peak_bytes: the most that lived at once, without what was there before the step.
+        peak_bytes: the most that lived at once, without what was there before.
     """
 
-    def __init__(self, done: Callable[[StepMeter], None]) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.peak_bytes = 0
-        self._done = done
         self._bytes = 0
         self._alive: dict[int, weakref.ref[Any]] = {}
-        self._is_read = False
         self._is_over = False
-        self._thread = threading.get_ident()
-        _private.around_backward_passes(self._around)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -66,6 +59,26 @@ class StepMeter(_private.TorchDispatchMode):
         self._alive[key] = weakref.ref(storage, gone)
         self._bytes += size_bytes
 
+    def stop(self) -> None:
+        """Count no more."""
+        self._is_over = True
+        self._alive.clear()
+
+
+class StepMeter(StorageMeter):
+    """Counts the storages that one step makes, from the start of its forward pass to the end of its backward pass.
+
+    Args:
+        done: called after the backward pass.
+    """
+
+    def __init__(self, done: Callable[[StepMeter], None]) -> None:
+        super().__init__()
+        self._done = done
+        self._is_read = False
+        self._thread = threading.get_ident()
+        _private.around_backward_passes(self._around)
+
     def unpack(self, packed: Any) -> Any:
         """Called by autograd when a backward node reads what it saved."""
         self._is_read = True
@@ -87,6 +100,5 @@ class StepMeter(_private.TorchDispatchMode):
 
     def stop(self) -> None:
         """Count no more; a backward pass that is still to come goes by unseen."""
-        self._is_over = True
-        self._alive.clear()
+        super().stop()
         _private.no_longer_around_backward_passes(self._around)

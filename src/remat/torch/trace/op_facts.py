@@ -140,6 +140,11 @@ def may_repeat(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], 
     return True
 
 
+def may_repeat_draw(func: OpOverload) -> bool:
+    """May a random call run a second time, with the default generator in the state in which it was before the first?"""
+    return _is_repeatable(func, False) and not _private.is_mutable(func)
+
+
 def _generator_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The CPU generator that a random call draws from; False for one of another device."""
     place = next(n for n, a in enumerate(func._schema.arguments) if a.name == "generator")

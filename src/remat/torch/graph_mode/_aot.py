@@ -1,0 +1,177 @@
+"""Every symbol of Dynamo and AOTAutograd that graph mode uses; ``tests/torch/test_torch_private.py`` checks each.
+
+Importing this imports Dynamo, which takes a second or two: only graph mode does so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import torch
+import torch._decomp.decompositions
+import torch._refs  # With the line above: all kernels in Python are there before they are taken away.
+from torch import fx
+from torch._C import DispatchKey
+from torch._dynamo import config as dynamo_config
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
+from torch._functorch import config as functorch_config
+from torch._guards import TracingContext
+from torch._ops import OpOverload, OpOverloadPacket
+
+from remat.torch._private import tree_leaves
+from remat.torch.graph_mode.recurrent import lstm
+
+__all__ = ["BackendCompilerFailed", "TorchDynamoException", "backend"]
+
+Partition: TypeAlias = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
+CompilePart: TypeAlias = Callable[[fx.GraphModule], Callable[[list[Any]], Any]]
+
+_engine: Any = torch._C
+_LSTM: Any = torch.ops.aten.lstm.input
+
+# The backward pass is compiled together with the forward pass, not when it first runs: memory is planned for both.
+_AT_ONCE = {
+    name: True for name in ("force_non_lazy_backward_lowering",) if hasattr(functorch_config, name)
+}  # PyTorch 2.13 has it.
+
+# Kernels of these keys stand between the caller and the operators that eager PyTorch runs.
+_ABOVE_OPERATORS = (DispatchKey.CompositeImplicitAutograd, DispatchKey.Autograd)
+
+
+def backend(
+    partition: Partition, compile_forward: CompilePart, compile_backward: CompilePart, compile_alone: CompilePart
+) -> Callable[..., Any]:
+    """A backend for ``torch.compile`` that has AOTAutograd trace a joint graph of eager PyTorch's own operators.
+
+    Args:
+        partition: is given the joint graph and makes a forward and a backward module of it.
+        compile_forward: makes a function of the forward module; it takes a list of arguments, which it empties.
+        compile_backward: the same for the backward module.
+        compile_alone: the same for a graph without a backward pass.
+    """
+
+    def compiler(compile_part: CompilePart) -> Callable[..., Any]:
+        def run(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+            function: Any = compile_part(module)
+            function._boxed_call = True
+            return function
+
+        return run
+
+    def run_backward(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        context = TracingContext.try_get()
+        if context is not None and context.fw_metadata is not None:
+            # Otherwise AOTAutograd refuses ``retain_graph=True``.
+            context.fw_metadata.bw_donated_idxs = []
+        return compiler(compile_backward)(module, inputs)
+
+    traced = aot_autograd(
+        fw_compiler=compiler(compile_forward),
+        bw_compiler=run_backward,
+        inference_compiler=compiler(compile_alone),
+        partition_fn=partition,
+        decompositions={},
+    )
+
+    def compile_with(module: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+        with _eager_kernels(), functorch_config.patch(_AT_ONCE):
+            return traced(module, inputs)
+
+    return compile_with
+
+
+_WHILE_CAPTURING = {
+    # Dynamo refuses recurrent layers otherwise.
+    "allow_rnn": True,
+    # Combinations of shapes, each with a plan of its own. A judgement: Dynamo's own limit, 8, is soon reached where the
+    # length of sequences varies. Beyond the limit all calls run eagerly.
+    "recompile_limit": 64,
+}
+
+
+@contextmanager
+def capturing() -> Iterator[None]:
+    """Inside, Dynamo captures what graph mode can run."""
+    before = {name: getattr(dynamo_config, name) for name in _WHILE_CAPTURING if hasattr(dynamo_config, name)}
+    for name in before:
+        setattr(dynamo_config, name, _WHILE_CAPTURING[name])
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(dynamo_config, name, value)
+
+
+@contextmanager
+def _eager_kernels() -> Iterator[None]:
+    """Inside, what PyTorch writes in Python about an operator does not replace what it does in C++.
+
+    While it traces, PyTorch asks kernels in Python first: dropout, products of many dimensions and resampling then
+    become other operators than eager PyTorch runs, and gradients differ in their last bits.
+    """
+    removed: list[tuple[OpOverload, DispatchKey, Any]] = []
+    try:
+        for packet in list(vars(torch.ops.aten).values()):
+            if not isinstance(packet, OpOverloadPacket):
+                continue
+            for overload in list(vars(packet).values()):
+                if isinstance(overload, OpOverload):
+                    for key in _ABOVE_OPERATORS:
+                        kernel = overload.py_kernels.pop(key, None)
+                        if kernel is not None:
+                            removed.append((overload, key, kernel))
+                            overload._dispatch_cache.clear()
+        for key in _ABOVE_OPERATORS:
+            _LSTM.py_kernels[key] = lstm
+        _LSTM._dispatch_cache.clear()
+        yield
+    finally:
+        for key in _ABOVE_OPERATORS:
+            _LSTM.py_kernels.pop(key, None)
+        _LSTM._dispatch_cache.clear()
+        for overload, key, kernel in removed:
+            overload.py_kernels[key] = kernel
+            overload._dispatch_cache.clear()
+
+
+def overwritten_inputs(joint: fx.GraphModule) -> set[fx.Node]:
+    """The inputs of a joint graph that AOTAutograd writes to, in the graph or after it."""
+    (output,) = joint.graph.find_nodes(op="output")
+    descriptions = output.meta.get("desc", ())
+    written = {id(d.mutated_input) for d in tree_leaves(descriptions) if hasattr(d, "mutated_input")}
+    found = set()
+    for node in joint.graph.find_nodes(op="placeholder"):
+        is_target = any(user.target is torch.ops.aten.copy_.default and user.args[0] is node for user in node.users)
+        if is_target or id(node.meta.get("desc")) in written:
+            found.add(node)
+    return found
+
+
+def roles_of(joint: fx.GraphModule, static: Sequence[int]) -> dict[fx.Node, str]:
+    """Roles of the inputs of a joint graph.
+
+    Args:
+        joint: the graph.
+        static: places of the inputs that are the same in every step, parameters and buffers.
+    """
+    (output,) = joint.graph.find_nodes(op="output")
+    differentiated = {d.grad_of for d in tree_leaves(output.meta.get("desc", ())) if hasattr(d, "grad_of")}
+    found = {}
+    for place, node in enumerate(joint.graph.find_nodes(op="placeholder")):
+        is_parameter = node.meta.get("desc") in differentiated
+        found[node] = "batch" if place not in static else "parameter" if is_parameter else "state"
+    return found
+
+
+def layer_of(node: fx.Node) -> str:
+    """The path of the module that a node belongs to, as Dynamo writes it."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    return str(list(stack.values())[-1][0]) if stack else ""
+
+
+def below_autograd() -> Any:
+    """A context in which operators go straight to their kernels: nothing is noted for a backward pass."""
+    return _engine._AutoDispatchBelowAutograd()

@@ -1,0 +1,96 @@
+"""A joint graph as a candidate for ``remat.fit``: what the planner counts is what runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+from torch import fx
+
+from remat.core.graph import Graph
+from remat.core.plan import Plan
+from remat.core.simulator import simulate
+from remat.fit.candidate import Candidate
+from remat.fit.fit import fit
+from remat.fit.loop import Rounds
+from remat.fit.peaks import PeakRange
+from remat.fit.request import Request
+from remat.running.cost_model import get_profile
+from remat.torch.graph_mode import nodes
+from remat.torch.graph_mode.joint_step import joint_step
+from remat.torch.graph_mode.program import Program, program_of
+from remat.torch.trace.trace import default_profile
+
+
+class GraphCandidate(Candidate):
+    """A step as graph mode runs it: each operator at its place in the schedule, each tensor dropped at its last read.
+
+    Args:
+        joint: the joint graph of forward and backward pass, as AOTAutograd traced it. It is changed.
+        options: those with which AOTAutograd calls a partitioner.
+        resident_bytes: what lies on the device beside the step, given the bytes of the step's gradients.
+        device: profile for the predicted times.
+    """
+
+    # The real peak is the planner's, so that a second round would say the same.
+    rounds: ClassVar[Rounds] = Rounds(1, 2)
+
+    def __init__(
+        self,
+        joint: fx.GraphModule,
+        options: Mapping[str, Any],
+        resident_bytes: Callable[[int], int],
+        device: str | None,
+    ) -> None:
+        nodes.with_fills(joint)
+        nodes.without_idle_views(joint, options["num_fwd_outputs"])
+        joint.graph.eliminate_dead_code(lambda node: node.is_impure() or bool(nodes.statistics_of(node)))
+        self._joint = joint
+        self._forward_outputs: int = options["num_fwd_outputs"]
+        placeholders = joint.graph.find_nodes(op="placeholder")
+        types = [nodes.device_of(node).type for node in placeholders]
+        profile = get_profile(device or default_profile(next((one for one in types if one != "cpu"), "cpu")))
+        static = options.get("static_lifetime_input_indices") or ()
+        self._step = joint_step(joint, self._forward_outputs, profile, static)
+        graph = self.graph
+        gradients = {
+            graph.roots[number]
+            for number in graph.outputs
+            if graph.ops[graph.producer[number] or 0].phase == "backward"
+        }
+        self.resident_bytes = resident_bytes(sum(graph.tensors[number].size_bytes for number in gradients))
+        self._plain_peak = PeakRange.exactly(simulate(self.graph, self.graph.plain_schedule).peak_bytes)
+
+    @property
+    def graph(self) -> Graph:
+        """The joint graph, an op for each operator."""
+        return self._step.graph
+
+    @property
+    def plain_peak(self) -> PeakRange:
+        """The peak with nothing recomputed."""
+        return self._plain_peak
+
+    def real_peak(self, plan: Plan) -> PeakRange:
+        """The simulator's, since every allocation and release is written down."""
+        return PeakRange.exactly(plan.peak_bytes)
+
+    def first_guess(self, target_bytes: int) -> int:
+        """The planner counts what runs."""
+        return target_bytes
+
+    def fitted(self, request: Request) -> Plan:
+        """The cheapest plan found that stays within the budget of a request, or the plan that it brings.
+
+        Raises:
+            InfeasibleBudget: if no plan fits.
+            PlanMismatch: where the request's plan is for another step.
+        """
+        if request.plan is not None:
+            request.plan.check_graph(self.graph)
+            return request.plan
+        return fit(self, request)
+
+    def program(self, plan: Plan) -> Program:
+        """Both passes under a plan."""
+        return program_of(self._joint, self._step, plan.schedule, self._forward_outputs)

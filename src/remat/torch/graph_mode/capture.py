@@ -1,0 +1,221 @@
+"""A loss function -> functions that run its steps under a plan each: Dynamo captures, AOTAutograd differentiates.
+
+Dynamo's guards see to it that a call with other shapes, or through another branch, is captured anew and gets a plan of
+its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import fx
+
+from remat.core.errors import InfeasibleBudget, PlanMismatch, RematError
+from remat.core.graph import Graph
+from remat.core.plan import Plan
+from remat.fit.first_step import broken_budget, exceeds
+from remat.fit.request import Request
+from remat.torch import _private
+from remat.torch.emit.first_step import StorageMeter
+from remat.torch.graph_mode import _aot
+from remat.torch.graph_mode.calls import Calls
+from remat.torch.graph_mode.candidate import GraphCandidate
+from remat.torch.graph_mode.source import function_of
+
+_log = logging.getLogger("remat")
+
+_NUMBER: Final = "remat_step"  # Where a module carries the number of its step to the point where it is compiled.
+
+NOT_CAPTURED: Final = (_aot.TorchDynamoException, _aot.BackendCompilerFailed)
+"""What ``Captured`` raises where a function cannot be captured as one graph."""
+
+
+@dataclass(frozen=True)
+class GraphPlan(Plan):
+    """A plan that graph mode carries out.
+
+    Attributes:
+        graph: the step that the plan is for: ``remat.simulate(plan.graph, plan.schedule)`` shows its memory over time.
+        forward_source: the forward pass as Python code.
+        backward_source: the backward pass as Python code.
+    """
+
+    graph: Graph = field(kw_only=True, repr=False, compare=False)
+    forward_source: str = field(default="", kw_only=True, repr=False, compare=False)
+    backward_source: str = field(default="", kw_only=True, repr=False, compare=False)
+
+    __str__ = Plan.__str__
+
+
+class Captured:
+    """A function that returns a loss, captured and planned call by call.
+
+    Args:
+        fn: the function.
+        request: what each capture is planned for.
+        resident_bytes: what lies on the device beside the step, given the bytes of the step's gradients.
+        device: profile for the predicted times.
+        plans: where the plan of each capture that has a backward pass is added.
+        strict: is a step over its budget an error?
+        first_share: is a share one of the first plan's plain step?
+        in_pieces: may the function be captured as several graphs, with what cannot be captured in between? Each is then
+            planned by itself, as well as it can be.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        request: Request,
+        resident_bytes: Callable[[int], int],
+        device: str | None,
+        plans: list[Any],
+        *,
+        strict: bool = False,
+        first_share: bool = False,
+        in_pieces: bool = False,
+    ) -> None:
+        self._in_pieces = in_pieces
+        self._plans = plans
+        self._request = request
+        self._resident_bytes = resident_bytes
+        self._device = device
+        self._strict = strict
+        self._first_share = first_share
+        self._calls = Calls()
+        self._error: RematError | None = None
+        self._steps: list[_PlannedStep] = []
+        backend = _aot.backend(self._partition, self._compile_forward, self._compile_backward, self._compile_alone)
+        self._compiled = torch.compile(fn, backend=backend, fullgraph=not in_pieces, dynamic=False)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the function.
+
+        Raises:
+            InfeasibleBudget: at the first call with new shapes, if no plan fits; it names the smallest budget.
+            UnsupportedStep: where shapes are not known beforehand.
+            TorchDynamoException: where the function cannot be captured as one graph.
+        """
+        self._error = None
+        try:
+            with _aot.capturing():
+                return self._compiled(*args, **kwargs)
+        except _aot.BackendCompilerFailed:
+            if self._error is None:
+                raise
+            # Its traceback leads through all of Dynamo, and holds on to what was traced.
+            raise self._error.with_traceback(None) from None
+
+    def _partition(
+        self, joint: fx.GraphModule, joint_inputs: Any, **options: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        request = self._request
+        if self._first_share and self._plans:
+            request = dataclasses.replace(request, budget=self._plans[0].budget_bytes)
+        try:
+            candidate = GraphCandidate(joint, options, self._resident_bytes, self._device)
+            found = self._fitted(candidate, request)
+            program = candidate.program(found)
+        except RematError as error:
+            self._error = error
+            raise
+        values = {one.name: getattr(found, one.name) for one in dataclasses.fields(Plan)}
+        plan = GraphPlan(**{**values, "mode": "graph", "measured_peak_bytes": None}, graph=candidate.graph)
+        self._plans.append(plan)
+        for module in (program.forward, program.backward):
+            module.meta[_NUMBER] = len(self._steps)
+        self._steps.append(_PlannedStep(plan, program.donated, candidate.resident_bytes, self._strict))
+        return program.forward, program.backward
+
+    def _fitted(self, candidate: GraphCandidate, request: Request) -> Plan:
+        try:
+            return candidate.fitted(request)
+        except InfeasibleBudget as error:
+            if not self._in_pieces:
+                raise
+            return candidate.fitted(dataclasses.replace(request, budget=error.minimum_bytes))
+
+    def _compile_forward(self, module: fx.GraphModule) -> Callable[[list[Any]], Any]:
+        step = self._step_of(module)
+        function = function_of(module, self._calls, "forward")
+        object.__setattr__(step.plan, "forward_source", function.source)  # type: ignore[attr-defined]
+        return step.forward(function)
+
+    def _compile_backward(self, module: fx.GraphModule) -> Callable[[list[Any]], Any]:
+        step = self._step_of(module)
+        function = function_of(module, self._calls, "backward")
+        object.__setattr__(step.plan, "backward_source", function.source)  # type: ignore[attr-defined]
+        return step.backward(function)
+
+    def _step_of(self, module: fx.GraphModule) -> _PlannedStep:
+        """The step that a module is a pass of; other captures may have come since it was parted."""
+        number: int = module.meta.get(_NUMBER, -1)
+        return self._steps[number]
+
+    def _compile_alone(self, module: fx.GraphModule) -> Callable[[list[Any]], Any]:
+        return function_of(module, self._calls, "forward")
+
+
+class _PlannedStep:
+    """Both passes of one capture; the first step is measured.
+
+    Args:
+        plan: of the step.
+        donated: places of saved tensors that the backward pass writes over.
+        resident_bytes: what lies on the device beside the step.
+        strict: is a first step over its budget an error?
+    """
+
+    def __init__(self, plan: GraphPlan, donated: tuple[int, ...], resident_bytes: int, strict: bool) -> None:
+        self.plan = plan
+        self._strict = strict
+        self._resident_bytes = resident_bytes
+        self._donated = donated
+        self._meter: StorageMeter | None = None
+
+    def forward(self, function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+        """The forward pass, given its function."""
+
+        def run(args: list[Any]) -> Any:
+            if self.plan.measured_peak_bytes is not None:
+                return function(args)
+            if self._meter is not None:
+                self._meter.stop()  # Its step had no backward pass, or has it together with this one.
+            self._meter = StorageMeter()
+            with self._meter:
+                return function(args)
+
+        return run
+
+    def backward(self, function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+        """The backward pass, given its function."""
+
+        def run(args: list[Any]) -> Any:
+            if self._donated and _private.keeps_graph():
+                for place in self._donated:
+                    args[place] = args[place].clone()
+            meter = self._meter
+            if meter is None:
+                return function(args)
+            with meter:
+                gradients = function(args)
+            self._measured(meter)
+            return gradients
+
+        return run
+
+    def _measured(self, meter: StorageMeter) -> None:
+        meter.stop()
+        self._meter = None
+        plan = self.plan
+        measured_bytes = plan.graph.pinned_bytes + self._resident_bytes + meter.peak_bytes
+        plan.set_measured_peak(measured_bytes)
+        if exceeds(plan, measured_bytes):
+            message = broken_budget(plan, measured_bytes, None)
+            if self._strict:
+                raise PlanMismatch(message)
+            _log.warning("%s. This is said once.", message)
