@@ -57,10 +57,6 @@ def test_unknown_shapes():
         remat.jax.trace(jnp.sin, jax.ShapeDtypeStruct((size, 3), jnp.float32))
 
 
-def test_names_instead_of_positions_of_donated_arguments():
-    with pytest.raises(remat.UnsupportedStep, match="takes static_argnums and donate_argnums"):
-        remat.jax.jit(jnp.sum, budget="50%", donate_argnames="a")
-
 
 def test_no_time_is_no_time(monkeypatch):
     limits = []
@@ -75,7 +71,7 @@ def test_no_time_is_no_time(monkeypatch):
         ours = remat.jax.value_and_grad(case.loss, budget="100%", time_limit_s=given)
         jax.jit(ours).lower(*case.args)
     assert limits[0] == 0
-    assert limits[-1] > 0
+    assert limits[-1] is None
 
 
 def test_no_measured_run():

@@ -89,6 +89,11 @@ def is_traced(value: Any) -> bool:
     return isinstance(value, jax.core.Tracer)
 
 
+def is_batched(value: Any) -> bool:
+    """Does a value stand for one example of an array that ``vmap`` maps over?"""
+    return isinstance(value, batching.BatchTracer)
+
+
 def with_constants_as_arguments(closed: ClosedJaxpr) -> ClosedJaxpr:
     """The same computation with what it captured as its first arguments."""
     return ClosedJaxpr(partial_eval.convert_constvars_jaxpr(closed.jaxpr), [])

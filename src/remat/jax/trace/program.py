@@ -16,6 +16,7 @@ from typing import Any, Final, TypeAlias
 
 import jax
 
+from remat.core.errors import UnsupportedStep
 from remat.jax import _private
 from remat.jax._private import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from remat.jax.context import for_a_plan
@@ -317,7 +318,17 @@ def name_of(equation: Equation) -> str | None:
 
 
 def trace_jaxpr(function: Any, arguments: Sequence[Any]) -> tuple[ClosedJaxpr, Any]:
-    """The jaxpr of ``function(*arguments)``, and the structure of what it returns. Nothing runs."""
+    """The jaxpr of ``function(*arguments)``, and the structure of what it returns. Nothing runs.
+
+    Raises:
+        UnsupportedStep: where a policy of ``jax.checkpoint`` offloads values, which a plan would undo.
+    """
     with for_a_plan():
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
+    offloaded = op_facts.offloaded_values(closed.jaxpr)
+    if offloaded:
+        raise UnsupportedStep(
+            f"a policy of jax.checkpoint offloads {', '.join(offloaded)} to the host, which a plan cannot do: take the "
+            "policy away and let the plan decide, or leave the budget out and compile with jax.jit"
+        )
     return closed, jax.tree.structure(shapes)
