@@ -81,7 +81,9 @@ def test_static_arguments_and_keywords(name):
 
     assert_close(found, PLAIN[name](*args, depth=11, scale=2.0))
     assert ours.plan == plan
-    assert_close(ours.lower(*args, depth=10, scale=1.0).compile()(*args, scale=3.0), PLAIN[name](*args, depth=10, scale=3.0))
+    assert_close(
+        ours.lower(*args, depth=10, scale=1.0).compile()(*args, scale=3.0), PLAIN[name](*args, depth=10, scale=3.0)
+    )
 
 
 def test_static_arguments_by_name_or_position():
@@ -100,9 +102,11 @@ def test_donated_by_name():
     ours = remat.jax.jit(step, budget="90%", donate_argnames="weights", **GREEDY)
     by_number = remat.jax.jit(step, budget="90%", donate_argnums=0, **GREEDY)
     assert ours.plan_for(weights, x).schedule == by_number.plan_for(weights, x).schedule
-    assert ours.plan.peak_bytes == by_number.plan.peak_bytes < remat.jax.jit(step, budget="90%", **GREEDY).plan_for(
-        weights, x
-    ).peak_bytes
+    assert (
+        ours.plan.peak_bytes
+        == by_number.plan.peak_bytes
+        < remat.jax.jit(step, budget="90%", **GREEDY).plan_for(weights, x).peak_bytes
+    )
     expected = jax.jit(step)(weights, x)
     found = ours(jax.tree.map(jnp.copy, weights), x)
 

@@ -57,7 +57,6 @@ def test_unknown_shapes():
         remat.jax.trace(jnp.sin, jax.ShapeDtypeStruct((size, 3), jnp.float32))
 
 
-
 def test_no_time_is_no_time(monkeypatch):
     limits = []
 

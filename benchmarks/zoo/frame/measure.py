@@ -101,9 +101,7 @@ def _in_turns(lines: Sequence[Line]) -> dict[str, float]:
     return {method: statistics.median(own) for method, own in seconds.items()}
 
 
-def _record(
-    line: Line, times: dict[str, float], plain: Prepared | None, wanted: Sequence[Array]
-) -> dict[str, Any]:
+def _record(line: Line, times: dict[str, float], plain: Prepared | None, wanted: Sequence[Array]) -> dict[str, Any]:
     record: dict[str, Any] = {"method": line.method, "budget": line.budget}
     if line.prepared is None or plain is None:
         return record | {"error": line.error}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cached_property
 from typing import Final
 
@@ -21,6 +21,9 @@ from remat.fit.request import Request
 from remat.jax.peak import REFUSED
 from remat.jax.trace.program import Program, name_of
 from remat.jax.variants import Variant, Variants
+from remat.planners.chain.programme import BlockChain
+from remat.planners.replay.improve import without_idle_runs
+from remat.planners.view.problem import Problem
 from remat.planning.checkpoints import plan_with_checkpoints
 from remat.planning.find import find
 
@@ -72,6 +75,20 @@ class FunctionCandidate(Candidate):
     def find(self, budget_bytes: int, request: Request) -> Plan:
         """The cheapest plan over the variants."""
         return cheapest_plan(self._variants, budget_bytes, request)
+
+    def suggestions(self) -> Iterator[Plan]:
+        """The user's own regions under ``jax.checkpoint``, and a cut between any two blocks of the step."""
+        for variant in (self._variants[0],):
+            graph, problem = variant.graph, Problem.of(variant.graph)
+            if variant.held:
+                continue
+            own = [(at, again) for at, again in variant.program.regions if at > variant.turning_point]
+            if own:
+                schedule = without_idle_runs(problem, _with_regions(graph, own))
+                yield plan_for_schedule(graph, schedule, planner="jax.checkpoint")
+            blocks = BlockChain.of(problem).blocks
+            if blocks:
+                yield plan_with_checkpoints(graph, {storage for block in blocks for storage in block.checkpoint})
 
     def graph_of(self, plan: Plan) -> Graph:
         """The graph of the variant that a plan is for."""
@@ -154,6 +171,14 @@ class FunctionCandidate(Candidate):
             budget_bytes=peak.highest_bytes,
             baseline_peak_bytes=self.plain_peak.expected_bytes if share_of_bytes is None else share_of_bytes,
         )
+
+
+def _with_regions(graph: Graph, regions: Sequence[tuple[int, Sequence[int]]]) -> list[int]:
+    """The schedule in which each region computes again what it does not keep, right before its backward part."""
+    before: dict[int, list[int]] = {}
+    for at, again in regions:
+        before.setdefault(at, []).extend(number for number in again if graph.ops[number].recomputable)
+    return [number for op in range(len(graph.ops)) for number in (*before.get(op, ()), op)]
 
 
 def cheapest_plan(variants: Variants, budget_bytes: int, request: Request) -> Plan:

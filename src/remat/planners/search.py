@@ -78,9 +78,7 @@ class Search:
         def translate(schedule: Sequence[int]) -> tuple[int, ...]:
             return tuple(order[op] for op in schedule)
 
-        return Search(
-            self.problem.in_order(order), self.budget_bytes, self.deadline_s, self, translate, self.thorough
-        )
+        return Search(self.problem.in_order(order), self.budget_bytes, self.deadline_s, self, translate, self.thorough)
 
     def offer(self, schedule: Sequence[int]) -> int:
         """Judge a schedule; it becomes the best if it fits and costs less. Returns its peak in bytes."""
