@@ -187,7 +187,7 @@ def test_names_are_hints_beside_a_budget():
     for share in ("75%", "45%"):
         ours = remat.jax.value_and_grad(named, budget=share, checkpoints=["layer_1", "layer_2"], **GREEDY)
         assert_close(ours(*args), jax.value_and_grad(named)(*args))
-        assert 0 < ours.plan.recomputed
+        assert ours.plan.recomputed > 0
         assert ours.plan.peak_bytes <= ours.plan.budget_bytes
         again[share] = _recomputed_names(ours)
     assert not again["75%"] & {"layer_1", "layer_2"}
