@@ -60,9 +60,9 @@ def test_unknown_shapes():
 def test_no_time_is_no_time(monkeypatch):
     limits = []
 
-    def noted(graph, budget_bytes, planner, time_limit_s):
+    def noted(graph, budget_bytes, planner, time_limit_s, **options):
         limits.append(time_limit_s)
-        return find(graph, budget_bytes, planner, time_limit_s)
+        return find(graph, budget_bytes, planner, time_limit_s, **options)
 
     monkeypatch.setattr(candidate, "find", noted)
     case = mlp(layers=2)

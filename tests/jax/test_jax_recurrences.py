@@ -120,7 +120,8 @@ def test_both_directions_are_paired():
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in ("stacked", "two stacks") else pytest.param(name, marks=pytest.mark.slow) for name in LOSSES]
+    "name",
+    [name if name in ("stacked", "two stacks") else pytest.param(name, marks=pytest.mark.slow) for name in LOSSES],
 )
 def test_gradients_are_those_of_the_plain_loops(name):
     loss, count = LOSSES[name]

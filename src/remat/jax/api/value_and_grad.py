@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from typing import Any, overload
 
 import jax
 
-from remat.core.errors import UnsupportedStep
+from remat.core.errors import PlanMismatch, UnsupportedStep
 from remat.core.graph import Graph
 from remat.core.plan import Plan
 from remat.fit.request import Request
@@ -18,7 +19,7 @@ from remat.jax.api.arguments import Place, is_any_traced, jit_options_of, kinds_
 from remat.jax.api.jit import Jitted, jit
 from remat.jax.context import barriers_stay, current_tie
 from remat.jax.micro_batches import Split, loss_of_piece, quotient, summed_value_and_grad
-from remat.jax.planned import Follower, plan_function
+from remat.jax.planned import Follower, Planned, plan_function
 from remat.jax.planned_part import Transform, plan_part
 from remat.micro_batches.reduce import RATIO, sum_and_denominator
 
@@ -350,15 +351,19 @@ class Gradient(Follower):
     def _planned(self, function: Callable[..., Any], leaves: Sequence[Any], key: Any) -> Any:
         """A flat function that keeps the budget; under ``vmap`` the function of the whole batch does."""
         shapes = shapes_of(leaves)
+
+        def plan(request: Request) -> Planned:
+            return plan_function(function, leaves, request, current_tie(), shapes=shapes)
+
         if any(map(_private.is_batched, leaves)) and not _private.names_devices():
+            if self._request.plan is not None:  # It may be for one example.
+                with contextlib.suppress(PlanMismatch):
+                    return self._followed(key, plan)(leaves)
             closed = jax.make_jaxpr(function)(*shapes)
             # A function that captures values of another trace cannot be handed to JAX's rules for batches.
             if not is_any_traced(closed.consts):
                 return self._planned_for_a_batch(function, leaves, key)
-        planned = self._followed(
-            key, lambda request: plan_function(function, leaves, request, current_tie(), shapes=shapes)
-        )
-        return planned(leaves)
+        return self._followed(key, plan)(leaves)
 
     def _planned_for_a_batch(self, function: Callable[..., Any], leaves: Sequence[Any], key: Any) -> Any:
         one_example = jax.custom_batching.custom_vmap(function)

@@ -309,14 +309,15 @@ def offloaded_values(jaxpr: Jaxpr) -> list[str]:
     if not any(_fetches_from_host(eqn) for eqn in _all_equations(jaxpr)):
         return []
     named = {eqn.outvars[0]: str(eqn.params["name"]) for eqn in _all_equations(jaxpr) if eqn.primitive.name == "name"}
-    found: dict[str, None] = {}
-    for eqn in _all_equations(jaxpr):
-        if eqn.primitive.name == "device_put":
-            for read, made in zip(eqn.invars, eqn.outvars, strict=True):
-                if _memory_space(read) != _memory_space(made) and not isinstance(read, Literal):
-                    aval: Any = read.aval
-                    found[repr(named[read]) if read in named else f"{aval.dtype}{list(aval.shape)}"] = None
-    return sorted(found)[:_MOST_SHOWN]
+    moved: list[Any] = [
+        read
+        for eqn in _all_equations(jaxpr)
+        if eqn.primitive.name == "device_put"
+        for read, made in zip(eqn.invars, eqn.outvars, strict=True)
+        if _memory_space(read) != _memory_space(made) and not isinstance(read, Literal)
+    ]
+    names = {repr(named[var]) for var in moved if var in named}
+    return sorted(names or {f"{var.aval.dtype}{list(var.aval.shape)}" for var in moved})[:_MOST_SHOWN]
 
 
 _MOST_SHOWN: Final = 4  # Values in an error, which is one line.
