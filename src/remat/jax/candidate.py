@@ -61,7 +61,8 @@ class FunctionCandidate(Candidate):
     @property
     def graph(self) -> Graph:
         """The function as it is."""
-        return self._variants[0].graph
+        plain: Variant = self._variants[0]
+        return plain.graph
 
     @cached_property
     def plain_peak(self) -> PeakRange:

@@ -139,9 +139,9 @@ class Jitted(Follower):
             return fun(*args, **kwargs)
 
         compiled_with = {**own_options, **compiler_options("barrier")}
-        self._outermost = jax.jit(with_barriers, compiler_options=compiled_with or None, **options)
-        self._inner = jax.jit(inside_another, **options)
-        self._plain = jax.jit(plainly, **options)
+        self._outermost: Any = jax.jit(with_barriers, compiler_options=compiled_with or None, **options)
+        self._inner: Any = jax.jit(inside_another, **options)
+        self._plain: Any = jax.jit(plainly, **options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the compiled function; the first call with new shapes traces, plans and compiles."""

@@ -155,7 +155,7 @@ def grad(
     **options: Any,
 ) -> Any:
     """``jax.grad`` whose computation keeps a budget; takes what ``value_and_grad`` takes."""
-    made: Any = value_and_grad(fun, argnums, has_aux, **options)  # type: ignore[arg-type]
+    made: Any = value_and_grad(fun, argnums, has_aux, **options)
     return (lambda function: Grad(made(function), has_aux)) if fun is None else Grad(made, has_aux)
 
 
