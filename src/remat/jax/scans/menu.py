@@ -7,7 +7,6 @@ each chunk forward once more. Bytes and seconds are those of a model; they only 
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -95,22 +94,22 @@ def best_of(options: Sequence[Option]) -> list[Option]:
 def merged(menus: Sequence[Sequence[Option]]) -> list[tuple[Choice, ...]]:
     """One list of choices for several pairs, from most to least bytes: the next step is the one that saves most.
 
-    Each step takes one pair further down its menu. Of a menu beside others only the options on its convex hull are
-    taken, where each further byte costs more than the one before.
+    Each step takes one pair down its menu, from one option on its convex hull to the next: there each further byte
+    costs more than the one before. The options between the two come in between, for budgets that allow them.
     """
-    if len(menus) == 1:
-        return [(option.choice,) for option in menus[0]]
     hulls = [_hull(menu) for menu in menus]
     steps = [
         (_rate(before, after), number, place)
         for number, hull in enumerate(hulls)
-        for place, (before, after) in enumerate(itertools.pairwise(hull), 1)
+        for place, (before, after) in enumerate(zip(hull, hull[1:], strict=False), 1)
     ]
-    at = [0] * len(menus)
-    rows = [tuple(hull[0].choice for hull in hulls)]
+    at = [hull[0].choice for hull in hulls]
+    rows = [tuple(at)]
     for _, number, place in sorted(steps):
-        at[number] = place
-        rows.append(tuple(hull[own].choice for hull, own in zip(hulls, at, strict=True)))
+        menu, before, after = menus[number], hulls[number][place - 1], hulls[number][place]
+        for option in menu[menu.index(before) + 1 : menu.index(after) + 1]:
+            at[number] = option.choice
+            rows.append(tuple(at))
     return rows
 
 
