@@ -64,7 +64,9 @@ class Planned:
 
 
 class Follower:
-    """What is planned when it is traced, and follows the same plan when it is traced again.
+    """A function that is planned when JAX traces it.
+
+    When JAX traces it again for arguments of the same kinds, the plan that was made before is followed.
 
     Args:
         request: what the user asked for.
@@ -101,7 +103,7 @@ class Follower:
         return plan
 
     def _followed(self, key: Any, make: Callable[[Request], PlannedT]) -> PlannedT:
-        """What ``make`` plans for the request, in which the plan that was found before for the same key is known."""
+        """What ``make`` makes of the request; a plan that was found for the same key before is handed to it as known."""
         self._newest = newest = make(dataclasses.replace(self._request, known=self._plans.get(key)))
         self._plans[key] = newest.plan
         return newest

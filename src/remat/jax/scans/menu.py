@@ -7,6 +7,7 @@ each chunk forward once more. Bytes and seconds are those of a model; they only 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -101,7 +102,7 @@ def merged(menus: Sequence[Sequence[Option]]) -> list[tuple[Choice, ...]]:
     steps = [
         (_rate(before, after), number, place)
         for number, hull in enumerate(hulls)
-        for place, (before, after) in enumerate(zip(hull, hull[1:], strict=False), 1)
+        for place, (before, after) in enumerate(itertools.pairwise(hull), 1)
     ]
     at = [hull[0].choice for hull in hulls]
     rows = [tuple(at)]
