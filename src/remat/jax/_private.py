@@ -1,7 +1,7 @@
 """Every symbol of JAX that is not documented as public, in one place; ``tests/jax/test_jax_private.py`` checks each.
 
-This file finds all of them in JAX 0.9 and 0.10. Where the two versions differ, a comment says how. docs/versions.md says
-why JAX 0.9 is not supported nevertheless. JAX 0.8 cannot be supported: its ``VJPHiPrimitive`` is not told which
+This file finds all of them in JAX 0.9 and 0.10. Where the two versions differ, a comment says how. docs/versions.md
+says why JAX 0.9 is not supported nevertheless. JAX 0.8 cannot be supported: its ``VJPHiPrimitive`` is not told which
 arguments are differentiated, and ``recompute`` needs to know.
 """
 

@@ -36,7 +36,7 @@ def barriers_stay() -> Iterator[None]:
 
 
 def plan_decides() -> bool:
-    """Is the trace under way made for a plan? Then the plan decides what is recomputed, and the user's regions do not."""
+    """Is the trace under way made for a plan, which then decides in place of the user's regions?"""
     return bool(_decides.value == "plan")
 
 

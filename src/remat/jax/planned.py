@@ -103,7 +103,7 @@ class Follower:
         return plan
 
     def _followed(self, key: Any, make: Callable[[Request], PlannedT]) -> PlannedT:
-        """What ``make`` makes of the request; a plan that was found for the same key before is handed to it as known."""
+        """What ``make`` makes of the request, to which a plan found for the same key before is added as known."""
         self._newest = newest = make(dataclasses.replace(self._request, known=self._plans.get(key)))
         self._plans[key] = newest.plan
         return newest
