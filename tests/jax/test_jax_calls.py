@@ -230,3 +230,22 @@ def test_a_refusal_under_a_plain_jit_names_ours():
     with pytest.raises(remat.InfeasibleBudget) as caught:
         remat.jax.jit(ours).lower(weights, x)
     assert "in place of jax.jit" not in str(caught.value)
+
+
+@pytest.mark.parametrize("jit", [jax.jit, remat.jax.jit], ids=["jax.jit", "remat.jax.jit"])
+def test_the_example_of_the_readme_keeps_its_budget(jit):
+    """Sixteen layers within 70 %, whichever ``jit`` compiles them."""
+    weights = [jax.random.normal(key, (64, 64)) / 8 for key in jax.random.split(jax.random.key(0), 16)]
+    x = jnp.ones((1024, 64))
+
+    def plain_loss(weights, x):
+        for w in weights:
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x**2)
+
+    gradients = remat.jax.value_and_grad(plain_loss, budget="70%")
+    plain = remat.jax.measure(jit(jax.value_and_grad(plain_loss)), weights, x, repeats=1).peak_bytes
+    ours = remat.jax.measure(jit(gradients), weights, x, repeats=1).peak_bytes
+
+    assert ours == gradients.plan.peak_bytes <= 0.7 * plain
+    assert_close(jit(gradients)(weights, x), jax.value_and_grad(plain_loss)(weights, x))
