@@ -224,6 +224,8 @@ class LoopBody:
         options = []
         for inside in (most, least):
             own_bytes = self._bytes_of(inside.choice.stacked)
+            if not own_bytes:
+                continue  # There is nothing to stack for each iteration, so chunks cannot save anything.
             for chunks in dict.fromkeys(self._lengths(own_bytes)):
                 for part in _PARTS:
                     count = round(part * (self._length // chunks[0]))
