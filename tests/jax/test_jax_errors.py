@@ -57,17 +57,12 @@ def test_unknown_shapes():
         remat.jax.trace(jnp.sin, jax.ShapeDtypeStruct((size, 3), jnp.float32))
 
 
-def test_names_instead_of_positions_of_donated_arguments():
-    with pytest.raises(remat.UnsupportedStep, match="takes static_argnums and donate_argnums"):
-        remat.jax.jit(jnp.sum, budget="50%", donate_argnames="a")
-
-
 def test_no_time_is_no_time(monkeypatch):
     limits = []
 
-    def noted(graph, budget_bytes, planner, time_limit_s):
+    def noted(graph, budget_bytes, planner, time_limit_s, **options):
         limits.append(time_limit_s)
-        return find(graph, budget_bytes, planner, time_limit_s)
+        return find(graph, budget_bytes, planner, time_limit_s, **options)
 
     monkeypatch.setattr(candidate, "find", noted)
     case = mlp(layers=2)
@@ -75,7 +70,7 @@ def test_no_time_is_no_time(monkeypatch):
         ours = remat.jax.value_and_grad(case.loss, budget="100%", time_limit_s=given)
         jax.jit(ours).lower(*case.args)
     assert limits[0] == 0
-    assert limits[-1] > 0
+    assert limits[-1] is None
 
 
 def test_no_measured_run():

@@ -12,8 +12,8 @@ from jax_models import GREEDY, assert_close, normal, transformer
 
 import remat
 import remat.jax
-from remat.jax.candidate import variants_of
 from remat.jax.peak import Compiler, shape_of
+from remat.jax.variants import variants_of
 
 
 def planned(loss, budget, **options):

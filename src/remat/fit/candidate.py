@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Iterable
 from typing import ClassVar
 
 from remat.core.graph import Graph
@@ -54,6 +55,10 @@ class Candidate(abc.ABC):
             InfeasibleBudget: if it finds none; ``minimum_bytes`` is a budget for which it does.
         """
         return find(self.graph, budget_bytes, request.planner, self.time_limit_of_a_round_s(request), **request.options)
+
+    def suggestions(self) -> Iterable[Plan]:
+        """Plans that do not depend on the budget and are worth a look: what a user would do by hand."""
+        return ()
 
     def prove(self, plan: Plan, request: Request) -> Plan:
         """The plan with its proven bound."""

@@ -51,6 +51,7 @@ def fit(candidate: Candidate, request: Request, *, share_of_bytes: int | None = 
                 lambda planner_budget: candidate.find(planner_budget, request),
                 candidate.real_peak,
                 candidate.rounds,
+                candidate.suggestions,
             )
         except InfeasibleBudget as error:
             minimum_bytes = candidate.smallest_budget(min(error.minimum_bytes, plain.highest_bytes))

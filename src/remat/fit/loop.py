@@ -27,7 +27,14 @@ _SMALLEST_STEP: Final = 0.02  # The next guess is lower by at least this share o
 # When the planner's budget falls by one byte, the real peak falls by this much at least. Where two guesses say less,
 # they are taken for an accident: the next guess would be far too low.
 _SMALLEST_RATE: Final = 0.4
+# While nothing fits, the next guess is at least this share of the last one. A compiler's peak may hardly move over a
+# stretch of budgets, and then falls at once; a line through two such points leads to a budget that nothing keeps.
+_LARGEST_STEP: Final = 0.6
 _MOST_OF_THE_WAY: Final = 0.8  # Between a guess that fits and one that does not, the next is never closer to either.
+# A suggestion is tried where it takes less time by this share at least, and where its tensors need no more than so many
+# times the target: a compiler needs less than the tensors say at most by its fusions.
+_LITTLE_TIME: Final = 0.005
+_FAR_OVER: Final = 1.15
 # The schedule with the fewest bytes of tensors is not always the one with the smallest real peak. Schedules with a
 # little more take less time, so they are tried in this order.
 _NEAR_THE_SMALLEST: Final = (1.0, 1.02, 1.05, 1.1)
@@ -52,6 +59,7 @@ def plan_within(
     find: Callable[[int], Plan],
     real_peak: Callable[[Plan], PeakRange],
     rounds: Rounds,
+    suggestions: Callable[[], Iterable[Plan]] = tuple,
 ) -> Plan:
     """The cheapest plan found whose highest real peak is at most ``target_bytes``.
 
@@ -63,6 +71,7 @@ def plan_within(
         find: planner's budget -> plan; raises InfeasibleBudget.
         real_peak: plan -> what the device will show.
         rounds: how many plans may be tried.
+        suggestions: plans that do not depend on the budget; asked for where nothing fits, or to be had at less time.
 
     Returns:
         The plan, its ``peak_bytes`` being the real one that is expected.
@@ -80,9 +89,8 @@ def plan_within(
         highest = one.peak.highest_bytes
         if highest <= target_bytes and (highest >= target_bytes * (1 - _CLOSE_ENOUGH) or one.plan.overhead == 0):
             break
-        guess = _next_guess(target_bytes, tried)
-        if guess < 1:
-            break
+        guess = max(1, _next_guess(target_bytes, tried))
+    _try_suggestions(target_bytes, suggestions, real_peak, tried)
     binding_op = ""
     if not any(one.peak.highest_bytes <= target_bytes for one in tried):
         try:
@@ -140,6 +148,21 @@ def _try(
     return _Found(guess_bytes, plan, real_peak(plan))
 
 
+def _try_suggestions(
+    target_bytes: int,
+    suggestions: Callable[[], Iterable[Plan]],
+    real_peak: Callable[[Plan], PeakRange],
+    tried: list[_Found],
+) -> None:
+    """Try the suggestions that would be the cheapest plan so far and whose tensors alone do not forbid it."""
+    for plan in suggestions():
+        fitting = [one.plan.time_s for one in tried if one.peak.highest_bytes <= target_bytes]
+        is_cheaper = plan.time_s < (1 - _LITTLE_TIME) * min(fitting) if fitting else True
+        may_fit = plan.peak_bytes <= _FAR_OVER * target_bytes
+        if is_cheaper and may_fit and not any(one.is_of(plan) for one in tried):
+            tried.append(_Found(plan.peak_bytes, plan, real_peak(plan)))
+
+
 def _try_the_smallest(
     minimum_bytes: int,
     target_bytes: int,
@@ -180,7 +203,8 @@ def _next_guess(target_bytes: int, tried: Sequence[_Found]) -> int:
             fallen = failed[1].peak.highest_bytes - lowest.peak.highest_bytes
             rate = min(1.0, max(_SMALLEST_RATE, fallen / (failed[1].guess_bytes - lowest.guess_bytes)))
         excess = max(lowest.peak.highest_bytes - target_bytes, int(_SMALLEST_STEP * target_bytes))
-        return min(lowest.guess_bytes, lowest.plan.peak_bytes) - int(excess / rate)
+        below = min(lowest.guess_bytes, lowest.plan.peak_bytes)
+        return max(below - int(excess / rate), int(_LARGEST_STEP * below))
     fits = fitting[-1]
     room = target_bytes - fits.peak.highest_bytes
     above = [one for one in failed if one.guess_bytes > fits.guess_bytes]

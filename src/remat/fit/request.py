@@ -18,6 +18,8 @@ AUTO: Final = "auto"
 class Request:
     """What a user asked for: a budget, a plan to follow, or checkpoints to keep; nothing at all plans nothing.
 
+    Where a front end takes checkpoints beside a budget, they are hints: kept if the budget allows it.
+
     Attributes:
         budget: peak device bytes, as ``remat.plan`` takes it, or "auto" where a front end can tell a GPU's memory.
         plan: a plan to follow.
@@ -42,12 +44,18 @@ class Request:
         """Is anything to be planned?"""
         return self.budget is not None or self.plan is not None or self.checkpoints is not None
 
-    def check(self, caller: str, *, takes_auto: bool = True) -> Request:
+    @property
+    def hints(self) -> Any:
+        """Checkpoints that are kept only if the budget allows it; None where there are none."""
+        return self.checkpoints if self.budget is not None else None
+
+    def check(self, caller: str, *, takes_auto: bool = True, takes_hints: bool = False) -> Request:
         """Refuse at once what can only fail later; returns the request.
 
         Args:
             caller: the function that the user called, for the error.
             takes_auto: does it take the budget "auto"?
+            takes_hints: does it take checkpoints beside a budget?
 
         Raises:
             ValueError: for more than one of budget, plan and checkpoints, or for an unknown planner.
@@ -55,7 +63,7 @@ class Request:
             InvalidBudget: for a budget that cannot be read.
         """
         given = [name for name in ("budget", "plan", "checkpoints") if getattr(self, name) is not None]
-        if len(given) > 1:
+        if len(given) > 1 and not (takes_hints and given == ["budget", "checkpoints"]):
             raise ValueError(f"{caller} takes {given[0]}= or {given[1]}=, not both; leave one out")
         if self.budget is not None and not (takes_auto and self.budget == AUTO):
             check_budget(self.budget)

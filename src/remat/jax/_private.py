@@ -1,8 +1,8 @@
 """Every symbol of JAX that is not documented as public, in one place; ``tests/jax/test_jax_private.py`` checks each.
 
-They are where this file looks for them in JAX 0.9 to 0.10; what differs between these says so. docs/versions.md has why
-JAX 0.9 is not supported all the same. JAX 0.8 has no ``VJPHiPrimitive`` that is told which arguments are
-differentiated, which ``recompute`` needs.
+This file finds all of them in JAX 0.9 and 0.10. Where the two versions differ, a comment says how. docs/versions.md
+says why JAX 0.9 is not supported nevertheless. JAX 0.8 cannot be supported: its ``VJPHiPrimitive`` is not told which
+arguments are differentiated, and ``recompute`` needs to know.
 """
 
 from __future__ import annotations
@@ -80,13 +80,18 @@ def is_plain_call(eqn: JaxprEqn) -> bool:
 
 
 def names_devices() -> bool:
-    """Is the trace under way inside ``shard_map`` or another transformation that gives axes of devices a name?"""
+    """Does the trace under way name axes of devices or of a batch, as ``shard_map`` does?"""
     return bool(core.nonempty_axis_env())
 
 
 def is_traced(value: Any) -> bool:
     """Does a value stand for an array of a function that is being traced?"""
     return isinstance(value, jax.core.Tracer)
+
+
+def is_batched(value: Any) -> bool:
+    """Does a value stand for one example of an array that ``vmap`` maps over?"""
+    return isinstance(value, batching.BatchTracer)
 
 
 def with_constants_as_arguments(closed: ClosedJaxpr) -> ClosedJaxpr:

@@ -1,14 +1,13 @@
-"""The ways to write a traced function, and the search for the cheapest plan over all of them."""
+"""A traced function as ``remat.fit`` sees it: the search for the cheapest plan over all ways to write the function."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+import logging
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cached_property
-from typing import Any, Final
-
-import jax
+from typing import Final
 
 from remat.core.errors import InfeasibleBudget, UnsupportedStep
 from remat.core.graph import Graph
@@ -20,63 +19,21 @@ from remat.fit.loop import Rounds
 from remat.fit.peaks import PeakRange
 from remat.fit.request import Request
 from remat.jax.peak import REFUSED
-from remat.jax.scans.variants import FindReceived, scan_variants
-from remat.jax.trace.graph import graph_of_program
-from remat.jax.trace.program import Program, name_of, program_of, trace_jaxpr
+from remat.jax.trace.program import Program, name_of
+from remat.jax.variants import Variant, Variants
+from remat.planners.chain.programme import BlockChain
+from remat.planners.replay.improve import without_idle_runs
 from remat.planners.view.problem import Problem
 from remat.planning.checkpoints import plan_with_checkpoints
 from remat.planning.find import find
-from remat.running.cost_model import device_here, get_profile
 
-# The wall seconds of one round of planning, where the user gives none: so many for each op, between these two limits.
-# Judgements, not measured: a round also compiles once, which takes seconds for a step of a thousand ops. Less time
-# makes dearer plans; more makes the first call slower.
-_SECONDS_PER_OP: Final = 2e-3
-_LEAST_S: Final = 0.5
-_MOST_S: Final = 4.0
+_log = logging.getLogger("remat")
+
+AUTO_PLANNER: Final = "auto"
 
 _SHOWN: Final = 8  # Names in an error, which is one line.
 
 _SMALLEST_TIME_S: Final = 1e-300  # In place of a plain step that takes no time, by which nothing can be divided.
-
-
-@dataclass(frozen=True)
-class Variant:
-    """One way to write the function: as it is, or with loops that keep less.
-
-    Attributes:
-        program: the traced function.
-        graph: what planners see of it.
-        turning_point: the instruction that ends its forward part.
-    """
-
-    program: Program
-    graph: Graph
-    turning_point: int
-
-
-def variants_of(
-    function: Callable[..., Any],
-    arguments: Sequence[Any],
-    find_received: FindReceived | None = None,
-    kept_names: Sequence[str] = (),
-) -> tuple[list[Variant], Any]:
-    """A function as it is, then with loops that keep less and less; and the structure of what it returns.
-
-    Args:
-        function: takes the flat arguments.
-        arguments: arrays, tracers or shapes.
-        find_received: as in ``scan_variants``, where the arguments lie on several devices.
-        kept_names: as in ``program_of``.
-    """
-    closed, structure = trace_jaxpr(function, arguments)
-    profile = get_profile(device_here("cpu" if jax.default_backend() == "cpu" else "a100"))
-    variants = []
-    for one in (closed, *scan_variants(closed, profile, find_received)):
-        program = program_of(one, kept_names)
-        graph = graph_of_program(program, profile)
-        variants.append(Variant(program, graph, Problem.of(graph).turning_point))
-    return variants, structure
 
 
 class FunctionCandidate(Candidate):
@@ -93,18 +50,19 @@ class FunctionCandidate(Candidate):
 
     def __init__(
         self,
-        variants: Sequence[Variant],
+        variants: Variants,
         compiled_peak: Callable[[Plan], PeakRange],
-        traced: Sequence[Variant] = (),
+        traced: Variants | None = None,
     ) -> None:
-        self._variants = tuple(variants)
+        self._variants = variants
         self._compiled_peak = compiled_peak
-        self._traced = tuple(traced)
+        self._traced = variants if traced is None else traced
 
     @property
     def graph(self) -> Graph:
         """The function as it is."""
-        return self._variants[0].graph
+        plain: Variant = self._variants[0]
+        return plain.graph
 
     @cached_property
     def plain_peak(self) -> PeakRange:
@@ -119,9 +77,19 @@ class FunctionCandidate(Candidate):
         """The cheapest plan over the variants."""
         return cheapest_plan(self._variants, budget_bytes, request)
 
-    def time_limit_of_a_round_s(self, request: Request) -> float:
-        """What the user says, or else by the number of ops."""
-        return _time_limit_s(self.graph, request)
+    def suggestions(self) -> Iterator[Plan]:
+        """The user's own regions under ``jax.checkpoint``, and a cut between any two blocks of the step."""
+        for variant in (self._variants[0],):
+            graph, problem = variant.graph, Problem.of(variant.graph)
+            if variant.held:
+                continue
+            own = [(at, again) for at, again in variant.program.regions if at > variant.turning_point]
+            if own:
+                schedule = without_idle_runs(problem, _with_regions(graph, own))
+                yield plan_for_schedule(graph, schedule, planner="jax.checkpoint")
+            blocks = BlockChain.of(problem).blocks
+            if blocks:
+                yield plan_with_checkpoints(graph, {storage for block in blocks for storage in block.checkpoint})
 
     def graph_of(self, plan: Plan) -> Graph:
         """The graph of the variant that a plan is for."""
@@ -129,7 +97,13 @@ class FunctionCandidate(Candidate):
 
     def variant_of(self, plan: Plan) -> Variant:
         """The variant that a plan is for."""
-        return next(one for one in (*self._variants, *self._traced) if one.graph.fingerprint == plan.fingerprint)
+        found = self._variant_of(plan)
+        assert found is not None, "the plan was made for one of the variants"
+        return found
+
+    def _variant_of(self, plan: Plan) -> Variant | None:
+        found = self._variants.of_plan(plan)
+        return found if found is not None or self._traced is self._variants else self._traced.of_plan(plan)
 
     def first_guess(self, target_bytes: int) -> int:
         """The planner's budget, if fusion does to the plan what it does to the plain step.
@@ -154,16 +128,33 @@ class FunctionCandidate(Candidate):
             UnsupportedStep: where the checkpoints name nothing, or lead to a program that sends too much.
         """
         given = request.plan if request.plan is not None else request.known
-        if given is not None and any(
-            one.graph.fingerprint == given.fingerprint for one in (*self._variants, *self._traced)
-        ):
+        if given is not None and self._variant_of(given) is not None:
             return given
         if request.plan is not None:
             request.plan.check_graph(self.graph)
             raise AssertionError("unreachable: a plan for none of the variants is refused above")
-        if request.checkpoints is not None:
+        if request.checkpoints is not None and request.budget is None:
             return self._plan_with_names(request.checkpoints, share_of_bytes)
+        if request.hints:
+            with contextlib.suppress(InfeasibleBudget):
+                return fit(self._holding(request.hints), request, share_of_bytes=share_of_bytes)
+            _log.warning(
+                "The budget %s cannot be kept together with the checkpoints %s, so the plan may recompute these, too.",
+                request.budget,
+                ", ".join(request.hints),
+            )
         return fit(self, request, share_of_bytes=share_of_bytes)
+
+    def _holding(self, names: Sequence[str]) -> FunctionCandidate:
+        """The function with values of these names kept, whatever a plan does."""
+
+        def held(variant: Variant) -> Variant:
+            graph = variant.graph
+            roots = {graph.roots[value] for value in values_with_names(variant.program, names)}
+            makers = (n for n, op in enumerate(graph.ops) if any(graph.roots[value] in roots for value in op.outputs))
+            return dataclasses.replace(variant, held=frozenset(makers))
+
+        return FunctionCandidate(self._variants.changed(held), self._compiled_peak, self._traced)
 
     def _plan_with_names(self, names: Sequence[str], share_of_bytes: int | None) -> Plan:
         plain = self._variants[0]
@@ -183,30 +174,43 @@ class FunctionCandidate(Candidate):
         )
 
 
-def cheapest_plan(variants: Sequence[Variant], budget_bytes: int, request: Request) -> Plan:
+def _with_regions(graph: Graph, regions: Sequence[tuple[int, Sequence[int]]]) -> list[int]:
+    """The schedule in which each region computes again what it does not keep, right before its backward part."""
+    before: dict[int, list[int]] = {}
+    for at, again in regions:
+        before.setdefault(at, []).extend(number for number in again if graph.ops[number].recomputable)
+    return [number for op in range(len(graph.ops)) for number in (*before.get(op, ()), op)]
+
+
+def cheapest_plan(variants: Variants, budget_bytes: int, request: Request) -> Plan:
     """The cheapest plan over the variants: one whose loops keep little, or one that recomputes outside of them.
 
     Raises:
         InfeasibleBudget: where none is found; ``minimum_bytes`` is a budget for which one is.
     """
-    first = variants[0].graph
-    time_limit_s = _time_limit_s(first, request)
+    first: Variant = variants[0]
+    limit_s, plain_s = request.time_limit_s, first.graph.time_s
+    options = dict(request.options)
+    if request.planner == AUTO_PLANNER:
+        # Each round also compiles, and the compiler's fusion changes more than a thorough search would win.
+        options.setdefault("thorough", False)
 
-    def plan_with(graph: Graph) -> Plan:
-        plan = find(graph, budget_bytes, request.planner, time_limit_s, **request.options)
-        if graph is first:
+    def plan_with(variant: Variant) -> Plan:
+        plan = find(variant.graph_to_plan, budget_bytes, request.planner, limit_s, **options)
+        plan = dataclasses.replace(plan, fingerprint=variant.graph.fingerprint)
+        if variant is first:
             return plan
         return dataclasses.replace(
             plan,
-            baseline_time_s=first.time_s,
-            overhead=(plan.time_s - first.time_s) / max(first.time_s, _SMALLEST_TIME_S),
+            baseline_time_s=plain_s,
+            overhead=(plan.time_s - plain_s) / max(plain_s, _SMALLEST_TIME_S),
             lower_bound_meaning="none was sought over what loops may keep",
         )
 
     plans, errors = [], []
-    for graph in _worth_planning([variant.graph for variant in variants], budget_bytes):
+    for variant in _worth_planning(variants, budget_bytes):
         try:
-            plans.append(plan_with(graph))
+            plans.append(plan_with(variant))
         except InfeasibleBudget as error:
             errors.append(error)
     if not plans:
@@ -214,28 +218,30 @@ def cheapest_plan(variants: Sequence[Variant], budget_bytes: int, request: Reque
     return min(plans, key=lambda plan: plan.time_s)
 
 
-def _worth_planning(graphs: Sequence[Graph], budget_bytes: int) -> list[Graph]:
+def _worth_planning(variants: Variants, budget_bytes: int) -> list[Variant]:
     """The variants that may be cheapest within a budget.
 
     Where loops are planned, what is outside of them is worth recomputing only near the border: in the variant that
     keeps the most of those that fit as they are, and in the last that does not fit.
     """
-    fits = [simulate(graph, graph.plain_schedule).peak_bytes <= budget_bytes for graph in graphs]
-    if len(graphs) == 1 or fits[0]:
-        return [graphs[0]]
-    fitting = [number for number in range(1, len(graphs)) if fits[number]]
-    last_that_does_not_fit = max(1, len(graphs) - 1 - len(fitting))
-    return [graphs[number] for number in dict.fromkeys((*fitting[:1], last_that_does_not_fit))]
-
-
-def _time_limit_s(graph: Graph, request: Request) -> float:
-    if request.time_limit_s is not None:
-        return request.time_limit_s
-    return max(_LEAST_S, min(_MOST_S, _SECONDS_PER_OP * len(graph.ops)))
+    fitting = variants.first_within(budget_bytes)
+    if len(variants) == 1 or fitting == 0:
+        return [variants[0]]
+    numbers = (fitting, max(1, fitting - 1))
+    return [variants[number] for number in dict.fromkeys(numbers) if number < len(variants)]
 
 
 def plan_with_names(program: Program, graph: Graph, names: Collection[str]) -> Plan:
     """The plan that keeps the values of these names; its figures are those of the trace.
+
+    Raises:
+        UnsupportedStep: where a name is given to no value of the program.
+    """
+    return plan_with_checkpoints(graph, values_with_names(program, names))
+
+
+def values_with_names(program: Program, names: Collection[str]) -> list[int]:
+    """Ids of the values to which ``jax.ad_checkpoint.checkpoint_name`` gave one of these names.
 
     Raises:
         UnsupportedStep: where a name is given to no value of the program.
@@ -251,4 +257,4 @@ def plan_with_names(program: Program, graph: Graph, names: Collection[str]) -> P
                 f"the checkpoint {name!r} names no value that the gradients need (named there: {known}); name values "
                 "on the way from the arguments to the loss with jax.ad_checkpoint.checkpoint_name, outside of loops"
             )
-    return plan_with_checkpoints(graph, [value for name in names for value in named[name]])
+    return [value for name in names for value in named[name]]

@@ -1,6 +1,6 @@
-"""What is true while a function is traced: how recomputations are held back, and who decides what is recomputed.
+"""Two settings of a trace: how recomputations are held back, and whether the user or a plan decides about them.
 
-JAX keeps what it has traced, so both are part of the key that it keeps traces under.
+JAX remembers the functions that it has traced. Both settings are part of the key that it remembers a trace under.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ def current_tie() -> Tie:
 
 @contextlib.contextmanager
 def barriers_stay() -> Iterator[None]:
-    """What is traced inside is compiled with the options that keep barriers."""
+    """Inside of this context, functions are traced for a compiler whose options keep barriers."""
     with _tie("barrier"):
         yield
 
 
 def plan_decides() -> bool:
-    """Is a function being traced for a plan, which decides anew what is recomputed?"""
+    """Is the trace under way made for a plan, which then decides in place of the user's regions?"""
     return bool(_decides.value == "plan")
 
 
 @contextlib.contextmanager
 def for_a_plan() -> Iterator[None]:
-    """Regions under ``recompute`` dissolve in what is traced inside."""
+    """Inside of this context, ``recompute`` calls its function plainly, so that a plan sees every operation."""
     with _decides("plan"):
         yield

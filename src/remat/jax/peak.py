@@ -24,7 +24,8 @@ compare ``remat.jax.jit`` with ``jax.jit`` fail.
 """
 
 REFUSED: Final = PeakRange.exactly(1 << 52)
-"""Stands for the peak of a program that breaks a rule. It is more than any device has, so no budget accepts it."""
+"""The peak of a program that sends more between devices than the plain one. No device has so many bytes, so no budget
+accepts such a program."""
 
 
 def compiler_options(tie: Tie) -> dict[str, str]:
@@ -121,7 +122,7 @@ class Returned:
 def compile_quickly(
     function: Any, arguments: Sequence[Any], tie: Tie, donated: Sequence[int] = (), out_shardings: Any = None
 ) -> Any:
-    """The function compiled with as little work as its memory can be read after; arrays stand for their shapes."""
+    """Compile a function with no more work than it takes to know its memory; of arrays, only the shapes count."""
     shapes = jax.tree.map(lambda a: a if isinstance(a, jax.ShapeDtypeStruct) else shape_of(a), tuple(arguments))
     options = {} if out_shardings is None else {"out_shardings": out_shardings}
     lowered = jax.jit(function, donate_argnums=tuple(donated), **options).lower(*shapes)

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import jax
 
+from remat.core.errors import InfeasibleBudget
 from remat.core.graph import Graph
 from remat.core.plan import Plan
 from remat.core.simulator import simulate
 from remat.fit.peaks import PeakRange
 from remat.fit.request import Request
 from remat.jax import _private
-from remat.jax.candidate import FunctionCandidate, Variant, variants_of
+from remat.jax.candidate import FunctionCandidate
 from remat.jax.context import Tie
 from remat.jax.emit.evaluate import FlatFunction, emit
 from remat.jax.peak import Compiler, Returned
 from remat.jax.sharding import arrays_sent, is_sharded, on_one_device, received_in_bodies
 from remat.jax.trace.graph import after_donation
 from remat.jax.trace.program import Program
+from remat.jax.variants import Variant, variants_of
 
 _log = logging.getLogger("remat")
 
@@ -61,7 +64,9 @@ class Planned:
 
 
 class Follower:
-    """What is planned when it is traced, and follows the same plan when it is traced again.
+    """A function that is planned when JAX traces it.
+
+    When JAX traces it again for arguments of the same kinds, the plan that was made before is followed.
 
     Args:
         request: what the user asked for.
@@ -86,8 +91,19 @@ class Follower:
         """The step that ``plan`` is for."""
         return self._newest.graph if self._newest is not None else None
 
+    def _check_plans(self, caller: str) -> None:
+        """Refuse ``plan_for`` where there is nothing to plan."""
+        if not self._request.plans:
+            raise ValueError(f"plan_for has nothing to plan: give {caller} a budget=, a plan= or checkpoints=")
+
+    def _plan_of(self, key: Any) -> Plan:
+        """The plan that was made for a key, which need not be the newest: JAX does not trace the same shapes twice."""
+        plan = self._plans.get(key, self.plan)
+        assert plan is not None, "nothing was traced"
+        return plan
+
     def _followed(self, key: Any, make: Callable[[Request], PlannedT]) -> PlannedT:
-        """What ``make`` plans for the request, in which the plan that was found before for the same key is known."""
+        """What ``make`` makes of the request, to which a plan found for the same key before is added as known."""
         self._newest = newest = make(dataclasses.replace(self._request, known=self._plans.get(key)))
         self._plans[key] = newest.plan
         return newest
@@ -140,7 +156,7 @@ def plan_function(
         return Compiler(one.program, one.turning_point, tie, shapes, donated, accept, returned)
 
     if find_received is not None:
-        variants = [_on_one_device(one, shapes, tie) for one in variants]
+        variants = variants.changed(lambda one: _on_one_device(one, shapes, tie))
         plain = compiler_of(variants[0]).compile(variants[0].graph.plain_schedule)
         allowed = arrays_sent(plain.as_text())
 
@@ -149,22 +165,45 @@ def plan_function(
 
         accept = sends_no_more
     traced = variants
-    variants = [dataclasses.replace(one, graph=after_donation(one.graph, one.program, donated)) for one in variants]
-    compilers = {one.graph.fingerprint: compiler_of(one) for one in variants}
+    if donated:
+        variants = variants.changed(
+            lambda one: dataclasses.replace(one, graph=after_donation(one.graph, one.program, donated))
+        )
+    compilers: dict[str, Compiler] = {}
 
     def compiled_peak(plan: Plan) -> PeakRange:
         if _private.names_devices():
             # The compiler cannot be asked: the function is only a part of a program over named axes.
             return PeakRange.exactly(simulate(candidate.graph_of(plan), plan.schedule).peak_bytes)
+        if plan.fingerprint not in compilers:
+            compilers[plan.fingerprint] = compiler_of(candidate.variant_of(plan))
         return compilers[plan.fingerprint].peak(plan.schedule)
 
     candidate = FunctionCandidate(variants, compiled_peak, traced)
-    plan = candidate.planned(request)
+    with naming_our_jit(tie):
+        plan = candidate.planned(request)
     if plan not in (request.plan, request.known):
         _log.info("%s", plan)
     chosen = candidate.variant_of(plan)
     run = emit(chosen.program, plan.schedule, chosen.turning_point, tie)
     return Planned(chosen.program, chosen.graph, plan, run, structure)
+
+
+@contextlib.contextmanager
+def naming_our_jit(tie: Tie) -> Iterator[None]:
+    """Says of a budget that a plain ``jax.jit`` on a CPU cannot keep that ``remat.jax.jit`` may keep it."""
+    try:
+        yield
+    except InfeasibleBudget as error:
+        if tie == "barrier":
+            raise
+        raise InfeasibleBudget(
+            f"{error}. Or compile with remat.jax.jit in place of jax.jit, which reaches smaller peaks: a plain jax.jit "
+            "on a CPU runs some recomputations early, as soon as their inputs exist",
+            minimum_bytes=error.minimum_bytes,
+            budget_bytes=error.budget_bytes,
+            binding_op=error.binding_op,
+        ) from None
 
 
 def _on_one_device(variant: Variant, shapes: Sequence[jax.ShapeDtypeStruct], tie: Tie) -> Variant:

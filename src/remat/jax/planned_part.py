@@ -14,11 +14,12 @@ from remat.core.graph import Graph
 from remat.core.plan import Plan
 from remat.fit.peaks import PeakRange
 from remat.fit.request import Request
-from remat.jax.candidate import FunctionCandidate, Variant, cheapest_plan, plan_with_names, variants_of
+from remat.jax.candidate import FunctionCandidate, cheapest_plan, plan_with_names
 from remat.jax.context import Tie, barriers_stay, for_a_plan
 from remat.jax.emit.evaluate import emit
 from remat.jax.peak import compile_quickly, compiler_options, peak_of, shape_of
-from remat.jax.planned import Follower, leaves_of
+from remat.jax.planned import Follower, leaves_of, naming_our_jit
+from remat.jax.variants import Variant, Variants, variants_of
 
 Function: TypeAlias = Callable[..., Any]
 Transform: TypeAlias = Callable[[Function], Function]
@@ -54,15 +55,17 @@ class _Part:
         structure: of what it returns.
     """
 
-    variants: tuple[Variant, ...]
+    variants: Variants
     structure: Any
 
     def variant(self, plan: Plan) -> Variant:
-        return next(one for one in self.variants if one.graph.fingerprint == plan.fingerprint)
+        found = self.variants.of_plan(plan)
+        assert found is not None, "the plan was made for one of the variants"
+        return found
 
     def plan_within(self, budget_bytes: int, request: Request) -> Plan:
         """The plan of the request's checkpoints, the cheapest plan within bytes of the trace, or the smallest one."""
-        if request.checkpoints is not None:
+        if request.checkpoints is not None and request.budget is None:
             plain = self.variants[0]
             return plan_with_names(plain.program, plain.graph, request.checkpoints)
         try:
@@ -144,7 +147,8 @@ def plan_part(
         return PeakRange.exactly(peak_of(compile_quickly(flat, everything, tie, donated).memory_analysis()))
 
     plain_bytes = None if plain is None else _plain_peak_bytes(plain, structure, shapes, tie, donated)
-    plan = FunctionCandidate(main.variants, compiled_peak).planned(request, plain_bytes)
+    with naming_our_jit(tie):
+        plan = FunctionCandidate(main.variants, compiled_peak).planned(request, plain_bytes)
     plans = plans_for(plan)
     return PlannedPart(main.variant(plan).graph, plan, emitted(plans, captured(plans)))
 
@@ -173,7 +177,7 @@ def _parts_of(
             return function(*some, **named)
 
         variants, returned = variants_of(flat, leaves, None, kept_names)
-        parts[key] = _Part(tuple(variants), returned)
+        parts[key] = _Part(variants, returned)
     return parts
 
 

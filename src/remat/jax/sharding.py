@@ -63,10 +63,10 @@ def on_one_device(
 ) -> tuple[Program, Graph]:
     """The program with its shardings, and the graph as one device sees it: its own share of each tensor.
 
-    Every instruction that became a collective is marked as one that runs once. Two compilations of the plain program
-    show all this: one with the numbers of instructions in the names that the compiler keeps, and one that returns
-    every value, and so its sharding. A plan's program asks for the same shardings. Left alone, the compiler lays out a
-    value that is made again as its new readers need it, and sends parameters around for that.
+    Every instruction that became a collective is marked as one that runs once. The plain program is compiled twice to
+    find them: first with the number of each instruction in its name, which the compiler keeps; then with every value
+    among its results, which shows the sharding of each value. A plan's program asks for the same shardings. Otherwise
+    the compiler would choose other shardings for values that are made again, and would send parameters for that.
     """
     captured = tuple(program.constants.values())
     arguments = (*shapes, *captured)

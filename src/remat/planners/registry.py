@@ -79,10 +79,13 @@ def strategy(
     """
 
     def add(method: Strategy) -> Strategy:
-        def planner(graph: Graph, budget_bytes: int, *, time_limit_s: float | None = None) -> tuple[int, ...]:
+        def planner(
+            graph: Graph, budget_bytes: int, *, time_limit_s: float | None = None, thorough: bool = True
+        ) -> tuple[int, ...]:
             limit_s = default_limit_s if time_limit_s is None else time_limit_s
             problem = Problem.of(graph)
-            search = Search(problem, budget_bytes, None if limit_s is None else time.monotonic() + limit_s)
+            deadline_s = None if limit_s is None else time.monotonic() + limit_s
+            search = Search(problem, budget_bytes, deadline_s, thorough=thorough)
             fits = search.offer(graph.plain_schedule) <= budget_bytes
             if not fits and (has_fallbacks or budget_bytes >= problem.largest_step_bytes):
                 method(search)

@@ -70,7 +70,7 @@ class Search:
     def reduced(self) -> Search:
         """A search over the reduced step, which offers what it finds to this one."""
         condensed = Condensed.of(self.problem)
-        return Search(condensed.problem, self.budget_bytes, self.deadline_s, self, condensed.expand)
+        return Search(condensed.problem, self.budget_bytes, self.deadline_s, self, condensed.expand, self.thorough)
 
     def reordered(self, order: Sequence[int]) -> Search:
         """A search over schedules whose first runs stand in another order than the program's."""
@@ -78,7 +78,7 @@ class Search:
         def translate(schedule: Sequence[int]) -> tuple[int, ...]:
             return tuple(order[op] for op in schedule)
 
-        return Search(self.problem.in_order(order), self.budget_bytes, self.deadline_s, self, translate)
+        return Search(self.problem.in_order(order), self.budget_bytes, self.deadline_s, self, translate, self.thorough)
 
     def offer(self, schedule: Sequence[int]) -> int:
         """Judge a schedule; it becomes the best if it fits and costs less. Returns its peak in bytes."""

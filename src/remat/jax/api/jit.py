@@ -5,19 +5,27 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, overload
 
 import jax
 
-from remat.core.errors import UnsupportedStep
 from remat.core.plan import Plan
 from remat.fit.request import Request
-from remat.jax import _private
+from remat.jax.api.arguments import (
+    Call,
+    is_any_traced,
+    jit_options_of,
+    kinds_of,
+    places_of,
+    refuse_shapes,
+    shapes_of,
+)
 from remat.jax.context import barriers_stay, current_tie
-from remat.jax.peak import compiler_options, shape_of
-from remat.jax.planned import Follower, leaves_of, plan_function
+from remat.jax.peak import compiler_options
+from remat.jax.planned import Follower, plan_function
 
 
+@overload
 def jit(
     fun: Callable[..., Any],
     *,
@@ -28,7 +36,32 @@ def jit(
     time_limit_s: float | None = None,
     options: Mapping[str, Any] | None = None,
     **jit_options: Any,
-) -> Jitted:
+) -> Jitted: ...
+@overload
+def jit(
+    fun: None = None,
+    *,
+    budget: int | str | None = None,
+    plan: Plan | None = None,
+    checkpoints: Sequence[str] | None = None,
+    planner: str = "auto",
+    time_limit_s: float | None = None,
+    options: Mapping[str, Any] | None = None,
+    **jit_options: Any,
+) -> Callable[[Callable[..., Any]], Jitted]: ...
+
+
+def jit(
+    fun: Callable[..., Any] | None = None,
+    *,
+    budget: int | str | None = None,
+    plan: Plan | None = None,
+    checkpoints: Sequence[str] | None = None,
+    planner: str = "auto",
+    time_limit_s: float | None = None,
+    options: Mapping[str, Any] | None = None,
+    **jit_options: Any,
+) -> Any:
     """``jax.jit`` with what the platform needs to keep recomputations cheap, and to keep a budget if one is given.
 
     On a CPU, XLA takes ``optimization_barrier`` out before it merges equal computations, which undoes
@@ -38,19 +71,23 @@ def jit(
     step, gradients and optimizer's update included, written with plain ``jax.value_and_grad``.
 
     Args:
-        fun: the function to compile.
+        fun: the function to compile; None to use this as a decorator with arguments: ``@remat.jax.jit(budget="60%")``.
         budget: peak device bytes of the compiled function, everything counted (arguments, results, what lies between):
             an int, "4GiB", or "60%" of the plain function's own.
         plan: a plan made earlier for the same function, instead of a budget.
-        checkpoints: names that ``jax.ad_checkpoint.checkpoint_name`` gave to values, instead of a budget: these are
-            kept, and everything else between them is recomputed.
+        checkpoints: names that ``jax.ad_checkpoint.checkpoint_name`` gave to values. Without a budget these are kept
+            and everything else between them is recomputed. Beside a budget they are hints: they are kept if the budget
+            allows it, and the plan decides about everything else.
         planner: a planner's name.
-        time_limit_s: wall seconds for each round of planning.
+        time_limit_s: wall seconds for each round of planning; None for a fixed amount of work, so that every machine
+            makes the same plan.
         options: passed on to the planner.
-        **jit_options: as in ``jax.jit``: ``static_argnums``, ``donate_argnums``, ``in_shardings`` and so on.
+        **jit_options: as in ``jax.jit``: ``static_argnums``, ``static_argnames``, ``donate_argnums``, ``in_shardings``
+            and so on.
 
     Returns:
-        A callable with ``lower`` as in ``jax.jit``, and ``plan``, the plan of the newest trace.
+        A callable with ``lower``, ``trace``, ``eval_shape`` and ``clear_cache`` as in ``jax.jit``, with ``plan_for``,
+        which plans without running, and ``plan``, the plan of the newest trace.
 
     Raises:
         InvalidBudget: if the budget cannot be read.
@@ -59,6 +96,9 @@ def jit(
     """
     kept = None if checkpoints is None else tuple(checkpoints)
     request = Request(budget, plan, kept, planner, time_limit_s, dict(options or {}))
+    request.check("remat.jax.jit", takes_hints=True)
+    if fun is None:
+        return lambda function: Jitted(function, request, jit_options)
     return Jitted(fun, request, jit_options)
 
 
@@ -71,103 +111,116 @@ class Jitted(Follower):
     """
 
     def __init__(self, fun: Callable[..., Any], request: Request, jit_options: Mapping[str, Any]) -> None:
-        request.check("remat.jax.jit")
+        request.check("remat.jax.jit", takes_hints=True)
+        if not callable(fun):
+            raise TypeError(f"remat.jax.jit takes a function, not {type(fun).__name__}")
         super().__init__(request)
         functools.update_wrapper(self, fun, updated=())
         self._fun = fun
-        self._jit_options = dict(jit_options)
-        self._static = _numbers(jit_options.get("static_argnums"))
-        self._donated = _numbers(jit_options.get("donate_argnums"))
-        if self._plans_whole and (jit_options.get("static_argnames") or jit_options.get("donate_argnames")):
-            raise UnsupportedStep(
-                "remat.jax.jit with a budget takes static_argnums and donate_argnums, not static_argnames and "
-                "donate_argnames; give the positions of those arguments"
-            )
-        own_options = dict(self._jit_options.pop("compiler_options", None) or {})
+        options = dict(jit_options)
+        self._static = places_of(fun, options.pop("static_argnums", None), options.pop("static_argnames", None))
+        self._donated = places_of(fun, options.pop("donate_argnums", None), options.pop("donate_argnames", None))
+        self._out_shardings = options.get("out_shardings")
+        own_options = dict(options.pop("compiler_options", None) or {})
+        options |= {**jit_options_of("static", self._static), **jit_options_of("donate", self._donated)}
         self._shapes: tuple[jax.ShapeDtypeStruct, ...] | None = None
-        options = {**own_options, **compiler_options("barrier")}
-        self._outermost = jax.jit(self._with_barriers, compiler_options=options or None, **self._jit_options)
-        self._inner = jax.jit(self._traced, **self._jit_options)
 
-    @property
-    def _plans_whole(self) -> bool:
-        return self._request.plans
+        @functools.wraps(fun)
+        def with_barriers(*args: Any, **kwargs: Any) -> Any:
+            with barriers_stay():
+                return self._traced(*args, **kwargs)
+
+        @functools.wraps(fun)
+        def inside_another(*args: Any, **kwargs: Any) -> Any:
+            return self._traced(*args, **kwargs)
+
+        @functools.wraps(fun)
+        def plainly(*args: Any, **kwargs: Any) -> Any:
+            return fun(*args, **kwargs)
+
+        compiled_with = {**own_options, **compiler_options("barrier")}
+        self._outermost: Any = jax.jit(with_barriers, compiler_options=compiled_with or None, **options)
+        self._inner: Any = jax.jit(inside_another, **options)
+        self._plain: Any = jax.jit(plainly, **options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the compiled function; the first call with new shapes traces, plans and compiles."""
-        if any(_private.is_traced(leaf) for leaf in jax.tree.leaves((args, kwargs))):
+        leaves = Call.of(args, kwargs, self._static).leaves
+        if is_any_traced(leaves):
             return self._inner(*args, **kwargs)  # Compiler options are for the outermost function only.
+        refuse_shapes(leaves, "remat.jax.jit")
         with self._shapes_of(args, kwargs):
             return self._outermost(*args, **kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """As in ``jax.jit``."""
+        """As in ``jax.jit``: arguments are arrays or ``jax.ShapeDtypeStruct``. A function with a budget is planned."""
         with self._shapes_of(args, kwargs):
             return self._outermost.lower(*args, **kwargs)
 
-    def plan_for(self, *args: Any) -> Plan:
-        """Plan the function for arguments like these, without running it. There must be a budget.
+    def trace(self, *args: Any, **kwargs: Any) -> Any:
+        """As in ``jax.jit``. A function with a budget is planned."""
+        with self._shapes_of(args, kwargs):
+            return self._outermost.trace(*args, **kwargs)
+
+    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+        """As in ``jax.jit``: shapes and dtypes of the results. Nothing is planned."""
+        return self._plain.eval_shape(*args, **kwargs)
+
+    def clear_cache(self) -> None:
+        """As in ``jax.jit``; plans are forgotten, too, so that the next call traces and plans anew."""
+        for jitted in (self._outermost, self._inner, self._plain):
+            jitted.clear_cache()
+        self._plans.clear()
+
+    def plan_for(self, *args: Any, **kwargs: Any) -> Plan:
+        """Plan the function for arguments like these, arrays or ``jax.ShapeDtypeStruct``, without running it.
 
         Raises:
             InfeasibleBudget: with the smallest budget for which this function succeeds.
+            ValueError: where there is nothing to plan.
         """
-        self.lower(*args)
-        assert self.plan is not None
-        return self.plan
+        self._check_plans("remat.jax.jit")
+        self.lower(*args, **kwargs)
+        call = Call.of(args, kwargs, self._static)
+        return self._plan_of(self._key(call, shapes_of(call.leaves), "barrier"))
+
+    def _key(self, call: Call, shapes: Sequence[jax.ShapeDtypeStruct], tie: str) -> Any:
+        shardings = tuple(str(shape.sharding) for shape in shapes)
+        return call.structure, kinds_of(shapes), shardings, repr(sorted(call.static.items(), key=repr)), tie
 
     @contextlib.contextmanager
     def _shapes_of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
         """While tracing, the shardings of the arrays behind the tracers are known from here."""
-        if not self._plans_whole:
+        if not self._request.plans:
             yield
             return
-        dynamic = [arg for number, arg in enumerate(args) if number not in self._static]
-        self._shapes = tuple(
-            leaf if isinstance(leaf, jax.ShapeDtypeStruct) else shape_of(leaf)
-            for leaf in jax.tree.leaves((dynamic, kwargs))
-        )
+        self._shapes = shapes_of(Call.of(args, kwargs, self._static).leaves)
         try:
             yield
         finally:
             self._shapes = None
 
-    def _with_barriers(self, *args: Any, **kwargs: Any) -> Any:
-        with barriers_stay():
-            return self._traced(*args, **kwargs)
-
     def _traced(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._plans_whole:
+        if not self._request.plans:
             return self._fun(*args, **kwargs)
-        static = {number: arg for number, arg in enumerate(args) if number in self._static}
-        dynamic = [arg for number, arg in enumerate(args) if number not in self._static]
-        leaves, structure = jax.tree.flatten((dynamic, kwargs))
-        positions = [number for number in range(len(args)) if number not in self._static]
-        donated = leaves_of(dynamic, [place for place, number in enumerate(positions) if number in self._donated])
+        call = Call.of(args, kwargs, self._static)
 
         def function(*flat: Any) -> Any:
-            some, named = jax.tree.unflatten(structure, flat)
-            rest = iter(some)
-            every = [static[number] if number in static else next(rest) for number in range(len(args))]
-            return self._fun(*every, **named)
+            own, named = call.arguments(flat)
+            return self._fun(*own, **named)
 
-        shapes = self._shapes if self._shapes is not None else tuple(shape_of(leaf) for leaf in leaves)
-        key = (structure, tuple(map(str, shapes)), repr(static), current_tie())
+        tie = current_tie()
+        shapes = self._shapes if self._shapes is not None else shapes_of(call.leaves)
         planned = self._followed(
-            key,
+            self._key(call, shapes, tie),
             lambda request: plan_function(
                 function,
-                leaves,
+                call.leaves,
                 request,
-                current_tie(),
+                tie,
                 shapes=shapes,
-                donated=donated,
-                out_shardings=self._jit_options.get("out_shardings"),
+                donated=call.leaves_at(self._donated),
+                out_shardings=self._out_shardings,
             ),
         )
-        return planned(leaves)
-
-
-def _numbers(given: int | Sequence[int] | None) -> frozenset[int]:
-    if given is None:
-        return frozenset()
-    return frozenset((given,) if isinstance(given, int) else given)
+        return planned(call.leaves)

@@ -1,7 +1,9 @@
-"""The two loops that differentiation makes of one ``lax.scan``: found, and written again so that they keep less.
+"""The two loops of one ``lax.scan``, written again so that they keep less.
 
 The forward loop stacks what the backward loop reads. Written again, it stacks fewer values, and each iteration of the
-backward loop computes what is missing right before it is read.
+backward loop computes what is missing right before it is read. A long loop need not even stack what it carries: its
+first iterations run in chunks, of which only the start is kept. The backward loop runs each chunk forward again, which
+then stacks for the length of one chunk only.
 """
 
 from __future__ import annotations
@@ -11,12 +13,12 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from remat.jax import _private
-from remat.jax._private import JaxprEqn
-from remat.jax.trace import op_facts
-from remat.jax.trace.program import Atom, Equation, Flattener, alive
+from remat.jax.scans.pairs import Pair
+from remat.jax.trace.program import Atom, Equation, alive
 
 BODY_NAME: Final = "remat_body_"
 """What the scopes in a body that is written again begin with; the compiler keeps the names of scopes in its text."""
@@ -24,173 +26,73 @@ BODY_NAME: Final = "remat_body_"
 Body: TypeAlias = Callable[[Any, Any], tuple[Any, Any]]
 """The body of a loop: (carry, slices) -> (carry, what is stacked)."""
 
-
-@dataclass(frozen=True)
-class Loop:
-    """One scan of the flat program: its equation, and its operands by their role."""
-
-    eqn: JaxprEqn
-    inputs: tuple[Atom, ...]
-    outputs: tuple[int, ...]
-
-    @property
-    def constants(self) -> tuple[Atom, ...]:
-        """What every iteration reads."""
-        return self.inputs[: self.eqn.params["num_consts"]]
-
-    @property
-    def carry(self) -> tuple[Atom, ...]:
-        """What the first iteration starts from."""
-        first = self.eqn.params["num_consts"]
-        return self.inputs[first : first + self.eqn.params["num_carry"]]
-
-    @property
-    def stacked(self) -> tuple[Atom, ...]:
-        """Arrays of which each iteration reads one slice."""
-        return self.inputs[self.eqn.params["num_consts"] + self.eqn.params["num_carry"] :]
-
-    @property
-    def stacks(self) -> tuple[int, ...]:
-        """What the iterations leave, stacked."""
-        return self.outputs[self.eqn.params["num_carry"] :]
+Left: TypeAlias = list[Any]
+"""What the forward loop leaves to the backward one, piece by piece: stacks by value, or the starts of its chunks."""
 
 
 @dataclass(frozen=True)
-class Pair:
-    """The two loops of one scan, first the forward one. Both bodies share one set of value ids.
+class Choice:
+    """What the forward loop of a pair leaves to the backward one.
 
     Attributes:
-        forward, backward: which equations of the flat program the loops are.
-        first, second: the loops.
-        avals: for each value id of the bodies, its shape and dtype.
-        constants: arrays that the bodies captured, by value id.
-        first_equations, second_equations: the bodies.
-        first_inputs, second_inputs: ids of the arguments of a body, in the order of the loop's operands. In the second,
-            None stands for what the forward body has made or been given, which has its id there.
-        first_outputs, second_outputs: what the bodies return.
-        kept_stacks: which of the forward loop's stacks something else than the backward loop reads.
-        needed: ids of the forward body's values that the backward body reads.
+        stacked: ids of the values of the body that the iterations stack, those in chunks left out.
+        chunked: how many of the first iterations run in chunks; a multiple of the first chunk's length.
+        chunks: the length of a chunk, then that of the chunks that it is cut into when it runs again, and so on.
+        again: ids of the values that a chunk stacks when it runs again.
     """
 
-    forward: int
-    backward: int
-    first: Loop
-    second: Loop
-    avals: tuple[Any, ...]
-    constants: Mapping[int, Any]
-    first_equations: tuple[Equation, ...]
-    second_equations: tuple[Equation, ...]
-    first_inputs: tuple[int, ...]
-    second_inputs: tuple[int | None, ...]
-    first_outputs: tuple[Atom, ...]
-    second_outputs: tuple[Atom, ...]
-    kept_stacks: tuple[int, ...]
-    needed: tuple[int, ...]
+    stacked: frozenset[int]
+    chunked: int = 0
+    chunks: tuple[int, ...] = ()
+    again: frozenset[int] = frozenset()
+
+    def pieces(self, length: int) -> list[_Piece]:
+        """The iterations in the order in which the forward loop runs them."""
+        pieces = [_Piece(0, self.chunked, length, self.chunks), _Piece(self.chunked, length, length, ())]
+        return [piece for piece in pieces if piece.stop > piece.start]
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Some iterations of a loop, from ``start`` to ``stop`` in its order."""
+
+    start: int
+    stop: int
+    whole: int
+    chunks: tuple[int, ...]
 
     @property
-    def free(self) -> frozenset[int]:
-        """What the backward body reads without a stack: constants, and slices of what the forward loop is given."""
-        given, carried = self.first.eqn.params["num_consts"], self.first.eqn.params["num_carry"]
-        return frozenset((*self.first_inputs[:given], *self.first_inputs[given + carried :], *self.constants))
+    def length(self) -> int:
+        return self.stop - self.start
+
+    def of(self, array: Any, is_reverse: bool) -> Any:
+        """The slices of a stacked array that belong to these iterations."""
+        if self.length == self.whole:
+            return array
+        return array[self.whole - self.stop : self.whole - self.start] if is_reverse else array[self.start : self.stop]
 
 
-def find_pairs(equations: Sequence[Equation], outputs: Sequence[Atom]) -> list[Pair]:
-    """Each loop with the later one of its length that reads its stacks; one with none or several such is left out."""
-    readers: dict[int, set[int]] = {}
-    for number, equation in enumerate(equations):
-        for value in equation.reads:
-            readers.setdefault(value, set()).add(number)
-    loops = [
-        n
-        for n, equation in enumerate(equations)
-        if equation.eqn.primitive.name == "scan" and op_facts.may_repeat(equation.eqn)
-    ]
-    returned = {atom for atom in outputs if isinstance(atom, int)}
-    pairs: list[Pair] = []
-    taken: set[int] = set()
-    for number in loops:
-        first = Loop(equations[number].eqn, equations[number].inputs, equations[number].outputs)
-        candidates = [
-            other
-            for other in loops
-            if other > number
-            and other not in taken
-            and equations[other].eqn.params["length"] == first.eqn.params["length"]
-            and set(Loop(equations[other].eqn, equations[other].inputs, ()).stacked) & set(first.stacks)
-        ]
-        if number in taken or len(candidates) != 1:
-            continue
-        other = candidates[0]
-        second = Loop(equations[other].eqn, equations[other].inputs, equations[other].outputs)
-        pairs.append(_pair(number, other, first, second, readers, returned))
-        taken |= {number, other}
-    return pairs
+def _joined(pieces: Sequence[Any], is_reverse: bool) -> Any:
+    """Stacks of pieces, in the loop's order, as one."""
+    if len(pieces) == 1:
+        return pieces[0]
+    ordered = list(pieces)[::-1] if is_reverse else list(pieces)
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts), *ordered)
 
 
-def _pair(
-    forward: int,
-    backward: int,
-    first: Loop,
-    second: Loop,
-    readers: Mapping[int, set[int]],
-    returned: set[int],
-) -> Pair:
-    body = Flattener()
-    first_body, second_body = first.eqn.params["jaxpr"], second.eqn.params["jaxpr"]
-    first_inputs = tuple(body.value(var.aval) for var in first_body.jaxpr.invars)
-    known: dict[Any, Atom] = {}
-    for atom, value in zip(first.constants, first_inputs, strict=False):
-        if isinstance(atom, int):
-            known["constant", atom] = value
-    for atom, value in zip(first.stacked, first_inputs[len(first.inputs) - len(first.stacked) :], strict=True):
-        if isinstance(atom, int):
-            known["stacked", atom] = value
-    first_outputs = body.add(first_body, first_inputs)
-    stack_values = first_outputs[first.eqn.params["num_carry"] :]
-    for stack, made in zip(first.stacks, stack_values, strict=True):
-        known["stacked", stack] = made
-    first_equations = tuple(body.equations)
-    second_inputs: list[int | None] = []
-    scope: list[Atom] = []
-    roles = (
-        *(("constant", atom) for atom in second.constants),
-        *(("carry", None) for _ in second.carry),
-        *(("stacked", atom) for atom in second.stacked),
-    )
-    for role, var in zip(roles, second_body.jaxpr.invars, strict=True):
-        if role in known:
-            scope.append(known[role])
-            second_inputs.append(None)
-        else:
-            value = body.value(var.aval)
-            scope.append(value)
-            second_inputs.append(value)
-    second_outputs = body.add(second_body, scope)
-    second_equations = tuple(alive(body.equations[len(first_equations) :], second_outputs))
-    made_first = {value for equation in first_equations for value in equation.outputs} | set(first_inputs)
-    read = [value for equation in second_equations for value in equation.reads]
-    read += [atom for atom in second_outputs if isinstance(atom, int)]
-    kept = tuple(
-        number
-        for number, stack in enumerate(first.stacks)
-        if stack in returned or readers.get(stack, set()) - {backward}
-    )
-    return Pair(
-        forward,
-        backward,
-        first,
-        second,
-        tuple(body.avals),
-        body.constants,
-        first_equations,
-        second_equations,
-        first_inputs,
-        tuple(second_inputs),
-        tuple(first_outputs),
-        tuple(second_outputs),
-        kept,
-        tuple(value for value in dict.fromkeys(read) if value in made_first),
-    )
+def _cut(arrays: Any, length: int) -> Any:
+    """Stacked arrays as stacks of chunks."""
+    return jax.tree.map(lambda array: array.reshape(-1, length, *array.shape[1:]), arrays)
+
+
+def _uncut(arrays: Any) -> Any:
+    return jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), arrays)
+
+
+def _scan(body: Body, carry: Any, stacked: Any, params: Any, length: int, unroll: int = 1) -> tuple[Any, Any]:
+    run: Any = lax.scan
+    carry, stacks = run(body, carry, stacked, length=length, reverse=params["reverse"], unroll=min(length, unroll))
+    return carry, stacks
 
 
 def _read(values: Mapping[int, Any], atom: Atom) -> Any:
@@ -205,116 +107,198 @@ def _execute(equations: Sequence[Equation], values: dict[int, Any], loop: int) -
         values.update(zip(equation.outputs, made, strict=True))
 
 
-def _read_inside(outer: Mapping[int, Any], broadcasts: Mapping[int, Equation], atom: Atom) -> Any:
-    """A constant of a loop, for its body; made in the body where it is much larger than what it is broadcast from."""
-    equation = broadcasts.get(atom) if isinstance(atom, int) else None
-    if equation is None:
-        return _read(outer, atom)
-    (made,) = _private.evaluate(equation.eqn, [_read(outer, source) for source in equation.inputs])
-    return made
-
-
-def run_first(
-    pair: Pair, choice: frozenset[int], outer: Mapping[int, Any], broadcasts: Mapping[int, Equation]
-) -> tuple[dict[int, Any], dict[int, Any]]:
-    """Run the forward loop. Returns its outputs by the ids of the flat program, and its stacks by those of the body.
+class LoopPair:
+    """A pair of loops, run by a choice.
 
     Args:
         pair: the loops.
-        choice: ids of the body's values to stack.
-        outer: values of the flat program.
+        choice: what the forward loop leaves to the backward one.
         broadcasts: by value id, the equations of the flat program that the bodies repeat instead of reading their
             results.
+        planned: makes another body of the backward loop's body, its carry and the stacked arrays: one that keeps a
+            plan.
     """
-    loop, params = pair.first, pair.first.eqn.params
-    order = sorted(choice)
 
-    def body(carry: Any, each: Any) -> Any:
-        constants = [_read_inside(outer, broadcasts, atom) for atom in loop.constants]
-        values: dict[int, Any] = dict(zip(pair.first_inputs, (*constants, *carry, *each), strict=True))
-        values.update(pair.constants)
-        _execute(
-            alive(pair.first_equations, [*pair.first_outputs[: len(carry)], *wanted, *order]), values, pair.forward
-        )
-        new_carry = [_read(values, atom) for atom in pair.first_outputs[: len(carry)]]
-        return new_carry, ([_read(values, atom) for atom in wanted], [values[value] for value in order])
+    def __init__(
+        self,
+        pair: Pair,
+        choice: Choice,
+        broadcasts: Mapping[int, Equation],
+        planned: Callable[[Body, Any, Any], Body],
+    ) -> None:
+        self.pair = pair
+        self._choice = choice
+        self._broadcasts = broadcasts
+        self._planned = planned
+        self._params = pair.first.eqn.params
+        self._length = int(self._params["length"])
+        self._left: Left = []
 
-    wanted = [pair.first_outputs[params["num_carry"] + number] for number in pair.kept_stacks]
-    carry, (stacks, kept) = lax.scan(
-        body,
-        [_read(outer, atom) for atom in loop.carry],
-        [_read(outer, atom) for atom in loop.stacked],
-        length=params["length"],
-        reverse=params["reverse"],
-        unroll=params["unroll"],
-    )
-    made = dict(zip(loop.outputs[: params["num_carry"]], carry, strict=True))
-    made.update({loop.stacks[number]: stack for number, stack in zip(pair.kept_stacks, stacks, strict=True)})
-    return made, dict(zip(order, kept, strict=True))
+    def run_first(self, outer: Mapping[int, Any]) -> dict[int, Any]:
+        """Run the forward loop. Returns its outputs by the ids of the flat program; what it leaves stays here.
 
-
-def run_second(
-    pair: Pair,
-    kept: Mapping[int, Any],
-    outer: Mapping[int, Any],
-    broadcasts: Mapping[int, Equation],
-    planned: Callable[[Body, Any, Any], Body],
-) -> dict[int, Any]:
-    """Run the backward loop. Each iteration makes again what was not stacked, right before it is read.
-
-    Args:
-        pair: the loops.
-        kept: the stacks of the forward loop, by the ids of the body.
-        outer: values of the flat program.
-        broadcasts: as in ``run_first``.
-        planned: makes another body of the body, its carry and the stacked arrays: one that keeps a plan.
-    """
-    loop, params = pair.second, pair.second.eqn.params
-    given = pair.first.eqn.params["num_consts"]
-    carried = pair.first.eqn.params["num_carry"]
-    equations = _lazily(pair, frozenset(kept))
-    own_stacks = [
-        atom
-        for atom, value in zip(loop.stacked, pair.second_inputs[len(loop.inputs) - len(loop.stacked) :], strict=True)
-        if value is not None
-    ]
-
-    def body(carry: Any, each: Any) -> Any:
-        own, first_stacked, again = each
-        constants = [_read_inside(outer, broadcasts, atom) for atom in loop.constants]
-        first_constants = [_read_inside(outer, broadcasts, atom) for atom in pair.first.constants]
-        values: dict[int, Any] = {**pair.constants, **again}
-        values.update(zip(pair.first_inputs[:given], first_constants, strict=True))
-        values.update(zip(pair.first_inputs[given + carried :], first_stacked, strict=True))
-        rest = iter(own)
-        for number, value in enumerate(pair.second_inputs):
-            if value is None:
-                continue
-            if number < len(constants):
-                values[value] = constants[number]
-            elif number < len(constants) + len(carry):
-                values[value] = carry[number - len(constants)]
+        Args:
+            outer: values of the flat program.
+        """
+        loop, is_reverse = self.pair.first, bool(self._params["reverse"])
+        carry = [_read(outer, atom) for atom in loop.carry]
+        stacked = [_read(outer, atom) for atom in loop.stacked]
+        wanted: list[Any] = []
+        self._left = []
+        for piece in self._choice.pieces(self._length):
+            own = [piece.of(array, is_reverse) for array in stacked]
+            if piece.chunks:
+                carry, stacks, left = self._forward_in_chunks(outer, carry, own, piece, is_wanted=True)
             else:
-                values[value] = next(rest)
-        _execute(equations, values, pair.forward)
-        results = [_read(values, atom) for atom in pair.second_outputs]
-        return results[: len(carry)], results[len(carry) :]
+                carry, stacks, left = self._forward(
+                    outer, carry, own, self._choice.stacked, piece.length, is_wanted=True
+                )
+            wanted.append(stacks)
+            self._left.append(left)
+        made = dict(zip(loop.outputs[: self._params["num_carry"]], carry, strict=True))
+        stacks = _joined(wanted, is_reverse)
+        return made | {loop.stacks[number]: stack for number, stack in zip(self.pair.kept_stacks, stacks, strict=True)}
 
-    start = [_read(outer, atom) for atom in loop.carry]
-    stacked = (
-        [_read(outer, atom) for atom in own_stacks],
-        [_read(outer, atom) for atom in pair.first.stacked],
-        dict(kept),
-    )
-    carry, stacks = lax.scan(
-        planned(body, start, stacked),
-        start,
-        stacked,
-        length=params["length"],
-        reverse=params["reverse"],
-        unroll=params["unroll"],
-    )
-    return dict(zip(loop.outputs, (*carry, *stacks), strict=True))
+    def run_second(self, outer: Mapping[int, Any]) -> dict[int, Any]:
+        """Run the backward loop, which makes again what was not stacked. Returns its outputs, as ``run_first`` does."""
+        pair, loop = self.pair, self.pair.second
+        is_reverse, turns = bool(self._params["reverse"]), loop.eqn.params["reverse"] != self._params["reverse"]
+        carry = [_read(outer, atom) for atom in loop.carry]
+        stacked = (
+            [
+                _read(outer, atom)
+                for atom, value in zip(
+                    loop.stacked, pair.second_inputs[len(loop.inputs) - len(loop.stacked) :], strict=True
+                )
+                if value is not None
+            ],
+            [_read(outer, atom) for atom in pair.first.stacked],
+            {value: outer[stack] for stack, value in pair.shared.items()},
+            jnp.arange(self._length) if pair.shifted else None,
+        )
+        pieces = list(zip(self._choice.pieces(self._length), self._left, strict=True))
+        self._left = []
+        made: list[Any] = []
+        for piece, left in pieces[::-1] if turns else pieces:
+            own = jax.tree.map(lambda array, piece=piece: piece.of(array, is_reverse), stacked)
+            if piece.chunks:
+                carry, stacks = self._backward_in_chunks(outer, carry, own, left, piece)
+            else:
+                carry, stacks = self._backward(outer, carry, own, left, piece.length)
+            made.append(stacks)
+        stacks = _joined(made[::-1] if turns else made, is_reverse)
+        return dict(zip(loop.outputs, (*carry, *stacks), strict=True))
+
+    def _forward(
+        self,
+        outer: Mapping[int, Any],
+        carry: Any,
+        stacked: Any,
+        kept: frozenset[int],
+        length: int,
+        *,
+        is_wanted: bool,
+    ) -> tuple[Any, Any, dict[int, Any]]:
+        """Some iterations of the forward loop: the carry, what others read, and the stacks of ``kept`` values."""
+        pair, count = self.pair, self._params["num_carry"]
+        order = sorted(kept)
+        wanted = [pair.first_outputs[count + number] for number in pair.kept_stacks] if is_wanted else []
+        equations = alive(pair.first_equations, [*pair.first_outputs[:count], *wanted, *order])
+
+        def body(carry: Any, each: Any) -> Any:
+            constants = [self._read_inside(outer, atom) for atom in pair.first.constants]
+            values: dict[int, Any] = dict(zip(pair.first_inputs, (*constants, *carry, *each), strict=True))
+            values.update(pair.constants)
+            _execute(equations, values, pair.forward)
+            new_carry = [_read(values, atom) for atom in pair.first_outputs[:count]]
+            return new_carry, ([_read(values, atom) for atom in wanted], [values[value] for value in order])
+
+        carry, (stacks, made) = _scan(body, carry, stacked, self._params, length, self._params["unroll"])
+        return carry, stacks, dict(zip(order, made, strict=True))
+
+    def _forward_in_chunks(
+        self, outer: Mapping[int, Any], carry: Any, stacked: Any, piece: _Piece, *, is_wanted: bool
+    ) -> tuple[Any, Any, Any]:
+        """The forward loop in chunks: the carry, what others read, and the carry at the start of each chunk."""
+        length = piece.chunks[0]
+
+        def body(carry: Any, each: Any) -> Any:
+            last, wanted, _ = self._forward(outer, carry, each, frozenset(), length, is_wanted=is_wanted)
+            return last, (wanted, carry)
+
+        cut, count = _cut(stacked, length), piece.length // length
+        carry, (wanted, starts) = _scan(body, carry, cut, self._params, count)
+        return carry, _uncut(wanted), starts
+
+    def _backward(
+        self, outer: Mapping[int, Any], carry: Any, stacked: Any, kept: Mapping[int, Any], length: int
+    ) -> tuple[Any, Any]:
+        """Some iterations of the backward loop, which read the stacks of ``kept`` values."""
+        pair = self.pair
+        given, carried = self._params["num_consts"], self._params["num_carry"]
+        equations = _lazily(pair, frozenset(kept))
+
+        def body(carry: Any, each: Any) -> Any:
+            own, first_stacked, shared, place, again = each
+            constants = [self._read_inside(outer, atom) for atom in pair.second.constants]
+            first_constants = [self._read_inside(outer, atom) for atom in pair.first.constants]
+            values: dict[int, Any] = {**pair.constants, **shared, **again, **self._carried_in(outer, place)}
+            values.update(zip(pair.first_inputs[:given], first_constants, strict=True))
+            values.update(zip(pair.first_inputs[given + carried :], first_stacked, strict=True))
+            rest = iter(own)
+            for number, value in enumerate(pair.second_inputs):
+                if value is None:
+                    continue
+                if number < len(constants):
+                    values[value] = constants[number]
+                elif number < len(constants) + len(carry):
+                    values[value] = carry[number - len(constants)]
+                else:
+                    values[value] = next(rest)
+            _execute(equations, values, pair.forward)
+            results = [_read(values, atom) for atom in pair.second_outputs]
+            return results[: len(carry)], results[len(carry) :]
+
+        everything = (*stacked, dict(kept))
+        params = pair.second.eqn.params
+        return _scan(self._planned(body, carry, everything), carry, everything, params, length, params["unroll"])
+
+    def _backward_in_chunks(
+        self, outer: Mapping[int, Any], carry: Any, stacked: Any, starts: Any, piece: _Piece
+    ) -> tuple[Any, Any]:
+        """The backward loop in chunks, each of which runs forward again from its start."""
+        length = piece.chunks[0]
+        chunk = _Piece(0, length, length, piece.chunks[1:])
+
+        def body(carry: Any, each: Any) -> Any:
+            own, start = each
+            if chunk.chunks:
+                _, _, left = self._forward_in_chunks(outer, start, own[1], chunk, is_wanted=False)
+                return self._backward_in_chunks(outer, carry, own, left, chunk)
+            _, _, left = self._forward(outer, start, own[1], self._choice.again, length, is_wanted=False)
+            return self._backward(outer, carry, own, left, length)
+
+        cut, count = (_cut(stacked, length), starts), piece.length // length
+        carry, stacks = _scan(body, carry, cut, self.pair.second.eqn.params, count)
+        return carry, _uncut(stacks)
+
+    def _carried_in(self, outer: Mapping[int, Any], place: Any) -> dict[int, Any]:
+        """What the forward loop carried into an iteration, read from stacks that are there anyway."""
+        is_reverse, found = bool(self._params["reverse"]), {}
+        for value, (stack, start) in self.pair.shifted.items():
+            before = place + 1 if is_reverse else place - 1
+            is_first = place == (self._length - 1 if is_reverse else 0)
+            slice_before = lax.dynamic_index_in_dim(outer[stack], before, keepdims=False)
+            found[value] = jnp.where(is_first, _read(outer, start), slice_before)
+        return found
+
+    def _read_inside(self, outer: Mapping[int, Any], atom: Atom) -> Any:
+        """A constant of a loop, for its body; made there where it is much larger than what it is broadcast from."""
+        equation = self._broadcasts.get(atom) if isinstance(atom, int) else None
+        if equation is None:
+            return _read(outer, atom)
+        (made,) = _private.evaluate(equation.eqn, [_read(outer, source) for source in equation.inputs])
+        return made
 
 
 def _lazily(pair: Pair, kept: frozenset[int]) -> list[Equation]:

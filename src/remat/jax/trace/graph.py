@@ -147,10 +147,28 @@ def _time_s(instruction: Instruction, tensors: list[Tensor], profile: DeviceProf
         return _body_time_s(eqn, profile)
     if len(instruction.equations) == 1 and (op_facts.viewed_input(eqn) is not None or op_facts.holds_nothing(eqn)):
         return 0.0
-    moved = sum(tensors[value].size_bytes for value in (*instruction.reads, *instruction.outputs))
+    moved = _bytes_read(instruction, tensors) + sum(tensors[value].size_bytes for value in instruction.outputs)
     work = sum(op_facts.flops(equation.eqn) for equation in instruction.equations)
     dtype = tensors[instruction.outputs[0]].dtype if instruction.outputs else None
     return op_time_s(profile, work, moved, dtype or "float32")
+
+
+def _bytes_read(instruction: Instruction, tensors: list[Tensor]) -> int:
+    """Bytes that a kernel reads from memory: of an array that it takes a slice of, the slice alone."""
+    sliced: dict[int, int] = {}
+    whole: set[int] = set()
+    for equation in instruction.equations:
+        source = equation.inputs[0] if equation.inputs and op_facts.takes_slice(equation.eqn) else None
+        for value in equation.reads:
+            if value == source:
+                made = sum(op_facts.size_bytes(var.aval) for var in equation.eqn.outvars)
+                sliced[value] = sliced.get(value, 0) + made
+            else:
+                whole.add(value)
+    return sum(
+        tensors[value].size_bytes if value in whole else min(tensors[value].size_bytes, sliced[value])
+        for value in instruction.reads
+    )
 
 
 def _body_time_s(eqn: JaxprEqn, profile: DeviceProfile) -> float:

@@ -268,6 +268,11 @@ def works_in_place(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name in _ELEMENTWISE or eqn.primitive.name in ("dynamic_update_slice", "scatter_add")
 
 
+def takes_slice(eqn: JaxprEqn) -> bool:
+    """Does this read only as much of its first input as it makes?"""
+    return eqn.primitive.name in ("dynamic_slice", "gather", "slice")
+
+
 def is_elementwise(eqn: JaxprEqn) -> bool:
     """Does each element of the result depend on the same element of each input alone?"""
     return eqn.primitive.name in _ELEMENTWISE
@@ -293,6 +298,51 @@ def flops(eqn: JaxprEqn) -> float:
         window = math.prod(params.get("window_dimensions", ()))
         return float(made * window if window > 1 else read)
     return float(_FLOPS_PER_ELEMENT.get(name, 1.0) * made)
+
+
+def offloaded_values(jaxpr: Jaxpr) -> list[str]:
+    """What policies of ``jax.checkpoint`` send to the host: names that the user gave, or dtypes and shapes.
+
+    Such a policy writes two copies between memory spaces: to the host in the forward part, and back from there in a
+    region that the backward part computes again. Copies of the user's own, outside of such regions, do not count.
+    """
+    if not any(_fetches_from_host(eqn) for eqn in _all_equations(jaxpr)):
+        return []
+    named = {eqn.outvars[0]: str(eqn.params["name"]) for eqn in _all_equations(jaxpr) if eqn.primitive.name == "name"}
+    moved: list[Any] = [
+        read
+        for eqn in _all_equations(jaxpr)
+        if eqn.primitive.name == "device_put"
+        for read, made in zip(eqn.invars, eqn.outvars, strict=True)
+        if _memory_space(read) != _memory_space(made) and not isinstance(read, Literal)
+    ]
+    names = {repr(named[var]) for var in moved if var in named}
+    return sorted(names or {f"{var.aval.dtype}{list(var.aval.shape)}" for var in moved})[:_MOST_SHOWN]
+
+
+_MOST_SHOWN: Final = 4  # Values in an error, which is one line.
+
+
+def _fetches_from_host(eqn: JaxprEqn) -> bool:
+    if eqn.primitive.name not in ("remat2", "checkpoint"):
+        return False
+    return any(
+        inner.primitive.name == "device_put"
+        and any(_memory_space(a) != _memory_space(b) for a, b in zip(inner.invars, inner.outvars, strict=True))
+        for body in inner_jaxprs(eqn)
+        for inner in _all_equations(body)
+    )
+
+
+def _memory_space(var: Any) -> Any:
+    return getattr(var.aval, "memory_space", None)
+
+
+def _all_equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in inner_jaxprs(eqn):
+            yield from _all_equations(inner)
 
 
 def iterations(eqn: JaxprEqn) -> int:

@@ -16,6 +16,7 @@ from typing import Any, Final, TypeAlias
 
 import jax
 
+from remat.core.errors import UnsupportedStep
 from remat.jax import _private
 from remat.jax._private import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from remat.jax.context import for_a_plan
@@ -84,6 +85,8 @@ class Program:
         constants: arrays that the function captured, by value id.
         outputs: what it returns.
         shardings: by value id, how a value is laid out over several devices; empty on one device.
+        regions: what the user's own regions under ``jax.checkpoint`` would compute again: for each region the first
+            instruction of its backward part, and the instructions that would run again before it.
     """
 
     instructions: tuple[Instruction, ...]
@@ -92,6 +95,7 @@ class Program:
     constants: Mapping[int, Any]
     outputs: tuple[Atom, ...]
     shardings: Mapping[int, Any] = field(default_factory=dict)
+    regions: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
 
 def program_of(closed: ClosedJaxpr, kept_names: Collection[str] = ()) -> Program:
@@ -123,7 +127,26 @@ def program_of_equations(
 ) -> Program:
     """The program of some of a flattener's equations, fused as the compiler will; ``kept`` values end their kernels."""
     instructions = _fused(equations, flattener.avals, (*outputs, *kept))
-    return Program(instructions, tuple(flattener.avals), tuple(inputs), flattener.constants, tuple(outputs))
+    return Program(
+        instructions,
+        tuple(flattener.avals),
+        tuple(inputs),
+        flattener.constants,
+        tuple(outputs),
+        regions=_regions_of(flattener, instructions),
+    )
+
+
+def _regions_of(flattener: Flattener, instructions: Sequence[Instruction]) -> tuple[tuple[int, tuple[int, ...]], ...]:
+    """The user's own regions, their equations replaced by the instructions that these became part of."""
+    place = {id(equation): n for n, instruction in enumerate(instructions) for equation in instruction.equations}
+    found = []
+    for start, stop, merged in flattener.regions:
+        own = [place[id(one)] for one in flattener.equations[start:stop] if id(one) in place]
+        again = {place[id(flattener.equations[n])] for n in merged if id(flattener.equations[n]) in place}
+        if own and (before := tuple(sorted(n for n in again if n < min(own)))):
+            found.append((min(own), before))
+    return tuple(sorted(found))
 
 
 class Flattener:
@@ -133,9 +156,14 @@ class Flattener:
         avals: for each value id, its shape and dtype.
         equations: in program order.
         constants: arrays that the jaxprs captured, by value id.
+        regions: for each region under ``jax.checkpoint`` that computes something again, the stretch of equations that
+            it added, and the numbers of the earlier ones that its own were merged with.
     """
 
     def __init__(self) -> None:
+        self.regions: list[tuple[int, int, frozenset[int]]] = []
+        self._merged: set[int] | None = None  # In a region: what its equations were merged with so far.
+        self._number: dict[tuple[int, ...], int] = {}
         self.avals: list[Any] = []
         self.equations: list[Equation] = []
         self.constants: dict[int, Any] = {}
@@ -172,20 +200,33 @@ class Flattener:
                 body, constants = (inner.jaxpr, inner.consts) if isinstance(inner, ClosedJaxpr) else (inner, ())
                 inside: dict[Any, Atom] = dict(zip(body.invars, inputs, strict=True))
                 self._bind_constants(inside, body, constants)
-                outputs: Sequence[Atom] = self._walk(body, inside)
+                is_region = eqn.primitive.name in ("remat2", "checkpoint")
+                outputs: Sequence[Atom] = (self._walk_region if is_region else self._walk)(body, inside)
             else:
                 outputs = self._add(eqn, inputs)
             scope.update(zip(eqn.outvars, outputs, strict=True))
         return [atom(of) for of in jaxpr.outvars]
 
+    def _walk_region(self, jaxpr: Jaxpr, scope: dict[Any, Atom]) -> list[Atom]:
+        around, start = self._merged, len(self.equations)
+        self._merged = set()
+        outputs = self._walk(jaxpr, scope)
+        if self._merged:
+            self.regions.append((start, len(self.equations), frozenset(self._merged)))
+        self._merged = around
+        return outputs
+
     def _add(self, eqn: JaxprEqn, inputs: tuple[Atom, ...]) -> tuple[int, ...]:
         key = _identity(eqn, inputs) if op_facts.may_repeat(eqn) else None
         if key is not None and key in self.known:
+            if self._merged is not None and self.known[key] in self._number:
+                self._merged.add(self._number[self.known[key]])
             return self.known[key]
         outputs = tuple(self.value(var.aval) for var in eqn.outvars)
         self.equations.append(Equation(eqn, inputs, outputs))
         if key is not None:
             self.known[key] = outputs
+            self._number[outputs] = len(self.equations) - 1
         return outputs
 
 
@@ -317,7 +358,17 @@ def name_of(equation: Equation) -> str | None:
 
 
 def trace_jaxpr(function: Any, arguments: Sequence[Any]) -> tuple[ClosedJaxpr, Any]:
-    """The jaxpr of ``function(*arguments)``, and the structure of what it returns. Nothing runs."""
+    """The jaxpr of ``function(*arguments)``, and the structure of what it returns. Nothing runs.
+
+    Raises:
+        UnsupportedStep: where a policy of ``jax.checkpoint`` offloads values, which a plan would undo.
+    """
     with for_a_plan():
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
+    offloaded = op_facts.offloaded_values(closed.jaxpr)
+    if offloaded:
+        raise UnsupportedStep(
+            f"a policy of jax.checkpoint offloads {', '.join(offloaded)} to the host, which a plan cannot do: take the "
+            "policy away and let the plan decide, or leave the budget out and compile with jax.jit"
+        )
     return closed, jax.tree.structure(shapes)

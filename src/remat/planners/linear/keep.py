@@ -59,9 +59,11 @@ class KeepModel:
         entries += [(self._again[op], size) for op, size in again]
         self._builder.add_row(entries, high=room)
 
-    def solve(self, *, time_limit_s: float, gap: float) -> tuple[BoolArray, BoolArray] | None:
+    def solve(
+        self, *, time_limit_s: float, gap: float, most_nodes: int | None = None
+    ) -> tuple[BoolArray, BoolArray] | None:
         """For each value whether it is kept, for each op whether it runs again; None where none is found in time."""
-        solution = solve(self._builder.build(), time_limit_s=time_limit_s, gap=gap)
+        solution = solve(self._builder.build(), time_limit_s=time_limit_s, gap=gap, most_nodes=most_nodes)
         if solution is None:
             return None
         chosen = np.greater(solution.values, 0.5)

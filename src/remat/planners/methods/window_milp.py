@@ -12,6 +12,8 @@ from remat.planners.view.problem import BoolArray
 
 _DEFLATIONS: Final = (1.0, 0.98, 0.95, 0.9)
 """Shares of the budget that are solved for, since the model leaves out what recomputation itself needs; a judgement."""
+_QUICK_DEFLATIONS: Final = (1.0, 0.95)
+"""The same, in one of many searches for a step."""
 _SAMPLES: Final = 1
 """Only the heaviest step is looked at, which keeps the MILP at a few hundred columns; a judgement."""
 _GAP: Final = 0.005
@@ -32,7 +34,7 @@ def window_milp(search: Search) -> None:
     optimal within it up to 0.5 %.
     """
     pinned = search.problem.graph.pinned_bytes
-    for deflation in _DEFLATIONS:
+    for deflation in _DEFLATIONS if search.thorough else _QUICK_DEFLATIONS:
         left_s = search.left_s(_MOST_S)
         if left_s <= 0:
             return

@@ -1,0 +1,133 @@
+"""One model measured by every method: bytes, processor time in turns, differences, and what a budget was worth."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+import remat
+from benchmarks.zoo.frame.subject import PLAIN, Array, Prepared, Subject
+
+SHARES: Final = ("60%", "40%")
+SMALLEST: Final = "smallest"
+
+_ROUNDS: Final = 7
+"""How often each method runs, in turns, so that a busy machine is slow for all of them alike. The median counts."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One method of one model, prepared or refused."""
+
+    method: str
+    budget: int | str | None
+    prepared: Prepared | None
+    error: str = ""
+
+
+def measured(subject: Subject, say: Callable[[str], None]) -> list[dict[str, Any]]:
+    """A record for each method; the first is the plain step.
+
+    Args:
+        subject: the model.
+        say: is told what happens.
+    """
+    lines = [_tried(PLAIN, None, lambda: subject.peer(PLAIN), say)]
+    plain = lines[0].prepared
+    if plain is None:
+        return [_record(lines[0], {}, None, [])]
+    lines += [_tried(peer, None, lambda peer=peer: subject.peer(peer), say) for peer in subject.peers]
+    for share in SHARES:
+        lines.append(_planned(subject, f"remat {share}", share, say))
+    lines.append(_smallest(subject, say))
+    levels = {one.prepared.peak_bytes: one.method for one in lines if one.method in subject.peers and one.prepared}
+    for peak_bytes, peer in sorted(levels.items(), reverse=True):
+        if peak_bytes < plain.peak_bytes:
+            lines.append(_planned(subject, f"remat, bytes of {peer}", peak_bytes, say))
+    wanted = [np.asarray(value) for value in plain.results()]
+    times = _in_turns([line for line in lines if line.prepared is not None])
+    return [_record(line, times, plain, wanted) for line in lines]
+
+
+def _planned(subject: Subject, method: str, budget: int | str, say: Callable[[str], None]) -> Line:
+    return _tried(method, budget, lambda: subject.planned(budget), say)
+
+
+def _smallest(subject: Subject, say: Callable[[str], None]) -> Line:
+    try:
+        return _tried(f"remat, {SMALLEST}", 1, lambda: subject.planned(1), say, catches=False)
+    except remat.InfeasibleBudget as error:
+        return _planned(subject, f"remat, {SMALLEST}", error.minimum_bytes, say)
+
+
+def _tried(
+    method: str,
+    budget: int | str | None,
+    make: Callable[[], Prepared],
+    say: Callable[[str], None],
+    *,
+    catches: bool = True,
+) -> Line:
+    try:
+        prepared = make()
+    except remat.InfeasibleBudget as error:
+        if not catches:
+            raise
+        say(f"  {method}: refused, the smallest is {error.minimum_bytes / 2**20:.2f} MiB")
+        return Line(method, budget, None, f"refused: the smallest is {error.minimum_bytes}")
+    except Exception as error:  # A peer, or a plan, that cannot run the model is a result like others.
+        say(f"  {method}: {type(error).__name__}: {error}"[:200])
+        return Line(method, budget, None, f"{type(error).__name__}: {error}"[:300])
+    say(f"  {method}: {prepared.peak_bytes / 2**20:.2f} MiB")
+    return Line(method, budget, prepared)
+
+
+def _in_turns(lines: Sequence[Line]) -> dict[str, float]:
+    """Median processor seconds of each method, relative to the plain step's of the same round."""
+    runs = {line.method: line.prepared.run for line in lines if line.prepared is not None}
+    for run in runs.values():
+        run()
+    seconds: dict[str, list[float]] = {method: [] for method in runs}
+    for _ in range(_ROUNDS):
+        for method, run in runs.items():
+            started = time.process_time()
+            run()
+            seconds[method].append(time.process_time() - started)
+    return {method: statistics.median(own) for method, own in seconds.items()}
+
+
+def _record(line: Line, times: dict[str, float], plain: Prepared | None, wanted: Sequence[Array]) -> dict[str, Any]:
+    record: dict[str, Any] = {"method": line.method, "budget": line.budget}
+    if line.prepared is None or plain is None:
+        return record | {"error": line.error}
+    prepared = line.prepared
+    limit = prepared.peak_bytes
+    if isinstance(line.budget, int):
+        limit = line.budget
+    elif line.budget is not None:
+        limit = int(plain.peak_bytes * float(line.budget.rstrip("%")) / 100)
+    return record | {
+        "peak_bytes": prepared.peak_bytes,
+        "is_over": line.budget not in (None, 1) and prepared.peak_bytes > limit,
+        "step_s": times[line.method],
+        "relative_time": times[line.method] / times[PLAIN],
+        "predicted": prepared.predicted,
+        "planning_s": prepared.planning_s,
+        "compiling_s": prepared.compiling_s,
+        "difference": difference(prepared.results(), wanted),
+    }
+
+
+def difference(found: Sequence[Array], wanted: Sequence[Array]) -> float:
+    """The largest difference of a value, relative to the largest value of its array."""
+    worst = 0.0
+    for one, other in zip(found, wanted, strict=True):
+        ours, theirs = np.asarray(one, np.float64), np.asarray(other, np.float64)
+        largest = float(np.max(np.abs(theirs), initial=0.0))
+        worst = max(worst, float(np.max(np.abs(ours - theirs), initial=0.0)) / max(largest, 1e-30))
+    return worst

@@ -1,0 +1,67 @@
+"""What a framework supplies to the zoo: its models, and for each of them a step prepared by some method."""
+
+from __future__ import annotations
+
+import abc
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+
+PLAIN = "plain"
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A step that is ready to run.
+
+    Attributes:
+        peak_bytes: of the step, by the framework's best counter.
+        run: runs one step and waits for it.
+        results: the values to compare: the loss and its gradients, or what the step returns.
+        planning_s: processor seconds of planning; 0 for a peer.
+        compiling_s: processor seconds of the framework's own tracing and compiling.
+        predicted: the extra time that a plan predicts, as a fraction of the plain step; None for a peer.
+    """
+
+    peak_bytes: int
+    run: Callable[[], None]
+    results: Callable[[], Sequence[Array]]
+    planning_s: float = 0.0
+    compiling_s: float = 0.0
+    predicted: float | None = None
+
+
+class Subject(abc.ABC):
+    """One model of the zoo.
+
+    Attributes:
+        peers: names of the ways to save memory that this model is compared with.
+    """
+
+    peers: tuple[str, ...] = ()
+
+    @abc.abstractmethod
+    def peer(self, method: str) -> Prepared:
+        """The step by a peer's method, or ``PLAIN``."""
+
+    @abc.abstractmethod
+    def planned(self, budget: int | str) -> Prepared:
+        """The step by remat.
+
+        Raises:
+            remat.InfeasibleBudget: where nothing fits; it names the smallest budget.
+        """
+
+
+Models = Mapping[str, Callable[[], Subject]]
+
+
+def models_of(framework: str) -> Models:
+    """The models of a framework; each is built when it is called."""
+    models: Models = importlib.import_module(f"benchmarks.zoo.{framework}").MODELS
+    return models

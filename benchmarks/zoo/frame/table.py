@@ -1,0 +1,62 @@
+"""The zoo's records as Markdown: a table for each model, and one line for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+HEAD: Final = (
+    "| method | peak MiB | of plain | time | predicted | planning s | compiling s | difference |\n"
+    "|---|---|---|---|---|---|---|---|"
+)
+
+
+def as_markdown(framework: str, records: Sequence[dict[str, Any]], where: str) -> str:
+    """The whole page.
+
+    Args:
+        framework: its name.
+        records: of the models.
+        where: one line about the machine and the versions.
+    """
+    parts = [f"# The zoo: {framework}", "", where, "", summary(records), ""]
+    for record in records:
+        parts += [f"## {record['model']}", "", *_table_of(record), ""]
+    return "\n".join(parts)
+
+
+def summary(records: Sequence[dict[str, Any]]) -> str:
+    """How many models ran, how many plans were over their budget, how many were refused at a peer's bytes."""
+    lines = [line for record in records for line in record.get("lines", [])]
+    planned = [line for line in lines if line["method"].startswith("remat")]
+    over = sum(bool(line.get("is_over")) for line in planned)
+    refused = sum(line.get("error", "").startswith("refused") for line in planned if "bytes of" in line["method"])
+    failed = sum("error" in record for record in records)
+    return (
+        f"{len(records)} models, {failed} of which did not run; {len(planned)} plans: {over} over their budget, "
+        f"{refused} refused at the bytes of a peer."
+    )
+
+
+def _table_of(record: dict[str, Any]) -> list[str]:
+    if "error" in record:
+        return [f"Did not run: {record['error']}"]
+    plain_bytes = record["lines"][0].get("peak_bytes", 0)
+    return [HEAD, *(_row(line, plain_bytes) for line in record["lines"])]
+
+
+def _row(line: dict[str, Any], plain_bytes: int) -> str:
+    if "error" in line:
+        return f"| {line['method']} | {line['error'].replace('|', '/')} | | | | | | |"
+    predicted = "" if line["predicted"] is None else f"{line['predicted']:+.0%}"
+    planning = "" if not line["planning_s"] else f"{line['planning_s']:.1f}"
+    figures = [
+        f"{line['peak_bytes'] / 2**20:.2f}{' (over)' if line['is_over'] else ''}",
+        f"{line['peak_bytes'] / plain_bytes:.0%}",
+        f"{line['relative_time']:.2f}",
+        predicted,
+        planning,
+        f"{line['compiling_s']:.1f}",
+        f"{line['difference']:.1e}",
+    ]
+    return f"| {line['method']} | {' | '.join(figures)} |"

@@ -1,0 +1,119 @@
+"""The zoo's frame: what it measures, how it goes on where it was stopped, and what its tables say."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from benchmarks.zoo import __main__ as zoo
+from benchmarks.zoo.frame.measure import measured
+from benchmarks.zoo.frame.subject import Prepared, Subject
+from benchmarks.zoo.frame.table import as_markdown
+
+import remat
+
+ROOT = Path(__file__).parents[2]
+PLAIN_BYTES, PEER_BYTES, SMALLEST_BYTES = 1000, 600, 300
+
+
+class Model(Subject):
+    """A model whose figures are known: a plan needs what it is given, down to the smallest."""
+
+    peers = ("peer", "broken peer")
+
+    def peer(self, method):
+        if method == "broken peer":
+            raise RuntimeError("cannot run this model")
+        return self.prepared(PLAIN_BYTES if method == "plain" else PEER_BYTES)
+
+    def planned(self, budget):
+        wanted = int(budget.rstrip("%")) * PLAIN_BYTES // 100 if isinstance(budget, str) else budget
+        if wanted < SMALLEST_BYTES:
+            raise remat.InfeasibleBudget("", minimum_bytes=SMALLEST_BYTES, budget_bytes=wanted, binding_op="")
+        return self.prepared(wanted + self.excess, 1e-3)
+
+    def prepared(self, peak_bytes, off=0.0):
+        values = [np.array([1.0, 2.0 + off])]
+        return Prepared(peak_bytes, lambda: None, lambda: values, 0.5, 1.5, 0.1)
+
+    excess = 0
+
+
+class OverBudget(Model):
+    excess = 1
+
+
+class Refused(Model):
+    def planned(self, budget):
+        if budget != SMALLEST_BYTES:
+            raise remat.InfeasibleBudget("", minimum_bytes=SMALLEST_BYTES, budget_bytes=1, binding_op="")
+        return super().planned(budget)
+
+
+def record_of(model):
+    return {"model": "a", "lines": measured(model, lambda _: None)}
+
+
+def test_every_method_has_a_line():
+    record = record_of(Model())
+    lines = {line["method"]: line for line in record["lines"]}
+
+    assert list(lines) == [
+        "plain",
+        "peer",
+        "broken peer",
+        "remat 60%",
+        "remat 40%",
+        "remat, smallest",
+        "remat, bytes of peer",
+    ]
+    assert lines["remat, smallest"]["peak_bytes"] == SMALLEST_BYTES
+    assert lines["remat, bytes of peer"]["peak_bytes"] == PEER_BYTES
+    assert lines["broken peer"]["error"] == "RuntimeError: cannot run this model"
+    assert lines["remat 60%"]["difference"] == pytest.approx(0.0005)
+    assert lines["plain"]["difference"] == 0
+    text = as_markdown("jax", [record], "here")
+    assert "4 plans: 0 over their budget, 0 refused at the bytes of a peer" in text
+    assert "| remat 60% | 0.00 | 60% |" in text
+
+
+def test_plans_over_their_budget_and_refusals_are_counted():
+    text = as_markdown("jax", [record_of(OverBudget()), record_of(Refused())], "here")
+    assert "8 plans: 4 over their budget, 1 refused at the bytes of a peer" in text
+    assert text.count("(over)") == 4
+
+
+def test_the_zoo_goes_on_where_it_was_stopped(monkeypatch, tmp_path):
+    ran = []
+
+    def run(framework, name, limit_s):
+        ran.append(name)
+        return {**record_of(Model()), "model": name}
+
+    monkeypatch.setattr(zoo, "run", run)
+    monkeypatch.setattr(zoo, "models_of", lambda framework: dict.fromkeys(("a", "b"), Model))
+    for arguments in (["--only", "a"], [], ["--only", "b", "--again"]):
+        monkeypatch.setattr(sys, "argv", ["zoo", "--out", str(tmp_path), *arguments])
+        zoo.main()
+
+    assert ran == ["a", "b", "b"]
+    table = json.loads((tmp_path / "zoo-jax.json").read_text())
+    assert list(table["records"]) == ["a", "b"]
+    assert (tmp_path / "zoo-jax.md").read_text().count("\n## ") == 2
+
+
+@pytest.mark.slow
+def test_a_model_of_jax_is_measured_in_its_own_process(tmp_path):
+    command = [sys.executable, "-m", "benchmarks.zoo", "--only", "graph_network", "--out", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stderr
+    (record,) = json.loads((tmp_path / "zoo-jax.json").read_text())["records"].values()
+    lines = record["lines"]
+
+    assert len(lines) >= 6
+    assert not any(line.get("is_over") for line in lines)
+    assert all(line["difference"] < 1e-4 for line in lines if "error" not in line)
