@@ -1,0 +1,28 @@
+"""PaddlePaddle: train static programs, ``to_static`` layers and ``paddle.Model`` within a byte budget.
+
+plan = remat.paddle.plan_program(main, "60%", batch_size=64)          # after minimize, before the first exe.run
+optimizer = remat.paddle.RecomputeOptimizer(paddle.optimizer.Adam())  # the same in one line, as it was in Paddle 1
+remat.paddle.limit_memory(model, "60%")                               # a layer, or a paddle.Model, in any loop
+"""
+
+from remat.running.supported import PADDLE, TENSORFLOW, check_import_order, check_version
+
+check_import_order(PADDLE, TENSORFLOW)
+check_version(PADDLE)  # The imports below reach for symbols that move between versions.
+
+from remat.paddle.api.plan_program import plan_program
+from remat.paddle.candidate import ProgramPlan
+from remat.paddle.measure import measure
+from remat.paddle.micro_batches import ValueAndGrad, value_and_grad
+from remat.paddle.recompute import recompute
+from remat.running.measurement import Measurement
+
+__all__ = [
+    "Measurement",
+    "ProgramPlan",
+    "ValueAndGrad",
+    "measure",
+    "plan_program",
+    "recompute",
+    "value_and_grad",
+]
