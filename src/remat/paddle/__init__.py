@@ -10,7 +10,9 @@ from remat.running.supported import PADDLE, TENSORFLOW, check_import_order, chec
 check_import_order(PADDLE, TENSORFLOW)
 check_version(PADDLE)  # The imports below reach for symbols that move between versions.
 
+from remat.paddle.api.limit import limit_memory, plan_of
 from remat.paddle.api.plan_program import plan_program
+from remat.paddle.api.recompute_optimizer import RecomputeOptimizer
 from remat.paddle.candidate import ProgramPlan
 from remat.paddle.measure import measure
 from remat.paddle.micro_batches import ValueAndGrad, value_and_grad
@@ -20,8 +22,11 @@ from remat.running.measurement import Measurement
 __all__ = [
     "Measurement",
     "ProgramPlan",
+    "RecomputeOptimizer",
     "ValueAndGrad",
+    "limit_memory",
     "measure",
+    "plan_of",
     "plan_program",
     "recompute",
     "value_and_grad",

@@ -9,13 +9,14 @@ import contextlib
 import gc
 import inspect
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import paddle
 from paddle.base import core, framework
 from paddle.base import executor as executor_module
 from paddle.base.libpaddle import pir
+from paddle.jit.dy2static.pir_partial_program import PartialProgramLayerHook
 
 
 # --- Programs -------------------------------------------------------------------------------------------------------
@@ -277,3 +278,62 @@ def statistics_left_alone() -> Iterator[None]:
 def arguments_of_run(run: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
     """The arguments of ``Executor.run`` by name."""
     return dict(inspect.signature(run).bind(*args, **kwargs).arguments)
+
+
+# --- to_static ------------------------------------------------------------------------------------------------------
+
+
+class StaticFunction:
+    """A function or a layer under ``paddle.jit.to_static``, with a hook in each of its programs.
+
+    Args:
+        target: a layer, whose ``forward`` Paddle replaces, or a function.
+        hook: takes a joint program, the place where its forward pass ends, and the place where its backward pass
+            begins; returns where the forward pass ends afterwards. What stands between is cut out.
+
+    Attributes:
+        leaves: the parameters that the newest program reads.
+        is_captured: can the program of a call be made at all? None before the first call.
+    """
+
+    def __init__(self, target: Any, hook: Callable[[Any, int, int], int]) -> None:
+        static = paddle.jit.to_static(target, full_graph=True)
+        self.leaves: list[Any] = []
+        self._static = static.forward if isinstance(target, paddle.nn.Layer) else static
+        plain = self._static.get_concrete_program
+        ours = _Hook(hook)
+
+        def get_concrete_program(*args: Any, **kwargs: Any) -> Any:
+            concrete, partial = plain(*args, **kwargs)
+            if ours not in partial._hookers:
+                partial.add_hooker(ours)
+            self.leaves = list(partial._params)
+            return concrete, partial
+
+        self._static.get_concrete_program = get_concrete_program
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._static(*args, **kwargs)
+
+    def make_program(self, *args: Any, **kwargs: Any) -> None:
+        """Make the training program of a call, which calls the hook, and run nothing."""
+        args, kwargs = self._static._function_spec.unified_args_and_kwargs(args, kwargs)
+        _, partial = self._static.get_concrete_program(*args, **kwargs, is_train=True)
+        assert partial.train_program is not None, "it is made when it is asked for"
+
+
+class _Hook(PartialProgramLayerHook):
+    def __init__(self, hook: Callable[[Any, int, int], int]) -> None:
+        self._hook = hook
+
+    def after_append_backward(
+        self,
+        whole_program: Any,
+        inputs: Any,
+        src_vars: Any,
+        grad_outputs: Any,
+        forward_end_idx: int,
+        backward_start_idx: int,
+    ) -> tuple[Any, int, Any]:
+        """Called with the joint program before it is cut in two."""
+        return whole_program, self._hook(whole_program, forward_end_idx, backward_start_idx), src_vars

@@ -12,6 +12,7 @@ from remat.core.plan import Plan
 from remat.core.simulator import simulate
 from remat.fit.candidate import Candidate
 from remat.fit.fit import fit
+from remat.fit.loop import Rounds
 from remat.fit.peaks import PeakRange
 from remat.fit.request import Request
 from remat.paddle.emit.rewrite import rewrite
@@ -46,6 +47,9 @@ class ProgramCandidate(Candidate):
         resident_bytes: what lies in memory beside the step and counts against the budget.
         mode: as ``ProgramPlan`` has it.
     """
+
+    # The executor follows a schedule to the byte, so that there is little to correct.
+    rounds = Rounds(3, 2)
 
     def __init__(self, traced: TracedProgram, resident_bytes: int = 0, mode: str = "static") -> None:
         self.traced = traced

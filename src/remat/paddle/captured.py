@@ -20,8 +20,9 @@ from remat.core.errors import RematError
 from remat.fit.request import Request
 from remat.paddle import _private
 from remat.paddle.candidate import ProgramCandidate, ProgramPlan
+from remat.paddle.emit.shape_reads import redirect_shape_reads
 from remat.paddle.sequential import BackwardOrder, in_program_order
-from remat.paddle.trace.program import TracedProgram, trace_program
+from remat.paddle.trace.program import Cut, TracedProgram, trace_program
 from remat.paddle.trace.sizes import Sizes
 from remat.running.cost_model import device_here, get_profile
 
@@ -95,7 +96,10 @@ class Captured:
         profile = get_profile(self._device or device_here("cpu"))
         ops = list(program.global_block().ops)
         gradients = [v for op in ops[backward_start:] for v in op.results() if v.initialized() and v.use_empty()]
-        traced = trace_program(program, profile, Sizes(program), kept=gradients, forward_ops=backward_start)
+        sizes = Sizes(program)
+        held = redirect_shape_reads(ops, backward_start, sizes)
+        cut = Cut(forward_end, backward_start, held)
+        traced = trace_program(program, profile, sizes, kept=gradients, cut=cut)
         self.traced = traced
         if not self._request.plans:
             return forward_end

@@ -101,13 +101,28 @@ class TracedProgram:
         return found[0] if len(found) == 1 else None
 
 
+@dataclass(frozen=True)
+class Cut:
+    """Where a program is cut in two halves that run one after the other.
+
+    Attributes:
+        forward_end: how many operators are the forward half.
+        backward_start: how many come before the backward half; what stands between is left out.
+        held: values of the forward half that are held to its end, though only their shapes are read later.
+    """
+
+    forward_end: int
+    backward_start: int
+    held: Sequence[Any] = ()
+
+
 def trace_program(
     program: Any,
     profile: DeviceProfile,
     sizes: Sizes,
     *,
     kept: Collection[Any] = (),
-    forward_ops: int | None = None,
+    cut: Cut | None = None,
 ) -> TracedProgram:
     """The graph of a program's main block; nothing of the program changes.
 
@@ -116,9 +131,9 @@ def trace_program(
         profile: the device, for the predicted times.
         sizes: the shapes of its values.
         kept: values that live to the end of the step, because they are fetched or returned.
-        forward_ops: how many operators of the block are the forward pass; None finds the first gradient.
+        cut: where the program will be cut in two; None for one that runs as a whole.
     """
-    return _Builder(program, profile, sizes, kept, forward_ops).build()
+    return _Builder(program, profile, sizes, kept, cut).build()
 
 
 def all_operands(op: Any) -> Iterator[Any]:
@@ -131,30 +146,31 @@ def all_operands(op: Any) -> Iterator[Any]:
 
 class _Builder:
     def __init__(
-        self, program: Any, profile: DeviceProfile, sizes: Sizes, kept: Collection[Any], forward_ops: int | None
+        self, program: Any, profile: DeviceProfile, sizes: Sizes, kept: Collection[Any], cut: Cut | None
     ) -> None:
         self._program = program
         self._pir_ops = list(program.global_block().ops)
         self._profile = profile
         self._sizes = sizes
         self._kept = [value.id for value in kept]
-        self._forward_ops = forward_ops
+        self._cut = cut
         self._values: dict[str, tuple[int, ...]] = {}
         self._tensors: list[Tensor] = []
         self._ops: list[Op] = []
         self._units: list[Unit] = []
         self._inputs: list[int] = []
         self._outputs: list[int] = []
+        self._first_of_backward = 0
         self._after_uses = _positions_of_uses(self._pir_ops)
 
     def build(self) -> TracedProgram:
         taken_apart = self._what_takes_apart()
-        first_gradient = self._forward_ops
-        if first_gradient is None:
-            gradients = (n for n, op in enumerate(self._pir_ops) if op_facts.is_gradient(op))
-            first_gradient = next(gradients, len(self._pir_ops))
+        gradients = (n for n, op in enumerate(self._pir_ops) if op_facts.is_gradient(op))
+        first_gradient = next(gradients, len(self._pir_ops)) if self._cut is None else self._cut.forward_end
         updates = False
         for position, op in enumerate(self._pir_ops):
+            if self._cut is not None and position == self._cut.backward_start:
+                self._first_of_backward = len(self._tensors)
             name = str(op.name())
             updates = updates or op_facts.kind(op) in UPDATES
             phase = "update" if updates else ("backward" if position >= first_gradient else "forward")
@@ -209,6 +225,8 @@ class _Builder:
         name = op_facts.kind(op)
         operands = list(op.operands_source())
         reads = self._reads_of(op)
+        if self._cut is not None and position == self._cut.forward_end - 1:
+            reads += [tensor for value in self._cut.held for tensor in self._values.get(value.id, ())]
         results = [value if value.initialized() else None for value in op.results()]
         shapes = [[self._sizes.shape_of(v) if v is not None and v.initialized() else None for v in group]
                   for group in (operands, results)]
@@ -309,12 +327,19 @@ class _Builder:
                 target[0]
             ].size_bytes:
                 return ()
-            if self._after_uses[given.id][-1] != position:
+            if self._after_uses[given.id][-1] != position or self._is_across_the_cut(position, source[0]):
                 return ()
             if source[0] in self._inputs or self._tensors[source[0]].dtype != self._tensors[target[0]].dtype:
                 return ()
             pairs.append((source[0], target[0]))
         return tuple(pairs)
+
+
+    def _is_across_the_cut(self, position: int, tensor: int) -> bool:
+        """Does an operator of the backward half read a tensor of the forward half? Such bytes are never taken over."""
+        if self._cut is None or position < self._cut.backward_start:
+            return False
+        return tensor < self._first_of_backward
 
 
 def _positions_of_uses(ops: Sequence[Any]) -> dict[str, list[int]]:
