@@ -178,6 +178,7 @@ def peak_bytes() -> int:
 # --- Executors ------------------------------------------------------------------------------------------------------
 
 IN_ORDER: Final = "FLAGS_new_executor_sequential_run"
+ONE_THREAD: Final = "FLAGS_new_executor_serial_run"
 MERGES_COPIES: Final = "FLAGS_enable_cse_in_dy2st"
 
 Executor: Any = paddle.static.Executor
@@ -284,22 +285,23 @@ def arguments_of_run(run: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
 
 
 class StaticFunction:
-    """A function or a layer under ``paddle.jit.to_static``, with a hook in each of its programs.
+    """A function under ``paddle.jit.to_static``, with a hook in each of its programs.
 
     Args:
-        target: a layer, whose ``forward`` Paddle replaces, or a function.
+        function: what is called.
         hook: takes a joint program, the place where its forward pass ends, and the place where its backward pass
             begins; returns where the forward pass ends afterwards. What stands between is cut out.
 
     Attributes:
         leaves: the parameters that the newest program reads.
-        is_captured: can the program of a call be made at all? None before the first call.
     """
 
-    def __init__(self, target: Any, hook: Callable[[Any, int, int], int]) -> None:
-        static = paddle.jit.to_static(target, full_graph=True)
+    def __init__(self, function: Any, hook: Callable[[Any, int, int], int]) -> None:
+        def call(args: Any, kwargs: Any, modes: Any) -> Any:
+            return function(*args, **kwargs)
+
         self.leaves: list[Any] = []
-        self._static = static.forward if isinstance(target, paddle.nn.Layer) else static
+        self._static = paddle.jit.to_static(call, full_graph=True)
         plain = self._static.get_concrete_program
         ours = _Hook(hook)
 
@@ -312,13 +314,13 @@ class StaticFunction:
 
         self._static.get_concrete_program = get_concrete_program
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._static(*args, **kwargs)
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], modes: str) -> Any:
+        """Run the forward pass. Calls that differ in ``modes`` have programs of their own."""
+        return self._static(list(args), kwargs, modes)
 
-    def make_program(self, *args: Any, **kwargs: Any) -> None:
-        """Make the training program of a call, which calls the hook, and run nothing."""
-        args, kwargs = self._static._function_spec.unified_args_and_kwargs(args, kwargs)
-        _, partial = self._static.get_concrete_program(*args, **kwargs, is_train=True)
+    def make_program(self, args: tuple[Any, ...], kwargs: dict[str, Any], modes: str) -> None:
+        """Make the program of a call, which calls the hook, and run nothing."""
+        _, partial = self._static.get_concrete_program(list(args), kwargs, modes, is_train=True)
         assert partial.train_program is not None, "it is made when it is asked for"
 
 

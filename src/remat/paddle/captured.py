@@ -21,6 +21,7 @@ from remat.fit.request import Request
 from remat.paddle import _private
 from remat.paddle.candidate import ProgramCandidate, ProgramPlan
 from remat.paddle.emit.shape_reads import redirect_shape_reads
+from remat.paddle.recompute import layers_of
 from remat.paddle.sequential import BackwardOrder, in_program_order
 from remat.paddle.trace.program import Cut, TracedProgram, trace_program
 from remat.paddle.trace.sizes import Sizes
@@ -33,7 +34,7 @@ class Captured:
     """A function or a layer, captured as programs that keep a budget.
 
     Args:
-        target: what is called: a layer or a function.
+        target: the function that is called, a layer's ``forward`` say.
         request: what was asked for; a request that plans nothing leaves the programs as they are.
         resident_bytes: what lies in memory beside the step and counts.
         device: profile for the predicted times; None means this machine.
@@ -49,6 +50,7 @@ class Captured:
     ) -> None:
         self.plans: list[ProgramPlan] = []
         self.traced: TracedProgram | None = None
+        self._target = target
         self._request = request
         self._resident_bytes = resident_bytes
         self._device = device
@@ -60,7 +62,7 @@ class Captured:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward pass; the backward pass that follows runs in the program's order too."""
         with in_program_order(), self._own_errors():
-            result = self._static(*args, **kwargs)
+            result = self._static(args, kwargs, self._modes(args))
         if self._request.plans and paddle.is_grad_enabled():
             leaves = [*self._static.leaves, *tensors_in((args, kwargs))]
             self._backward_order.watch(tensors_in(result), leaves)
@@ -69,9 +71,14 @@ class Captured:
     def program_of(self, *args: Any, **kwargs: Any) -> TracedProgram:
         """Trace the program of a call without running it."""
         with in_program_order(), self._own_errors():
-            self._static.make_program(*args, **kwargs)
+            self._static.make_program(args, kwargs, self._modes(args))
         assert self.traced is not None, "the hook was called"
         return self.traced
+
+    def _modes(self, args: tuple[Any, ...]) -> str:
+        """What decides on the program of a call beside its arguments: which layers train, and autocast."""
+        layers = (part for layer in layers_of(self._target, args) for part in layer.sublayers(include_self=True))
+        return "".join("ET"[layer.training] for layer in layers) + repr(_private.autocast_state())
 
     @contextlib.contextmanager
     def _own_errors(self) -> Iterator[None]:

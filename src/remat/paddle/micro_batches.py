@@ -152,17 +152,17 @@ class ValueAndGrad:
         return total.finish(parameters)
 
     def _differentiated(self, args: Sequence[Any]) -> list[Any]:
-        if self._parameters is None:
-            layers = layers_of(self._fn, args)
-            found = [p for layer in layers for p in layer.parameters()] + tensors_in((args, _closed_over(self._fn)))
-            self_named = {id(p): p for p in found if not p.stop_gradient}
-            if not self_named:
-                raise UnsupportedStep(
-                    f"no parameter was found that {getattr(self._fn, '__name__', 'the function')!r} uses; name them: "
-                    "value_and_grad(fn, net.parameters())"
-                )
-            self._parameters = list(self_named.values())
-        return self._parameters
+        if self._parameters is not None:
+            return self._parameters
+        layers = layers_of(self._fn, args)
+        found = [p for layer in layers for p in layer.parameters()] + tensors_in((args, _closed_over(self._fn)))
+        by_id = {id(tensor): tensor for tensor in found if not tensor.stop_gradient}
+        if not by_id:
+            raise UnsupportedStep(
+                f"no parameter was found that {getattr(self._fn, '__name__', 'the function')!r} uses; name them: "
+                "value_and_grad(fn, net.parameters())"
+            )
+        return list(by_id.values())
 
     def _batch_of(self, args: Sequence[Any]) -> tuple[tuple[int, ...], int]:
         """Positions of the arguments that hold the batch, and its samples."""

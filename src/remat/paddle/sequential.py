@@ -1,8 +1,9 @@
-"""The flag that makes Paddle's executor run a program in the order of its block, and when it is set.
+"""The flags that make Paddle's executor run a program in the order of its block, and when they are set.
 
-The executor decides on an order when it first runs a program, by a flag of the whole process. Without the flag copies
-run as soon as their inputs are there, and nothing is saved. So the flag is set while a program that remat rewrote runs,
-and put back at once: whatever else runs keeps the order that Paddle gives it.
+The executor decides on an order when it first runs a program, by flags of the whole process. Without them copies run as
+soon as their inputs are there, and nothing is saved; and with several threads a tensor is sometimes freed an operator
+late. So the flags are set while a program that remat rewrote runs, and put back at once: whatever else runs keeps the
+order that Paddle gives it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _WAITING: Final = "_remat_waits_to_be_planned"
 """The attribute of a program that is planned when it first runs: what plans it."""
 
 
-_FLAGS: Final = {_private.IN_ORDER: True, _private.MERGES_COPIES: False}
+_FLAGS: Final = {_private.IN_ORDER: True, _private.ONE_THREAD: True, _private.MERGES_COPIES: False}
 
 
 @contextlib.contextmanager

@@ -112,7 +112,7 @@ class Limit:
         self._plain = layer.forward
         self._layer = weakref.ref(layer)
         self._has_run = False
-        self.captured = Captured(layer, request, resident_bytes, device)
+        self.captured = Captured(layer.forward, request, resident_bytes, device)
         layer.forward = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
