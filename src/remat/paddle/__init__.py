@@ -14,9 +14,11 @@ from remat.paddle.api.limit import limit_memory, plan_of
 from remat.paddle.api.plan_program import plan_program
 from remat.paddle.api.recompute_optimizer import RecomputeOptimizer
 from remat.paddle.candidate import ProgramPlan
+from remat.paddle.check import check
 from remat.paddle.measure import measure
 from remat.paddle.micro_batches import ValueAndGrad, value_and_grad
 from remat.paddle.recompute import recompute
+from remat.paddle.trace.trace import trace
 from remat.running.measurement import Measurement
 
 __all__ = [
@@ -24,10 +26,12 @@ __all__ = [
     "ProgramPlan",
     "RecomputeOptimizer",
     "ValueAndGrad",
+    "check",
     "limit_memory",
     "measure",
     "plan_of",
     "plan_program",
     "recompute",
+    "trace",
     "value_and_grad",
 ]

@@ -281,6 +281,21 @@ def arguments_of_run(run: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
     return dict(inspect.signature(run).bind(*args, **kwargs).arguments)
 
 
+@contextlib.contextmanager
+def gradients_put_aside() -> Iterator[None]:
+    """Gradients that a backward pass inside makes are thrown away; earlier ones are as they were."""
+    before: dict[int, tuple[Any, Any]] = {}
+    for one in gc.get_objects():
+        if type(one) is framework.EagerParamBase and not one.stop_gradient:
+            before[id(one)] = one, one.grad
+            one.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in before.values():
+            parameter.grad = gradient
+
+
 # --- to_static ------------------------------------------------------------------------------------------------------
 
 

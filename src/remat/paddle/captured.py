@@ -42,11 +42,11 @@ class Captured:
     Attributes:
         plans: one for each signature, the newest last.
         traced: the newest program, as it was before it was rewritten.
+        share_of_bytes: what "60%" is a share of; None for the plain peak of the program.
     """
 
     def __init__(
-        self, target: Any, request: Request, resident_bytes: int = 0, device: str | None = None,
-        share_of_bytes: Callable[[], int] | None = None,
+        self, target: Any, request: Request, resident_bytes: int = 0, device: str | None = None
     ) -> None:
         self.plans: list[ProgramPlan] = []
         self.traced: TracedProgram | None = None
@@ -54,7 +54,7 @@ class Captured:
         self._request = request
         self._resident_bytes = resident_bytes
         self._device = device
-        self._share_of_bytes = share_of_bytes
+        self.share_of_bytes: int | None = None
         self._error: RematError | None = None
         self._backward_order = BackwardOrder()
         self._static = _private.StaticFunction(target, self._hook)
@@ -111,8 +111,7 @@ class Captured:
         if not self._request.plans:
             return forward_end
         candidate = ProgramCandidate(traced, self._resident_bytes, "to_static")
-        share = self._share_of_bytes() if self._share_of_bytes is not None else None
-        plan = candidate.planned(self._request, share_of_bytes=share)
+        plan = candidate.planned(self._request, share_of_bytes=self.share_of_bytes)
         last = ops[forward_end - 1]
         copies = candidate.carry_out(plan, between=ops[forward_end:backward_start])
         self.plans.append(plan)

@@ -107,14 +107,13 @@ class ValueAndGrad:
         self._batch_argnums = batch_argnums
         self._reduction = reduction
         self._request = request
-        self._whole_bytes: int | None = None
+        self._whole_bytes: dict[Any, int] = {}
         self._resident_bytes = resident_bytes
         self._device = device
         self._captured: Captured | None = None
         self._run: Callable[..., Any] = fn
         if request.plans:
-            share = self._share_of_bytes if "%" in str(request.budget) else None
-            self._captured = Captured(fn, request, resident_bytes, device, share_of_bytes=share)
+            self._captured = Captured(fn, request, resident_bytes, device)
             self._run = self._captured
 
     @property
@@ -137,7 +136,8 @@ class ValueAndGrad:
         """
         parameters = self._differentiated(args)
         places, samples = self._batch_of(args)
-        self._whole = args, kwargs
+        if self._captured is not None and self._count > 1 and "%" in str(self._request.budget):
+            self._captured.share_of_bytes = self._plain_bytes(args, kwargs)
         total = _Total(self._reduction, samples, len(parameters))
         pieces = [(group.size, start) for group in cut(samples, self._count) for start in group.starts]
         for size, start in pieces:
@@ -146,7 +146,7 @@ class ValueAndGrad:
             value, denominator = sum_and_denominator(self._run(*piece, **kwargs), self._reduction)
             if isinstance(denominator, paddle.Tensor) and not denominator.stop_gradient:
                 raise trained_denominator("a parameter")
-            gradients = paddle.grad(value, parameters, allow_unused=True)
+            gradients = self._gradients(value, parameters, args)
             total.add(value.detach(), denominator, size, gradients)
             del value, gradients
         return total.finish(parameters)
@@ -177,14 +177,29 @@ class ValueAndGrad:
         assert samples is not None, "every shape is known"
         return places, samples
 
-    def _share_of_bytes(self) -> int:
+    def _gradients(self, value: Any, parameters: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+        """The gradients of one piece; ``grad`` of every parameter is as before.
+
+        ``paddle.grad`` would hold what a recomputation makes until its end; ``backward`` lets it go.
+        """
+        others = (p for layer in layers_of(self._fn, args) for p in layer.parameters())
+        before = {id(p): (p, p.grad) for p in (*parameters, *others) if not p.stop_gradient}
+        for parameter, _ in before.values():
+            parameter.grad = None
+        try:
+            value.backward()
+            return [parameter.grad for parameter in parameters]
+        finally:
+            for parameter, gradient in before.values():
+                parameter.grad = gradient
+
+    def _plain_bytes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """The plain peak of the whole batch, which "60%" is a share of."""
-        if self._whole_bytes is None:
-            args, kwargs = self._whole
-            whole = Captured(self._fn, Request(), device=self._device).program_of(*args, **kwargs)
-            graph = whole.graph
-            self._whole_bytes = simulate(graph, graph.plain_schedule).peak_bytes + self._resident_bytes
-        return self._whole_bytes
+        key = tuple(tuple(one.shape) for one in tensors_in((args, kwargs)))
+        if key not in self._whole_bytes:
+            graph = Captured(self._fn, Request(), device=self._device).program_of(*args, **kwargs).graph
+            self._whole_bytes[key] = simulate(graph, graph.plain_schedule).peak_bytes + self._resident_bytes
+        return self._whole_bytes[key]
 
 
 def _closed_over(function: Any) -> list[Any]:
