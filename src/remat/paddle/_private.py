@@ -281,13 +281,27 @@ def arguments_of_run(run: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
     return dict(inspect.signature(run).bind(*args, **kwargs).arguments)
 
 
+def gradient_of(parameter: Any) -> Any:
+    """The gradient of a parameter, which stays when that of the parameter is set to something else; None for none."""
+    gradient = parameter.grad
+    if gradient is None:
+        return None
+    # Everything else that Paddle offers shares more than the bytes, and loses them when the gradient is set to None.
+    shared = core.eager.Tensor(
+        gradient.dtype, gradient.shape, f"{gradient.name}_remat", core.VarDesc.VarType.DENSE_TENSOR, False
+    )
+    gradient._share_buffer_to(shared)
+    shared.stop_gradient = True
+    return shared
+
+
 @contextlib.contextmanager
 def gradients_put_aside() -> Iterator[None]:
     """Gradients that a backward pass inside makes are thrown away; earlier ones are as they were."""
     before: dict[int, tuple[Any, Any]] = {}
     for one in gc.get_objects():
         if type(one) is framework.EagerParamBase and not one.stop_gradient:
-            before[id(one)] = one, one.grad
+            before[id(one)] = one, gradient_of(one)
             one.grad = None
     try:
         yield

@@ -18,6 +18,7 @@ from remat.core.simulator import simulate
 from remat.fit.request import Request
 from remat.micro_batches.cut import batch_places, check_count, count_samples, cut
 from remat.micro_batches.reduce import MEAN, RATIO, check_reduction, sum_and_denominator, trained_denominator
+from remat.paddle import _private
 from remat.paddle.captured import Captured, tensors_in
 from remat.paddle.recompute import layers_of
 
@@ -183,12 +184,12 @@ class ValueAndGrad:
         ``paddle.grad`` would hold what a recomputation makes until its end; ``backward`` lets it go.
         """
         others = (p for layer in layers_of(self._fn, args) for p in layer.parameters())
-        before = {id(p): (p, p.grad) for p in (*parameters, *others) if not p.stop_gradient}
+        before = {id(p): (p, _private.gradient_of(p)) for p in (*parameters, *others) if not p.stop_gradient}
         for parameter, _ in before.values():
             parameter.grad = None
         try:
             value.backward()
-            return [parameter.grad for parameter in parameters]
+            return [_private.gradient_of(parameter) for parameter in parameters]
         finally:
             for parameter, gradient in before.values():
                 parameter.grad = gradient
