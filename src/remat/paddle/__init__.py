@@ -10,8 +10,9 @@ from remat.running.supported import PADDLE, TENSORFLOW, check_import_order, chec
 check_import_order(PADDLE, TENSORFLOW)
 check_version(PADDLE)  # The imports below reach for symbols that move between versions.
 
+from remat.paddle.api import fleet
 from remat.paddle.api.limit import limit_memory, plan_of
-from remat.paddle.api.plan_program import plan_program
+from remat.paddle.api.plan_program import named, plan_program
 from remat.paddle.api.recompute_optimizer import RecomputeOptimizer
 from remat.paddle.candidate import ProgramPlan
 from remat.paddle.check import check
@@ -27,8 +28,10 @@ __all__ = [
     "RecomputeOptimizer",
     "ValueAndGrad",
     "check",
+    "fleet",
     "limit_memory",
     "measure",
+    "named",
     "plan_of",
     "plan_program",
     "recompute",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import inspect
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
@@ -130,11 +131,12 @@ def source_of(op: Any) -> str:
     for line in reversed(lines):
         if found := _LINE.match(line):
             path, number, name = found.groups()
-            if "/paddle/" not in path:
+            if not path.startswith(_OWN_FOLDERS):
                 return f"{path.rpartition('/')[2]}:{number} in {name}"
     return ""
 
 
+_OWN_FOLDERS: Final = (os.path.dirname(paddle.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
 _LINE: Final = re.compile(r'\s*File "([^"]+)", line (\d+), in (\S+)')
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import paddle
 
@@ -104,6 +104,24 @@ def plan_program(
     return found
 
 
+_NAME: Final = "remat_name"
+"""The attribute of an operator that holds the name which a user gave to its first result."""
+
+
+def named(value: Any, name: str) -> Any:
+    """Give a value of a static program a name, for checkpoints that are named: values of Paddle 3 have none.
+
+    Args:
+        value: the first result of an operator, as a layer returns it.
+        name: any text.
+
+    Returns:
+        The value.
+    """
+    value.get_defining_op().set_str_attr(_NAME, name)
+    return value
+
+
 def value_of(program: Any, wanted: Any) -> Any:
     """The value of a program that a user means: the value itself, or the name of an input or a parameter.
 
@@ -115,7 +133,7 @@ def value_of(program: Any, wanted: Any) -> Any:
     known: dict[str, Any] = {}
     for op in program.global_block().ops:
         attributes = op.attrs()
-        for key in ("name", "parameter_name", "output_name"):
+        for key in (_NAME, "name", "parameter_name", "output_name"):
             if isinstance(attributes.get(key), str):
                 results = [*op.results(), *op.operands_source()]
                 known[attributes[key]] = results[0]
@@ -123,6 +141,6 @@ def value_of(program: Any, wanted: Any) -> Any:
         raise UnsupportedStep(
             f"the program has no value of the name {wanted!r} (named are: {', '.join(sorted(known)[:8]) or 'none'}); "
             "since Paddle 3 only inputs, parameters and outputs have names: give the value itself, as the layer "
-            "returned it"
+            "returned it, or name it with remat.paddle.named(value, name)"
         )
     return known[wanted]
