@@ -1,7 +1,7 @@
 """remat: train the model that does not fit, inside a byte budget, with the same numbers.
 
 Importing this package imports no framework. The front ends (``remat.tensorflow``, ``remat.jax``, ``remat.torch``,
-``remat.keras``) are loaded when they are first touched.
+``remat.paddle``, ``remat.keras``) are loaded when they are first touched.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from remat.core.errors import (
     RematError,
     UnsupportedStep,
     UnsupportedVersion,
+    WrongImportOrder,
 )
 from remat.core.graph import Graph, Op, Tensor, load_graph
 from remat.core.plan import Plan, load_plan
@@ -46,6 +47,7 @@ __all__ = [
     "Timeline",
     "UnsupportedStep",
     "UnsupportedVersion",
+    "WrongImportOrder",
     "__version__",
     "format_bytes",
     "frontier",
@@ -59,7 +61,7 @@ __all__ = [
 
 _LOADED_WHEN_TOUCHED = {
     "cost_model": "remat.running.cost_model",
-    **{name: f"remat.{name}" for name in ("jax", "keras", "planners", "tensorflow", "testing", "torch")},
+    **{name: f"remat.{name}" for name in ("jax", "keras", "paddle", "planners", "tensorflow", "testing", "torch")},
 }
 
 # Hidden from type checkers, which would take it as leave for any name at all.

@@ -403,4 +403,86 @@ def _without_gradients(params: Sequence[Any]) -> None:
         parameter.grad = None
 
 
-FRONT_ENDS: dict[str, type[FrontEnd]] = {"jax": Jax, "tensorflow": TensorFlow, "torch": Torch}
+class Paddle(FrontEnd):
+    """Runs in a process of its own: Paddle cannot be imported after TensorFlow."""
+
+    name = "paddle"
+    accuracy = 0.05
+    # Paddle cuts a captured program in two, and keeps a batch's gradients apart from both.
+    rounding = 2e-5
+
+    def __init__(self) -> None:
+        import paddle
+
+        self.paddle = paddle
+
+    def array(self, value: Any) -> Any:
+        return self.paddle.to_tensor(value)
+
+    def tanh(self, x: Any) -> Any:
+        return self.paddle.tanh(x)
+
+    def mean(self, x: Any) -> Any:
+        return self.paddle.mean(x)
+
+    def sum(self, x: Any, axis: int | None = None) -> Any:
+        return self.paddle.sum(x, axis)
+
+    def dropout(self, seed: int) -> tuple[Callable[[Any, Any], Any], tuple[Any, ...]]:
+        # From the generator of the process, which planning must leave as it is.
+        self.paddle.seed(seed)
+
+        def drop(x: Any, _: Any = None) -> Any:
+            return self.paddle.nn.functional.dropout(x, 0.2)
+
+        return drop, ()
+
+    def step(self, loss: Loss, *, budget: int | str | None = None, plan: Any = None, **planning: Any) -> Step:
+        planning = {**PLANNING, **planning, "budget": budget, "plan": plan}
+        return _PaddleStep(self.verbs.value_and_grad(loss, batch_argnums=(1,), **planning))
+
+    def micro_batched(
+        self, values: Values, count: int, reduction: str, *, budget: int | str | None = None, **planning: Any
+    ) -> Step:
+        planning = {**PLANNING, **planning, "budget": budget, "reduction": reduction, "micro_batches": count}
+        places = (1, 2) if reduction == "ratio" else (1,)
+        return _PaddleStep(
+            self.verbs.value_and_grad(self.loss_of(values, reduction), batch_argnums=places, **planning)
+        )
+
+    def traced(self, loss: Loss, params: Sequence[Any], *batch: Any) -> Any:
+        _with_gradients(params)
+        return self.verbs.trace(loss, list(params), *batch)
+
+    def peak_bytes(self, step: Step, params: Sequence[Any], *batch: Any) -> int:
+        import gc
+
+        from remat.paddle import _private
+
+        # The counter sees the whole process; what was there before and is no part of the step is taken off.
+        gc.collect()
+        there = _private.allocated_bytes()
+        own = sum(int(np.prod(t.shape)) * t.element_size() for t in (*params, *batch))
+        measured = self.verbs.measure(step, params, *batch, repeats=5).peak_bytes
+        return int(measured - max(0, there - own))
+
+
+class _PaddleStep(Step):
+    def __init__(self, gradient: Any) -> None:
+        self._gradient = gradient
+
+    def __call__(self, params: Sequence[Any], *batch: Any) -> tuple[Any, Sequence[Any]]:
+        _with_gradients(params)
+        return self._gradient(list(params), *batch)
+
+    @property
+    def plan(self) -> Any:
+        return self._gradient.plan
+
+
+def _with_gradients(params: Sequence[Any]) -> None:
+    for parameter in params:
+        parameter.stop_gradient = False
+
+
+FRONT_ENDS: dict[str, type[FrontEnd]] = {"jax": Jax, "tensorflow": TensorFlow, "torch": Torch, "paddle": Paddle}

@@ -17,7 +17,7 @@ import remat
 
 PACKAGE = Path(remat.__file__).parent
 FRAMEWORKS = ("jax", "keras", "paddle", "tensorflow", "torch")
-FRONT_ENDS = ("jax", "keras", "tensorflow", "torch")
+FRONT_ENDS = ("jax", "keras", "paddle", "tensorflow", "torch")
 # Importing these must load no framework either. The command line touches one only when a command needs it.
 CORE_IMPORTS = "import remat, remat.cli, remat.running.cost_model, remat.planners, remat.report, remat.testing"
 
@@ -136,7 +136,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("fit",),
     ("running",),
     ("micro_batches",),
-    ("jax", "tensorflow", "torch"),
+    ("jax", "paddle", "tensorflow", "torch"),
     ("keras",),
     ("report",),
     ("demo",),
@@ -251,7 +251,7 @@ def test_plan_is_the_function_whatever_was_imported(imports: str) -> None:
 def test_all_names_exist_and_are_listed() -> None:
     assert remat.__all__ == sorted(remat.__all__)
     assert all(hasattr(remat, name) for name in remat.__all__)
-    assert {*remat.__all__, "jax", "keras", "tensorflow", "torch"} <= set(dir(remat))
+    assert {*remat.__all__, "jax", "keras", "paddle", "tensorflow", "torch"} <= set(dir(remat))
     assert remat.__version__ == "0.1.0"
 
 

@@ -25,11 +25,11 @@ from remat.running.cost_model import device_here
 from remat.running.workload import NotAStep, StepOptions, Workload
 
 _CALLABLE: Final = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
-_FRAMEWORKS: Final = ("jax", "keras", "tensorflow", "torch")
+_FRAMEWORKS: Final = ("jax", "keras", "paddle", "tensorflow", "torch")
 # The front end for the package that an object's class, or a module that a function uses, comes from.
-_FRONT_ENDS: Final = {"jax": "jax", "jaxlib": "jax", "tensorflow": "tensorflow", "torch": "torch"}
+_FRONT_ENDS: Final = {"jax": "jax", "jaxlib": "jax", "paddle": "paddle", "tensorflow": "tensorflow", "torch": "torch"}
 _WHAT_TO_RETURN: Final = (
-    "return a Keras model, a PyTorch module, or a tuple of a loss function and its arguments, such as (loss, params, "
+    "return a Keras model, a PyTorch module, a layer of Paddle, or a tuple of a loss function and its arguments, such as (loss, params, "
     "batch)"
 )
 
@@ -115,7 +115,7 @@ def make_workload(made: object, options: StepOptions) -> Workload:
 
 
 def framework_of(made: object) -> str:
-    """The front end for what a callable returned: "keras", "tensorflow", "jax" or "torch".
+    """The front end for what a callable returned: "keras", "tensorflow", "jax", "torch" or "paddle".
 
     No framework is imported to find out: an object can only exist where its framework was imported already.
 
@@ -126,14 +126,18 @@ def framework_of(made: object) -> str:
         return "keras"
     if _is_a("torch.nn", "Module", made):
         return "torch"
+    if _is_a("paddle.nn", "Layer", made):
+        return "paddle"
     if not isinstance(made, tuple) or not made or not callable(made[0]):
         raise NotAStep(f"this returned {_described(made)}, no training step; {_WHAT_TO_RETURN}")
     function, *arguments = made
     if _is_a("torch.nn", "Module", function):
         return "torch"
+    if _is_a("paddle.nn", "Layer", function):
+        return "paddle"
     found = set(_frameworks_of_leaves(arguments)) or set(_frameworks_of_code(function))
     if len(found) != 1:
-        which = " and ".join(sorted(found)) or "none of jax, tensorflow and torch"
+        which = " and ".join(sorted(found)) or "none of jax, paddle, tensorflow and torch"
         raise NotAStep(
             f"the loss function {getattr(function, '__name__', function)!r} and its arguments belong to {which}; give "
             "the arguments as arrays of one framework"

@@ -58,3 +58,7 @@ class UnsupportedStep(RematError, ValueError):
 
 class UnsupportedVersion(RematError, ImportError):
     """The installed version of a framework was not tried with remat; the message names the range that was."""
+
+
+class WrongImportOrder(RematError, ImportError):
+    """Two frameworks can share a process in one order of imports only; the message says in which."""

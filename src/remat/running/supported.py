@@ -10,10 +10,11 @@ import importlib
 import importlib.metadata
 import os
 import re
+import sys
 from dataclasses import dataclass
 from typing import Final
 
-from remat.core.errors import UnsupportedVersion
+from remat.core.errors import UnsupportedVersion, WrongImportOrder
 
 ANY_VERSION_VARIABLE: Final = "REMAT_ANY_VERSION"
 """The environment variable that lets a front end be imported with a version outside of its range, to try one."""
@@ -83,7 +84,11 @@ TF_KERAS: Final = Framework("tf_keras", "tf_keras", ("tf_keras",), (2, 19), (2, 
 JAX: Final = Framework("JAX", "jax", ("jax",), (0, 10), (0, 10), "remat.jax", "jax")
 TORCH: Final = Framework("PyTorch", "torch", ("torch",), (2, 9), (2, 15), "remat.torch", "torch")
 
-FRAMEWORKS: Final = (TENSORFLOW, KERAS, TF_KERAS, JAX, TORCH)
+PADDLE: Final = Framework(
+    "PaddlePaddle", "paddle", ("paddlepaddle", "paddlepaddle-gpu"), (3, 3), (3, 3), "remat.paddle", "paddle"
+)
+
+FRAMEWORKS: Final = (TENSORFLOW, KERAS, TF_KERAS, JAX, TORCH, PADDLE)
 """All of them, in the order in which they are shown."""
 
 
@@ -100,6 +105,24 @@ def check_version(framework: Framework) -> None:
     version = str(importlib.import_module(framework.module).__version__)
     if not framework.has(version) and not os.environ.get(ANY_VERSION_VARIABLE):
         raise UnsupportedVersion(refusal(framework, version))
+
+
+def check_import_order(framework: Framework, first: Framework) -> None:
+    """Refuse to import a framework after one that must come second: the process would end without a word.
+
+    Args:
+        framework: what is about to be imported.
+        first: what must not have been imported before it.
+
+    Raises:
+        WrongImportOrder: if it was; the message says which import to move.
+    """
+    if first.module in sys.modules and framework.module not in sys.modules:
+        raise WrongImportOrder(
+            f"{first.name} was imported before {framework.name}, and importing {framework.name} now would crash this "
+            f"process: put `import {framework.module}` (or `import {framework.imported_by}`) above "
+            f"`import {first.module}`, which may follow it"
+        )
 
 
 def refusal(framework: Framework, version: str) -> str:

@@ -1,0 +1,136 @@
+"""``limit_memory``: a layer or a ``paddle.Model`` within a byte budget, in whatever loop trains it."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from typing import Any
+
+import paddle
+
+from remat.core.errors import RematError, UnsupportedStep
+from remat.fit.request import Request
+from remat.paddle.candidate import ProgramPlan
+from remat.paddle.captured import Captured
+
+_log = logging.getLogger("remat")
+
+_limits: weakref.WeakKeyDictionary[Any, Limit] = weakref.WeakKeyDictionary()
+
+
+def limit_memory(
+    layer_or_model: Any,
+    budget: int | str = "60%",
+    *,
+    resident_bytes: int = 0,
+    planner: str = "auto",
+    time_limit_s: float | None = None,
+    device: str | None = None,
+    **options: Any,
+) -> Any:
+    """Train a layer, or a ``paddle.Model``, within a byte budget and with the same numbers.
+
+    One line; the loop, ``fit``, ``DataParallel`` and the optimizer stay as they are::
+
+        net = remat.paddle.limit_memory(net, "4GiB")
+        loss = criterion(net(x), y); loss.backward(); optimizer.step(); optimizer.clear_grad()
+
+    The layer is captured by ``paddle.jit.to_static``. Each signature (shapes, data types, training or not) is planned
+    when it is first called. Operators that run again are copied into the program of the backward pass; dropout repeats
+    by the mask that it drew, and a batch normalisation moves its statistics once. Calls in evaluation are left alone.
+
+    Args:
+        layer_or_model: a layer, whose ``forward`` is replaced on the instance, or a ``paddle.Model``. With
+            ``DataParallel`` give the layer first, then wrap it.
+        budget: peak bytes of the forward and backward pass of the layer, everything counted that they read or make
+            (parameters, inputs, gradients, what lies between): an int, "4GiB", or "60%" of the layer's own plain peak.
+        resident_bytes: memory that counts although the layer does not touch it: the optimizer's state, say.
+        planner: a planner's name.
+        time_limit_s: wall seconds for each round of planning.
+        device: profile for the predicted times.
+        **options: passed on to the planner.
+
+    Returns:
+        What was given. ``plan_of`` shows its newest plan.
+
+    Raises:
+        TypeError: for something else.
+        InvalidBudget: if the budget cannot be read.
+        InfeasibleBudget: at the first call of a signature, if no schedule fits; it names the smallest budget.
+        UnsupportedStep: at the first call, where ``to_static`` cannot capture the layer.
+    """
+    layer = layer_or_model.network if isinstance(layer_or_model, paddle.Model) else layer_or_model
+    if isinstance(layer, paddle.DataParallel):
+        layer = layer._layers
+    if not isinstance(layer, paddle.nn.Layer):
+        raise TypeError(
+            f"limit_memory takes a paddle.nn.Layer or a paddle.Model, not {type(layer_or_model).__name__}; for a "
+            "function use remat.paddle.value_and_grad(fn, budget=...)"
+        )
+    request = Request(budget, planner=planner, time_limit_s=time_limit_s, options=options)
+    request.check("remat.paddle.limit_memory", takes_auto=False)
+    if layer in _limits:
+        raise UnsupportedStep(
+            f"the memory of this {type(layer).__name__} is limited already; make a new instance for another budget"
+        )
+    _limits[layer] = Limit(layer, request, resident_bytes, device)
+    return layer_or_model
+
+
+def plan_of(layer_or_model: Any) -> ProgramPlan | None:
+    """The newest plan of a layer or a model whose memory is limited; None before its first training call.
+
+    Raises:
+        ValueError: where ``limit_memory`` was not called for it.
+    """
+    layer = layer_or_model.network if isinstance(layer_or_model, paddle.Model) else layer_or_model
+    layer = layer._layers if isinstance(layer, paddle.DataParallel) else layer
+    limit = _limits.get(layer) if isinstance(layer, paddle.nn.Layer) else None
+    if limit is None:
+        raise ValueError(
+            f"the memory of this {type(layer_or_model).__name__} is not limited; call "
+            "remat.paddle.limit_memory(it, budget) first"
+        )
+    plans = limit.captured.plans
+    return plans[-1] if plans else None
+
+
+class Limit:
+    """What stands in place of a layer's ``forward``.
+
+    Args:
+        layer: whose memory is limited.
+        request: with a budget.
+        resident_bytes: memory that counts beside the layer's.
+        device: profile for the predicted times.
+
+    Attributes:
+        captured: the layer's programs.
+    """
+
+    def __init__(self, layer: Any, request: Request, resident_bytes: int, device: str | None) -> None:
+        self._plain = layer.forward
+        self._layer = weakref.ref(layer)
+        self._has_run = False
+        self.captured = Captured(layer.forward, request, resident_bytes, device)
+        layer.forward = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward pass of the layer."""
+        layer = self._layer()
+        trains = layer is not None and layer.training and paddle.is_grad_enabled() and paddle.in_dynamic_mode()
+        if not trains:
+            return self._plain(*args, **kwargs)
+        try:
+            result = self.captured(*args, **kwargs)
+        except RematError:
+            raise
+        except Exception as error:
+            if self._has_run:
+                raise
+            raise UnsupportedStep(
+                f"paddle.jit.to_static cannot capture {type(layer).__name__}.forward: {str(error).strip()[-300:]!r}; "
+                "wrap its blocks in remat.paddle.recompute instead, which runs them eagerly"
+            ) from error
+        self._has_run = True
+        return result

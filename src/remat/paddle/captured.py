@@ -1,0 +1,128 @@
+"""A layer or a function under ``paddle.jit.to_static`` whose programs are planned, one for each signature.
+
+``to_static`` traces a call, appends the backward pass and cuts the program in two halves. A hook of Paddle's own sees
+the whole before it is cut: there the program is planned and rewritten. Copies stand in the second half, so that the
+first stays as it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import paddle
+
+from remat.core.budget import format_bytes
+from remat.core.errors import RematError
+from remat.fit.request import Request
+from remat.paddle import _private
+from remat.paddle.candidate import ProgramCandidate, ProgramPlan
+from remat.paddle.emit.shape_reads import redirect_shape_reads
+from remat.paddle.recompute import layers_of
+from remat.paddle.sequential import BackwardOrder, in_program_order
+from remat.paddle.trace.program import Cut, TracedProgram, trace_program
+from remat.paddle.trace.sizes import Sizes
+from remat.running.cost_model import device_here, get_profile
+
+_log = logging.getLogger("remat")
+
+
+class Captured:
+    """A function or a layer, captured as programs that keep a budget.
+
+    Args:
+        target: the function that is called, a layer's ``forward`` say.
+        request: what was asked for; a request that plans nothing leaves the programs as they are.
+        resident_bytes: what lies in memory beside the step and counts.
+        device: profile for the predicted times; None means this machine.
+
+    Attributes:
+        plans: one for each signature, the newest last.
+        traced: the newest program, as it was before it was rewritten.
+        share_of_bytes: what "60%" is a share of; None for the plain peak of the program.
+    """
+
+    def __init__(
+        self, target: Any, request: Request, resident_bytes: int = 0, device: str | None = None
+    ) -> None:
+        self.plans: list[ProgramPlan] = []
+        self.traced: TracedProgram | None = None
+        self._target = target
+        self._request = request
+        self._resident_bytes = resident_bytes
+        self._device = device
+        self.share_of_bytes: int | None = None
+        self._error: RematError | None = None
+        self._backward_order = BackwardOrder()
+        self._static = _private.StaticFunction(target, self._hook)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward pass; the backward pass that follows runs in the program's order too."""
+        with in_program_order(), self._own_errors():
+            result = self._static(args, kwargs, self._modes(args))
+        if self._request.plans and paddle.is_grad_enabled():
+            leaves = [*self._static.leaves, *tensors_in((args, kwargs))]
+            self._backward_order.watch(tensors_in(result), leaves)
+        return result
+
+    def program_of(self, *args: Any, **kwargs: Any) -> TracedProgram:
+        """Trace the program of a call without running it."""
+        with in_program_order(), self._own_errors():
+            self._static.make_program(args, kwargs, self._modes(args))
+        assert self.traced is not None, "the hook was called"
+        return self.traced
+
+    def _modes(self, args: tuple[Any, ...]) -> str:
+        """What decides on the program of a call beside its arguments: which layers train, and autocast."""
+        layers = (part for layer in layers_of(self._target, args) for part in layer.sublayers(include_self=True))
+        return "".join("ET"[layer.training] for layer in layers) + repr(_private.autocast_state())
+
+    @contextlib.contextmanager
+    def _own_errors(self) -> Iterator[None]:
+        """Errors of remat come out as they are, not as what Paddle makes of an error inside of its translation."""
+        self._error = None
+        try:
+            yield
+        except Exception:
+            if self._error is not None:
+                raise self._error from None
+            raise
+
+    def _hook(self, program: Any, forward_end: int, backward_start: int) -> int:
+        """Plan a joint program; returns where its forward pass ends now."""
+        try:
+            return self._planned(program, forward_end, backward_start)
+        except RematError as error:
+            self._error = error
+            raise
+
+    def _planned(self, program: Any, forward_end: int, backward_start: int) -> int:
+        profile = get_profile(self._device or device_here("cpu"))
+        ops = list(program.global_block().ops)
+        gradients = [v for op in ops[backward_start:] for v in op.results() if v.initialized() and v.use_empty()]
+        sizes = Sizes(program)
+        held = redirect_shape_reads(ops, backward_start, sizes)
+        cut = Cut(forward_end, backward_start, held)
+        traced = trace_program(program, profile, sizes, kept=gradients, cut=cut)
+        self.traced = traced
+        if not self._request.plans:
+            return forward_end
+        candidate = ProgramCandidate(traced, self._resident_bytes, "to_static")
+        plan = candidate.planned(self._request, share_of_bytes=self.share_of_bytes)
+        last = ops[forward_end - 1]
+        copies = candidate.carry_out(plan, between=ops[forward_end:backward_start])
+        self.plans.append(plan)
+        _log.info("Planned %d operators: %d copies, peak %s.", len(ops), copies, format_bytes(plan.peak_bytes))
+        return next(n for n, op in enumerate(program.global_block().ops) if op == last) + 1
+
+
+def tensors_in(value: Any) -> list[Any]:
+    """The tensors in nested lists, tuples and dictionaries."""
+    if isinstance(value, paddle.Tensor):
+        return [value]
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    return [leaf for one in value for leaf in tensors_in(one)] if isinstance(value, list | tuple) else []

@@ -1,0 +1,1 @@
+"""A plan -> the program: rewritten in place."""

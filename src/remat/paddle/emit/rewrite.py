@@ -1,0 +1,124 @@
+"""A schedule -> the program, rewritten in place: an op that runs again becomes a copy, and readers follow the newest.
+
+The executor runs a block in its order, as long as it is told to (``remat.paddle.sequential``). So the place of a copy
+in the block is all that holds a recomputation back; no edge or barrier is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, Final
+
+from remat.paddle import _private
+from remat.paddle.trace import op_facts
+from remat.paddle.trace.program import COMBINE, How, TracedProgram, Unit, all_operands
+
+MARK: Final = "remat_recomputed"
+"""The attribute that marks an operator as a copy, for whoever reads the program."""
+
+
+def rewrite(traced: TracedProgram, schedule: Sequence[int], between: Collection[Any] = ()) -> int:
+    """Rewrite a program so that it runs its ops in the order of a schedule.
+
+    Args:
+        traced: the program and its graph; the program must be as it was when it was traced.
+        schedule: a valid schedule of the graph, first runs in the order of the program.
+        between: operators before which no copy may stand.
+
+    Returns:
+        How many ops were copied.
+    """
+    return _Rewriter(traced, between).run(schedule)
+
+
+class _Rewriter:
+    def __init__(self, traced: TracedProgram, between: Collection[Any]) -> None:
+        self._traced = traced
+        self._between = {_private.op_id(op) for op in between}
+        self._newest: dict[str, Any] = {}
+        self._lists: dict[tuple[str, tuple[str, ...]], Any] = {}
+        self._replaced_lists: dict[str, Any] = {}
+        self._copies = 0
+
+    def run(self, schedule: Sequence[int]) -> int:
+        units = self._traced.units
+        started: set[int] = set()
+        pending: list[Unit] = []
+        for index in schedule:
+            unit = units[index]
+            if index in started:
+                pending.append(unit)
+                continue
+            started.add(index)
+            if unit.how is How.APPLY:
+                continue  # The dropout's own first run, with what it drew.
+            with _private.inserting_before(unit.op):
+                if _private.op_id(unit.op) not in self._between:
+                    for waiting in pending:
+                        self._copy(waiting)
+                    self._copies += len(pending)
+                    pending.clear()
+                self._redirect(unit.op)
+        _private.insert_at_the_end(self._traced.program)
+        for value in self._replaced_lists.values():
+            if value.use_empty():
+                value.get_defining_op().erase()
+        return self._copies
+
+    def _redirect(self, op: Any) -> None:
+        """Let an operator that runs for the first time read the newest instances."""
+        for operand in all_operands(op):
+            value = operand.source()
+            newest = self._value(value)
+            if newest.id != value.id:
+                operand.set_source(newest)
+
+    def _value(self, value: Any) -> Any:
+        """The newest instance of a value; a list of which a part is newer is made again."""
+        if (found := self._newest.get(value.id)) is not None:
+            return found
+        op = value.get_defining_op()
+        if op is None or op.name() != COMBINE:
+            return value
+        parts = list(op.operands_source())
+        newest = [self._value(part) for part in parts]
+        if all(new.id == old.id for new, old in zip(newest, parts, strict=True)):
+            return value
+        key = value.id, tuple(new.id for new in newest)
+        if key not in self._lists:
+            copy = _private.copy(op, zip(parts, newest, strict=True))
+            self._lists[key] = copy.results()[0]
+            self._replaced_lists[value.id] = value
+        return self._lists[key]
+
+    def _copy(self, unit: Unit) -> None:
+        """Run a unit again, at the place where operators are inserted."""
+        op = unit.op
+        if unit.how is How.APPLY:
+            drawn_from, mask = op.operands_source()[0], op.results()[1]
+            rate = op.operands_source()[2]
+            made = _private.dropout_by_mask(mask, self._value(drawn_from), self._value(rate), op.attrs())
+            made.get_defining_op().set_bool_attr(MARK, True)
+            self._newest[op.results()[0].id] = made
+            return
+        kept: frozenset[int] = frozenset()
+        places: tuple[int, ...] = ()
+        if unit.how is How.NORMALISE:
+            kept = frozenset(op_facts.STATISTICS_RESULTS)
+            places = op_facts.STATISTICS_OPERANDS
+        reads = [
+            (value, _private.copy_of_value(value) if place in places else self._value(value))
+            for place, value in enumerate(op.operands_source())
+            if value.initialized()
+        ]
+        self._clone(op, reads, kept)
+        for follower in unit.taken_apart:
+            sources = [(value, self._newest.get(value.id, value)) for value in follower.operands_source()]
+            self._clone(follower, sources)
+
+    def _clone(self, op: Any, reads: Iterable[tuple[Any, Any]], kept: Collection[int] = ()) -> None:
+        copy = _private.copy(op, reads)
+        copy.set_bool_attr(MARK, True)
+        for place, (old, new) in enumerate(zip(op.results(), copy.results(), strict=True)):
+            if old.initialized() and place not in kept:
+                self._newest[old.id] = new

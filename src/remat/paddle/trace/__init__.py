@@ -1,0 +1,1 @@
+"""A program -> a graph: its operators, the sizes of its values, what may repeat."""

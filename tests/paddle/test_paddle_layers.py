@@ -1,0 +1,225 @@
+"""Layers and models in ordinary loops: ``limit_memory``, ``recompute``, ``value_and_grad``, ``check``."""
+
+from __future__ import annotations
+
+import gc
+
+import numpy as np
+import paddle
+import pytest
+
+import remat
+import remat.paddle
+from remat.paddle import _private
+
+F = paddle.nn.functional
+
+
+class Net(paddle.nn.Layer):
+    """Linear layers with batch normalisation and dropout."""
+
+    def __init__(self, blocks=4):
+        super().__init__()
+        self.blocks = paddle.nn.LayerList(
+            [
+                paddle.nn.Sequential(
+                    paddle.nn.Linear(64, 64), paddle.nn.BatchNorm1D(64), paddle.nn.GELU(), paddle.nn.Dropout(0.2)
+                )
+                for _ in range(blocks)
+            ]
+        )
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def batch(samples=4096):
+    return paddle.to_tensor(np.random.default_rng(0).standard_normal((samples, 64)).astype("float32"))
+
+
+def train(prepare, steps=5, precision=None):
+    """Losses, everything that training changed, and the smallest peak of a step."""
+    paddle.seed(7)
+    net = Net()
+    net = prepare(net) or net
+    optimizer = paddle.optimizer.Adam(1e-3, parameters=net.parameters())
+    x = batch()
+    paddle.seed(3)
+    losses, peaks = [], []
+    for _ in range(steps):
+        gc.collect()
+        before = _private.allocated_bytes()
+        _private.reset_peak()
+        with paddle.amp.auto_cast(enable=precision is not None, dtype=precision or "bfloat16"):
+            loss = (net(x) ** 2).mean()
+        loss.backward()
+        peaks.append(_private.peak_bytes() - before)
+        optimizer.step()
+        optimizer.clear_grad()
+        losses.append(float(loss))
+        del loss
+    values = {name: value.numpy() for name, value in net.state_dict().items()}
+    return losses, values, min(peaks), net
+
+
+def assert_equal(found, expected):
+    assert found[0] == expected[0]
+    assert found[1].keys() == expected[1].keys()
+    for name, value in found[1].items():
+        assert np.array_equal(value, expected[1][name]), name
+
+
+@pytest.fixture(scope="module")
+def plain():
+    paddle.disable_static()
+    return train(lambda net: None)
+
+
+def test_a_limited_layer_trains_to_the_bit(plain):
+    before = _private.flags(_private.IN_ORDER, _private.ONE_THREAD, _private.MERGES_COPIES)
+    found = train(lambda net: remat.paddle.limit_memory(net, "65%", planner="peak_greedy"))
+    assert_equal(found, plain)
+    plan = remat.paddle.plan_of(found[3])
+    assert plan.recomputed > 0
+    assert plan.mode == "to_static"
+    assert found[2] < 0.8 * plain[2]
+    beside = sum(p.size * p.element_size() for p in found[3].parameters()) + batch().size * 4
+    assert found[2] + beside <= plan.budget_bytes * 1.05
+    assert _private.flags(_private.IN_ORDER, _private.ONE_THREAD, _private.MERGES_COPIES) == before
+
+
+def test_each_signature_is_planned_and_evaluation_is_left_alone():
+    net = remat.paddle.limit_memory(Net(2), "80%", planner="peak_greedy")
+    assert remat.paddle.plan_of(net) is None
+    net(batch(256)).mean().backward()
+    first = remat.paddle.plan_of(net)
+    net(batch(512)).mean().backward()
+    second = remat.paddle.plan_of(net)
+    assert second.baseline_peak_bytes > first.baseline_peak_bytes
+    net.eval()
+    with paddle.no_grad():
+        net(batch(128))
+    assert remat.paddle.plan_of(net) is second
+
+
+def test_a_budget_that_nothing_keeps_is_refused_with_one_that_does():
+    net = remat.paddle.limit_memory(Net(2), 1000, planner="peak_greedy")
+    with pytest.raises(remat.InfeasibleBudget) as caught:
+        net(batch(256))
+    again = remat.paddle.limit_memory(Net(2), caught.value.minimum_bytes, planner="peak_greedy")
+    again(batch(256)).mean().backward()
+    assert remat.paddle.plan_of(again).peak_bytes <= caught.value.minimum_bytes
+
+
+def test_fit_keeps_a_budget_with_the_same_numbers():
+    class Data(paddle.io.Dataset):
+        def __len__(self):
+            return 1024
+
+        def __getitem__(self, index):
+            random = np.random.default_rng(index)
+            return random.standard_normal(64).astype("float32"), random.standard_normal(64).astype("float32")
+
+    def fitted(budget):
+        paddle.seed(7)
+        model = paddle.Model(Net(3))
+        if budget:
+            remat.paddle.limit_memory(model, budget, planner="peak_greedy")
+        model.prepare(paddle.optimizer.Adam(1e-3, parameters=model.parameters()), paddle.nn.MSELoss())
+        paddle.seed(3)
+        model.fit(Data(), batch_size=512, epochs=2, verbose=0, shuffle=False)
+        return {name: value.numpy() for name, value in model.network.state_dict().items()}, model
+
+    expected, _ = fitted(None)
+    found, model = fitted("70%")
+    assert remat.paddle.plan_of(model).recomputed > 0
+    assert all(np.array_equal(value, found[name]) for name, value in expected.items())
+
+
+def test_recompute_moves_statistics_once_and_repeats_dropout(plain):
+    def blocks(net):
+        for block in net.blocks:
+            remat.paddle.recompute(block)
+
+    found = train(blocks)
+    assert_equal(found, plain)
+    assert found[2] < 0.8 * plain[2]
+
+
+def test_recompute_inside_of_recompute_takes_names_and_trains_what_it_closes_over(plain):
+    def nested(net):
+        for block in net.blocks:
+            remat.paddle.recompute(block)
+        net.forward = remat.paddle.recompute(net.forward)
+
+    assert_equal(train(nested), plain)
+    layer = paddle.nn.Linear(4, 4)
+    f = remat.paddle.recompute(lambda x, *, scale=1.0: paddle.tanh(layer(x)) * scale)
+    f(paddle.ones([2, 4]), scale=3.0).sum().backward()  # No argument takes a gradient.
+    gradient = layer.weight.grad.numpy()
+    layer.clear_gradients()
+    (paddle.tanh(layer(paddle.ones([2, 4]))) * 3.0).sum().backward()
+    assert np.array_equal(gradient, layer.weight.grad.numpy())
+
+
+def test_recompute_keeps_autocast():
+    def blocks(net):
+        for block in net.blocks:
+            remat.paddle.recompute(block)
+
+    assert_equal(train(blocks, precision="bfloat16"), train(lambda net: None, precision="bfloat16"))
+
+
+def test_recompute_refuses_what_is_no_function():
+    with pytest.raises(TypeError, match="a function or a paddle.nn.Layer, not 3"):
+        remat.paddle.recompute(3)
+
+
+def test_a_second_run_that_takes_another_branch_is_an_error():
+    calls = []
+
+    def f(x):
+        calls.append(1)
+        return paddle.tanh(x) if len(calls) == 1 else x * 1.0
+
+    x = paddle.ones([3])
+    x.stop_gradient = False
+    with pytest.raises(Exception, match="it took another branch"):
+        remat.paddle.recompute(f)(x).sum().backward()
+
+
+def test_value_and_grad_leaves_earlier_gradients_alone():
+    net = Net(1)
+    net.blocks[0][0].weight.grad = paddle.ones([64, 64])
+    value, gradients = remat.paddle.value_and_grad(lambda x: net(x).mean())(batch(64))
+    assert value.stop_gradient
+    assert len(gradients) == len(net.parameters())
+    assert np.array_equal(net.blocks[0][0].weight.grad.numpy(), np.ones((64, 64)))
+    assert net.blocks[0][0].bias.grad is None
+    with pytest.raises(remat.UnsupportedStep, match="no parameter was found"):
+        remat.paddle.value_and_grad(lambda x: x.mean())(batch(4))
+
+
+def test_check_compares_a_planned_step_with_the_plain_one():
+    net = Net(3)
+    target = batch(1024)
+
+    def loss(x):
+        return ((net(x) - target) ** 2).mean()
+
+    before = {name: value.numpy() for name, value in net.state_dict().items()}
+    result = remat.paddle.check(loss, batch(1024), budget="75%", steps=2)
+    assert result.recomputed > 0
+    assert all(one.is_equal and one.difference == 0 for one in result.comparisons), str(result)
+    assert all(np.array_equal(value, before[name]) for name, value in net.state_dict().items())
+
+
+def test_what_is_no_layer_is_refused():
+    with pytest.raises(TypeError, match=r"a paddle\.nn\.Layer or a paddle\.Model, not function"):
+        remat.paddle.limit_memory(lambda x: x)
+    with pytest.raises(ValueError, match="is not limited"):
+        remat.paddle.plan_of(Net(1))
+    with pytest.raises(remat.InvalidBudget, match="plenty"):
+        remat.paddle.limit_memory(Net(1), "plenty")
