@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
+
+from remat.running.cost_model import DeviceProfile
 
 PARTS: Final = {
     "budgets": "plain, then planned to shares of it: exactness, predicted and measured bytes and time",
@@ -56,3 +58,13 @@ def cases_of(part: str, frameworks: Sequence[str]) -> Iterator[Case]:
             for framework in frameworks:
                 for engine in engines[framework]:
                     yield Case(part, framework, engine, model, dtype)
+
+
+def speed_of(profile: DeviceProfile) -> dict[str, Any]:
+    """The line of the results that says how fast a device was timed to be."""
+    return {
+        "name": "speed",
+        "flops_per_s": dict(profile.flops_per_s),
+        "bytes_per_s": profile.bytes_per_s,
+        "overhead_s": profile.overhead_s,
+    }

@@ -15,7 +15,7 @@ from jax import lax
 
 import remat
 import remat.jax
-from benchmarks.gpu.cases import DTYPES, MODELS, SHARES, Case
+from benchmarks.gpu.cases import DTYPES, MODELS, SHARES, Case, speed_of
 from remat.jax.peak import peak_of
 from remat.jax.timed_ops import TimedOps
 from remat.running.calibration import op_samples
@@ -121,12 +121,7 @@ class Bench:
 def calibration(small: bool) -> Iterator[Line]:
     """The device's speed, timed now, and each model's plain step as the cost model sees it with that."""
     profile = calibrate(op_samples(TimedOps()))
-    yield {
-        "name": "speed",
-        "flops_per_s": dict(profile.flops_per_s),
-        "bytes_per_s": profile.bytes_per_s,
-        "overhead_s": profile.overhead_s,
-    }
+    yield speed_of(profile)
     save_measured(profile)  # In a folder of this process: the user's own stays as it is.
     for model in MODELS:
         for dtype in DTYPES:

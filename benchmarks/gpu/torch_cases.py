@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import remat
 import remat.torch
-from benchmarks.gpu.cases import DTYPES, MODELS, SHARES, Case
+from benchmarks.gpu.cases import DTYPES, MODELS, SHARES, Case, speed_of
 from benchmarks.gpu.torch_models import Step, step_of
 from benchmarks.torch_host import table as host_table
 from remat.running.calibration import op_samples
@@ -229,12 +229,7 @@ class Bench:
 def calibration(device: str, small: bool) -> Iterator[Line]:
     """The device's speed, timed now, and each model's plain step as the cost model sees it with that."""
     profile = calibrate(op_samples(TimedOps()))
-    yield {
-        "name": "speed",
-        "flops_per_s": dict(profile.flops_per_s),
-        "bytes_per_s": profile.bytes_per_s,
-        "overhead_s": profile.overhead_s,
-    }
+    yield speed_of(profile)
     for model in MODELS:
         for dtype in DTYPES:
             step = step_of(model, dtype, device, small)
