@@ -186,7 +186,9 @@ def test_while_aotautograd_traces_no_kernel_in_python_stands_in_for_pytorchs_own
         assert {kernel.__module__ for kernel in kernels} == {"remat.torch.graph_mode.recurrent"}
     assert (dropout.py_kernels, lstm.py_kernels) == before
     assert not _aot.dynamo_config.allow_rnn
+    assert all(_aot._ANSWERS[question] is True for question in _aot._QUESTIONS)
     with _aot.capturing():
+        assert not any(_aot._ANSWERS[question] for question in _aot._QUESTIONS)
         assert all(getattr(_aot.dynamo_config, name) == value for name, value in _aot._WHILE_CAPTURING.items())
     assert not _aot.dynamo_config.allow_rnn
 
