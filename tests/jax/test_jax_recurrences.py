@@ -119,10 +119,8 @@ def test_both_directions_are_paired():
     assert {number for pair in pairs for number in pair} == set(range(6))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [name if name in ("stacked", "two stacks") else pytest.param(name, marks=pytest.mark.slow) for name in LOSSES],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LOSSES)
 def test_gradients_are_those_of_the_plain_loops(name):
     loss, count = LOSSES[name]
     args = arguments(count)
@@ -135,14 +133,23 @@ def test_gradients_are_those_of_the_plain_loops(name):
     assert measured.peak_bytes == ours.plan.peak_bytes
 
 
-@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
-@pytest.mark.parametrize(
-    ("steps", "chunked", "chunks"),
-    [
+WAYS = [
+    (steps, chunked, chunks, reverse)
+    for steps, chunked, chunks in (
         (61, 56, (8,)),
         (61, 48, (12, 4)),
-        *(pytest.param(*one, marks=pytest.mark.slow) for one in ((64, 64, (8,)), (64, 32, (8,)), (64, 64, (16, 4)))),
-    ],
+        (64, 64, (8,)),
+        (64, 32, (8,)),
+        (64, 64, (16, 4)),
+    )
+    for reverse in (False, True)
+]
+QUICK = ((61, 56, (8,), True), (61, 48, (12, 4), False))
+
+
+@pytest.mark.parametrize(
+    ("steps", "chunked", "chunks", "reverse"),
+    [one if one in QUICK else pytest.param(*one, marks=pytest.mark.slow) for one in WAYS],
 )
 def test_chunks_of_every_kind_are_exact(monkeypatch, reverse, steps, chunked, chunks):
     """All of the iterations in chunks or some, one level or two, with iterations left over or none."""
@@ -202,6 +209,7 @@ def test_two_stacked_grus_need_less_than_with_checkpointed_cells():
     assert remat.jax.measure(remat.jax.jit(smaller), *args, repeats=1).peak_bytes <= 0.85 * theirs.peak_bytes
 
 
+@pytest.mark.slow
 def test_a_saved_plan_of_recurrences_is_followed_by_another_function():
     args = arguments(1)
     ours = remat.jax.value_and_grad(stacked, budget="70%", **GREEDY)

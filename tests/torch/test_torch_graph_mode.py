@@ -194,8 +194,9 @@ class Cubed(torch.autograd.Function):
         return gradient * 3 * x * x
 
 
-def test_a_function_of_the_users_own_with_hooks_on_parameters(under):
+def test_a_function_of_the_users_own_with_hooks(under):
     module = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
+    module[1].register_forward_hook(lambda module, inputs, output: output * 2)
     seen = []
     module[0].weight.register_hook(lambda gradient: gradient * 2)
     module[2].bias.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad.clone()))
@@ -503,3 +504,19 @@ def test_captures_may_come_before_backward_passes(under):
         found.append(layer.weight.grad.clone())
         layer.zero_grad()
     assert torch.equal(*found)
+
+
+def test_code_that_asks_whether_it_is_compiled_takes_its_eager_branch(under):
+    layer = nn.Linear(16, 16)
+
+    def loss_fn(x):
+        y = layer(x).tanh()
+        scale = 2.0 if torch.compiler.is_compiling() or torch.compiler.is_dynamo_compiling() else 3.0
+        return (layer(y) * scale).square().mean()
+
+    x = torch.randn(8, 16)
+    planned = under(loss_fn, made_again_once)
+    assert outcome(layer, planned, x).same_as(outcome(layer, loss_fn, x))
+    assert planned.plan.mode == "graph"
+    # Whoever else compiles gets the answer that Dynamo gives.
+    assert torch.compile(lambda: torch.compiler.is_compiling(), backend="eager")()

@@ -181,11 +181,14 @@ def test_while_aotautograd_traces_no_kernel_in_python_stands_in_for_pytorchs_own
     before = dict(dropout.py_kernels), dict(lstm.py_kernels)
     assert all(key in before[0] for key in _aot._ABOVE_OPERATORS)
     with _aot._eager_kernels():
-        assert not dropout.py_kernels
-        assert {kernel.__module__ for kernel in lstm.py_kernels.values()} == {"remat.torch.graph_mode.recurrent"}
+        assert not any(key in dropout.py_kernels for key in _aot._ABOVE_OPERATORS)
+        kernels = [lstm.py_kernels[key] for key in _aot._ABOVE_OPERATORS]
+        assert {kernel.__module__ for kernel in kernels} == {"remat.torch.graph_mode.recurrent"}
     assert (dropout.py_kernels, lstm.py_kernels) == before
     assert not _aot.dynamo_config.allow_rnn
+    assert all(_aot._ANSWERS[question] is True for question in _aot._QUESTIONS)
     with _aot.capturing():
+        assert not any(_aot._ANSWERS[question] for question in _aot._QUESTIONS)
         assert all(getattr(_aot.dynamo_config, name) == value for name, value in _aot._WHILE_CAPTURING.items())
     assert not _aot.dynamo_config.allow_rnn
 

@@ -23,6 +23,7 @@ from remat.jax.trace.program import Program, name_of
 from remat.jax.variants import Variant, Variants
 from remat.planners.chain.programme import BlockChain
 from remat.planners.replay.improve import without_idle_runs
+from remat.planners.view.board import Condensed
 from remat.planners.view.problem import Problem
 from remat.planning.checkpoints import plan_with_checkpoints
 from remat.planning.find import find
@@ -79,17 +80,20 @@ class FunctionCandidate(Candidate):
 
     def suggestions(self) -> Iterator[Plan]:
         """The user's own regions under ``jax.checkpoint``, and a cut between any two blocks of the step."""
-        for variant in (self._variants[0],):
-            graph, problem = variant.graph, Problem.of(variant.graph)
-            if variant.held:
-                continue
-            own = [(at, again) for at, again in variant.program.regions if at > variant.turning_point]
-            if own:
-                schedule = without_idle_runs(problem, _with_regions(graph, own))
-                yield plan_for_schedule(graph, schedule, planner="jax.checkpoint")
-            blocks = BlockChain.of(problem).blocks
-            if blocks:
-                yield plan_with_checkpoints(graph, {storage for block in blocks for storage in block.checkpoint})
+        variant: Variant = self._variants[0]
+        if variant.held:
+            return  # These plans know nothing of what the user wants to be kept.
+        graph, problem = variant.graph, Problem.of(variant.graph)
+        own = [(at, again) for at, again in variant.program.regions if at > variant.turning_point]
+        if own:
+            schedule = without_idle_runs(problem, _with_regions(graph, own))
+            yield plan_for_schedule(graph, schedule, planner="jax.checkpoint")
+        condensed = Condensed.of(problem)
+        blocks = BlockChain.of(condensed.problem).blocks
+        if blocks:
+            cuts = {storage for block in blocks for storage in block.checkpoint}
+            cut = plan_with_checkpoints(condensed.problem.graph, cuts)
+            yield plan_for_schedule(graph, condensed.expand(cut.schedule), planner=cut.planner)
 
     def graph_of(self, plan: Plan) -> Graph:
         """The graph of the variant that a plan is for."""

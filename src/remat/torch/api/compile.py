@@ -174,12 +174,14 @@ class GraphCompiled:
         return self.plans[-1] if self.plans else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run ``fn``.
+        """Run ``fn``; where gradients are disabled, as it is.
 
         Raises:
             InfeasibleBudget: at the first call with new shapes, if no plan fits; it names the smallest budget.
             PlanMismatch: where the plan that was given is for another step.
         """
+        if not torch.is_grad_enabled():
+            return self._fn(*args, **kwargs)
         if self._beside.optimizer is not None and self._optimizer_bytes is None:
             self._optimizer_bytes = _optimizer_bytes(self._fn, args, kwargs, self._beside.optimizer)
         if self._eager is None:

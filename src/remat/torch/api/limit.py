@@ -122,7 +122,7 @@ def _in_graph_mode(function: Callable[..., Any], budget: int | str, strict: bool
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        return compiled(*args, **kwargs) if torch.is_grad_enabled() else function(*args, **kwargs)
+        return compiled(*args, **kwargs)
 
     run.plans = compiled.plans  # type: ignore[attr-defined]
     return run

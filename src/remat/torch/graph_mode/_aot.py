@@ -15,8 +15,10 @@ import torch._refs  # With the line above: all kernels in Python are there befor
 from torch import fx
 from torch._C import DispatchKey
 from torch._dynamo import config as dynamo_config
+from torch._dynamo import external_utils
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
+from torch._dynamo.variables.torch import tracing_state_functions
 from torch._functorch import config as functorch_config
 from torch._guards import TracingContext
 from torch._ops import OpOverload, OpOverloadPacket
@@ -92,15 +94,31 @@ _WHILE_CAPTURING = {
 }
 
 
+# What Dynamo answers where the captured code asks whether it is being compiled.
+_ANSWERS: Any = tracing_state_functions()
+_QUESTIONS: tuple[Any, ...] = (
+    torch.compiler.is_compiling,
+    torch.compiler.is_dynamo_compiling,
+    external_utils.is_compiling,
+    torch._utils.is_compiling,
+)
+
+
 @contextmanager
 def capturing() -> Iterator[None]:
-    """Inside, Dynamo captures what graph mode can run."""
+    """Inside, Dynamo captures what graph mode can run: the branches that eager PyTorch takes.
+
+    Libraries ask whether they are being compiled, and compute something else then: transformers' Mamba does.
+    """
     before = {name: getattr(dynamo_config, name) for name in _WHILE_CAPTURING if hasattr(dynamo_config, name)}
+    answers = {question: _ANSWERS[question] for question in _QUESTIONS if question in _ANSWERS}
     for name in before:
         setattr(dynamo_config, name, _WHILE_CAPTURING[name])
+    _ANSWERS.update(dict.fromkeys(answers, False))
     try:
         yield
     finally:
+        _ANSWERS.update(answers)
         for name, value in before.items():
             setattr(dynamo_config, name, value)
 

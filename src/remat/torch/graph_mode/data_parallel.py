@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -35,7 +34,7 @@ class Reducers:
         """Call a captured step with what the wrappers do before and after it."""
         if self._found is None:
             self._found = _wrappers_in(self._fn, args, kwargs)
-        if not self._found or not torch.is_grad_enabled():
+        if not self._found:
             return step(*args, **kwargs)
         for wrapper in self._found:
             wrapper._pre_forward()

@@ -20,7 +20,10 @@ from remat.torch.graph_mode import _aot
 from remat.torch.trace import op_facts
 
 # Operators that hand on the storage of their argument, though their schema does not say so.
-_SILENT_VIEWS: Final = frozenset({"aten::_unsafe_view", "aten::lift_fresh"})
+_SILENT_VIEWS: Final = frozenset(
+    f"aten::{name}"
+    for name in ("_unsafe_view", "lift_fresh", "unsafe_split", "unsafe_split_with_sizes", "unsafe_chunk")
+)
 
 _aten: Final = torch.ops.aten
 
