@@ -173,7 +173,7 @@ def test_recompute_keeps_autocast():
 
 
 def test_recompute_refuses_what_is_no_function():
-    with pytest.raises(TypeError, match="a function or a paddle.nn.Layer, not 3"):
+    with pytest.raises(TypeError, match=r"a function or a paddle\.nn\.Layer, not 3"):
         remat.paddle.recompute(3)
 
 
