@@ -14,17 +14,17 @@ from remat.paddle.trace import op_facts
 _FIRST_OPERAND: Final = """
 abs acos acosh add addmm asin asinh assign atan atanh baddbmm bce_loss bitwise_and bitwise_not bitwise_or bitwise_xor
 cast ceil clip copysign cos cosh cross_entropy_with_softmax cumprod cumsum digamma divide dropout elu equal erf erfinv
-exp expm1 flatten floor floor_divide greater_equal greater_than hardtanh index_add index_put leaky_relu lerp less_equal
-less_than lgamma log log10 log1p log2 logical_and logical_not logical_or logical_xor logit masked_fill multiply
-not_equal pow put_along_axis reciprocal relu remainder renorm reshape round rsqrt scale scatter set_value
-set_value_with_tensor sigmoid sigmoid_cross_entropy_with_logits silu sin sinh softmax sqrt square squeeze subtract tan tanh thresholded_relu
-tril triu trunc unsqueeze
+exp expm1 flatten floor floor_divide greater_equal greater_than hardtanh index_add index_put leaky_relu lerp
+less_equal less_than lgamma log log10 log1p log2 logical_and logical_not logical_or logical_xor logit masked_fill
+multiply not_equal pow put_along_axis reciprocal relu remainder renorm reshape round rsqrt scale scatter set_value
+set_value_with_tensor sigmoid sigmoid_cross_entropy_with_logits silu sin sinh softmax sqrt square squeeze subtract tan
+tanh thresholded_relu tril triu trunc unsqueeze
 """
 _GRADIENT_OF_RESULT: Final = """
 acos acosh asin asinh atan atanh bce_loss ceil celu clip cos cosh elu exp expm1 fill_diagonal_tensor flatten floor
 hardshrink hardsigmoid hardswish hardtanh leaky_relu log10 log1p log2 log logsigmoid masked_fill mish pow reciprocal
-relu6 relu reshape round rsqrt sigmoid_cross_entropy_with_logits sigmoid silu sin sinh softplus softshrink softsign sqrt
-square squeeze swish tan tanh tanh_shrink thresholded_relu unsqueeze
+relu6 relu reshape round rsqrt sigmoid_cross_entropy_with_logits sigmoid silu sin sinh softplus softshrink softsign
+sqrt square squeeze swish tan tanh tanh_shrink thresholded_relu unsqueeze
 """
 _TAKES_FIRST: Final = frozenset(_FIRST_OPERAND.split())
 _TAKES_NAMED: Final = {
