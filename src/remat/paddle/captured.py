@@ -78,11 +78,11 @@ class Captured:
 
     def _make(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Make the program of a call. Paddle's translation does not outlive an error in a hook, so it comes after."""
-        self._error = None
         with in_program_order():
             made = self._static.make_program(args, kwargs, self._modes(args))
-        if self._error is not None:
-            self._errors[id(made)] = made, self._error
+        if (error := self._error) is not None:
+            self._error = None
+            self._errors[id(made)] = made, error
         if id(made) in self._errors:
             raise self._errors[id(made)][1]
 
