@@ -14,7 +14,7 @@ from typing import Any
 import paddle
 
 from remat.core.budget import format_bytes
-from remat.core.errors import RematError
+from remat.core.errors import RematError, UnsupportedStep
 from remat.fit.request import Request
 from remat.paddle import _private
 from remat.paddle.candidate import ProgramCandidate, ProgramPlan
@@ -61,6 +61,7 @@ class Captured:
 
         Raises:
             InfeasibleBudget: where no schedule of this call's program fits.
+            UnsupportedStep: where Paddle cannot capture the function.
         """
         self._make(args, kwargs)
         with in_program_order():
@@ -78,8 +79,15 @@ class Captured:
 
     def _make(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Make the program of a call. Paddle's translation does not outlive an error in a hook, so it comes after."""
-        with in_program_order():
-            made = self._static.make_program(args, kwargs, self._modes(args))
+        try:
+            with in_program_order():
+                made = self._static.make_program(args, kwargs, self._modes(args))
+        except Exception as error:
+            name = getattr(self._target, "__qualname__", type(self._target).__name__)
+            raise UnsupportedStep(
+                f"paddle.jit.to_static cannot capture {name}: {_last_line(error)!r}. Give tensors as arguments where the "
+                "function closes over them, or wrap the blocks of the model in remat.paddle.recompute, which runs eagerly"
+            ) from error
         if (error := self._error) is not None:
             self._error = None
             self._errors[id(made)] = made, error
@@ -117,6 +125,10 @@ class Captured:
         self.plans.append(plan)
         _log.info("Planned %d operators: %d copies, peak %s.", len(ops), copies, format_bytes(plan.peak_bytes))
         return next(n for n, op in enumerate(program.global_block().ops) if op == last) + 1
+
+
+def _last_line(error: Exception) -> str:
+    return next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)
 
 
 def tensors_in(value: Any) -> list[Any]:
