@@ -219,7 +219,7 @@ def test_a_function_that_paddle_cannot_capture_is_refused_with_what_to_do():
     weight = paddle.to_tensor(np.ones((4, 4), "float32"), stop_gradient=False)
     other = paddle.ones([2, 4])
     step = remat.paddle.value_and_grad(lambda x: ((x @ weight) - other).mean(), [weight], budget="90%")
-    with pytest.raises(remat.UnsupportedStep, match="cannot capture .*Give tensors as arguments"):
+    with pytest.raises(remat.UnsupportedStep, match=r"cannot capture .*Give tensors as arguments"):
         step(paddle.ones([2, 4]))
 
 

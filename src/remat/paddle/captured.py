@@ -85,8 +85,8 @@ class Captured:
         except Exception as error:
             name = getattr(self._target, "__qualname__", type(self._target).__name__)
             raise UnsupportedStep(
-                f"paddle.jit.to_static cannot capture {name}: {_last_line(error)!r}. Give tensors as arguments where the "
-                "function closes over them, or wrap the blocks of the model in remat.paddle.recompute, which runs eagerly"
+                f"paddle.jit.to_static cannot capture {name}: {_last_line(error)!r}. Give tensors as arguments where "
+                "the function closes over them, or wrap the model's blocks in remat.paddle.recompute, which runs eagerly"
             ) from error
         if (error := self._error) is not None:
             self._error = None
