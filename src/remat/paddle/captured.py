@@ -86,7 +86,7 @@ class Captured:
             name = getattr(self._target, "__qualname__", type(self._target).__name__)
             raise UnsupportedStep(
                 f"paddle.jit.to_static cannot capture {name}: {_last_line(error)!r}. Give tensors as arguments where "
-                "the function closes over them, or wrap the model's blocks in remat.paddle.recompute, which runs eagerly"
+                "the function closes over them, or wrap the model's blocks in remat.paddle.recompute, which is eager"
             ) from error
         if (error := self._error) is not None:
             self._error = None
