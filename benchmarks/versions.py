@@ -54,7 +54,13 @@ class Combination:
         return self.versions[0].replace("==", "-")
 
 
-TESTS: Final = {"PyTorch": "tests/torch", "JAX": "tests/jax", "TensorFlow": "tests/tensorflow", "Keras": "tests/keras"}
+TESTS: Final = {
+    "PyTorch": "tests/torch",
+    "JAX": "tests/jax",
+    "TensorFlow": "tests/tensorflow",
+    "Keras": "tests/keras",
+    "PaddlePaddle": "tests/paddle",
+}
 
 # Of each minor version the newest patch at the time of writing; of the oldest the first, whose users cannot upgrade.
 _TENSORFLOW: Final = (
@@ -71,6 +77,7 @@ COMBINATIONS: Final = (
     ),
     *(Combination("TensorFlow", versions, (), (other,)) for versions, other in _TENSORFLOW[:3]),
     *(Combination("Keras", tuple(reversed(versions)), (), (other,)) for versions, other in _TENSORFLOW),
+    *(Combination("PaddlePaddle", (f"paddlepaddle=={v}",)) for v in ("3.3.0", "3.3.1")),
 )
 
 

@@ -12,7 +12,7 @@ import remat
 from remat.cli import doctor_command, probe_job
 from remat.running import examination, machine, supported
 from remat.running.examination import DeviceFacts, Probe
-from remat.running.supported import FRAMEWORKS, JAX, TENSORFLOW, TORCH
+from remat.running.supported import FRAMEWORKS, JAX, PADDLE, TENSORFLOW, TORCH
 
 
 @pytest.fixture
@@ -208,7 +208,7 @@ def test_a_front_end_is_asked_in_a_process_of_its_own():
 
 def test_every_front_end_has_a_probe():
     folder = Path(remat.__file__).parent
-    assert all((folder / one.module / "probe.py").exists() for one in (JAX, TENSORFLOW, TORCH))
+    assert all((folder / one.module / "probe.py").exists() for one in (JAX, PADDLE, TENSORFLOW, TORCH))
 
 
 def test_a_compiler_that_cannot_compile_is_told(monkeypatch):

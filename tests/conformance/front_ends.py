@@ -446,9 +446,7 @@ class Paddle(FrontEnd):
     ) -> Step:
         planning = {**PLANNING, **planning, "budget": budget, "reduction": reduction, "micro_batches": count}
         places = (1, 2) if reduction == "ratio" else (1,)
-        return _PaddleStep(
-            self.verbs.value_and_grad(self.loss_of(values, reduction), batch_argnums=places, **planning)
-        )
+        return _PaddleStep(self.verbs.value_and_grad(self.loss_of(values, reduction), batch_argnums=places, **planning))
 
     def traced(self, loss: Loss, params: Sequence[Any], *batch: Any) -> Any:
         _with_gradients(params)

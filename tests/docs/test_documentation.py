@@ -64,7 +64,7 @@ def test_the_home_page_shows_a_small_picture_and_names_pages_by_their_titles() -
 
 @pytest.mark.parametrize(
     ("page", "package"),
-    [("core", ""), ("jax", "jax"), ("keras", "keras"), ("tensorflow", "tensorflow"), ("torch", "torch")],
+    [("core", ""), *((name, name) for name in ("jax", "keras", "paddle", "tensorflow", "torch"))],
 )
 def test_the_reference_explains_every_public_function(page: str, package: str) -> None:
     init = ast.parse(text_of(PACKAGE / package / "__init__.py"))

@@ -43,7 +43,7 @@ def marked(snippet: Snippet) -> object:
 def test_there_is_something_to_run() -> None:
     assert set(README) == {"keras", "tensorflow", "jax", "torch"}
     assert len(WITHOUT_FRAMEWORK) >= 14
-    assert {snippet.framework for snippet in OF_FRAMEWORKS} == {"keras", "tensorflow", "jax", "torch"}
+    assert {snippet.framework for snippet in OF_FRAMEWORKS} == {"keras", "tensorflow", "jax", "paddle", "torch"}
     assert len([snippet for snippet in OF_FRAMEWORKS if snippet.page in QUICK_PAGES]) >= 6
 
 

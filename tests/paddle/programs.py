@@ -88,7 +88,7 @@ class Trained:
         return same and all(np.array_equal(value, other.values[name]) for name, value in self.values.items())
 
 
-MORE_STEPS = 15  # For the peak alone: the thread that frees is late more often than not where cores are few.
+MORE_STEPS = 8  # For the peak alone: the thread that frees is late more often than not where cores are few.
 
 
 def train(built: Built, steps: int = 5) -> Trained:

@@ -173,7 +173,7 @@ def test_recompute_keeps_autocast():
 
 
 def test_recompute_refuses_what_is_no_function():
-    with pytest.raises(TypeError, match="a function or a paddle.nn.Layer, not 3"):
+    with pytest.raises(TypeError, match=r"a function or a paddle\.nn\.Layer, not 3"):
         remat.paddle.recompute(3)
 
 
@@ -204,16 +204,23 @@ def test_value_and_grad_leaves_earlier_gradients_alone():
 
 def test_check_compares_a_planned_step_with_the_plain_one():
     net = Net(3)
-    target = batch(1024)
 
-    def loss(x):
+    def loss(x, target):
         return ((net(x) - target) ** 2).mean()
 
     before = {name: value.numpy() for name, value in net.state_dict().items()}
-    result = remat.paddle.check(loss, batch(1024), budget="75%", steps=2)
+    result = remat.paddle.check(loss, batch(1024), batch(1024), budget="75%", steps=2)
     assert result.recomputed > 0
     assert all(one.is_equal and one.difference == 0 for one in result.comparisons), str(result)
     assert all(np.array_equal(value, before[name]) for name, value in net.state_dict().items())
+
+
+def test_a_function_that_paddle_cannot_capture_is_refused_with_what_to_do():
+    weight = paddle.to_tensor(np.ones((4, 4), "float32"), stop_gradient=False)
+    other = paddle.ones([2, 4])
+    step = remat.paddle.value_and_grad(lambda x: ((x @ weight) - other).mean(), [weight], budget="90%")
+    with pytest.raises(remat.UnsupportedStep, match=r"cannot capture .*Give tensors as arguments"):
+        step(paddle.ones([2, 4]))
 
 
 def test_what_is_no_layer_is_refused():

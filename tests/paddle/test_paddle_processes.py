@@ -72,7 +72,10 @@ FAKE = "import sys, types; sys.modules['tensorflow'] = types.ModuleType('tensorf
     ("code", "said"),
     [
         (FAKE + "import remat.paddle", "WrongImportOrder"),
-        (FAKE + "import remat; remat.paddle", "put `import paddle` (or `import remat.paddle`) above `import tensorflow`"),
+        (
+            FAKE + "import remat; remat.paddle",
+            "put `import paddle` (or `import remat.paddle`) above `import tensorflow`",
+        ),
         ("import paddle; " + FAKE + "import remat.paddle; print('imported')", "imported"),
         ("import remat.paddle; " + FAKE + "import remat.paddle.recompute; print('imported')", "imported"),
     ],

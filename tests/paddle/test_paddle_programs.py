@@ -99,7 +99,7 @@ def test_a_program_that_was_run_is_refused():
     executor = paddle.static.Executor(paddle.CPUPlace())
     executor.run(built.startup)
     executor.run(built.main, feed={"x": np.zeros((1024, 64), "float32")}, fetch_list=[built.loss])
-    with pytest.raises(remat.UnsupportedStep, match="before the first exe.run"):
+    with pytest.raises(remat.UnsupportedStep, match=r"before the first exe\.run"):
         remat.paddle.plan_program(built.main, "80%", fetch_list=[built.loss])
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import remat
-from remat.running.supported import FRAMEWORKS, JAX, KERAS, TENSORFLOW, TORCH
+from remat.running.supported import FRAMEWORKS, JAX, KERAS, PADDLE, TENSORFLOW, TORCH
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,6 +38,7 @@ def test_pyproject_allows_what_was_tried():
     assert set(extras["tensorflow"]) == {TENSORFLOW.requirement, KERAS.requirement}
     assert extras["jax"] == [JAX.requirement]
     assert extras["torch"] == [TORCH.requirement]
+    assert extras["paddle"] == [PADDLE.requirement]
 
 
 def test_the_pinned_versions_are_in_range():

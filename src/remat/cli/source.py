@@ -29,8 +29,8 @@ _FRAMEWORKS: Final = ("jax", "keras", "paddle", "tensorflow", "torch")
 # The front end for the package that an object's class, or a module that a function uses, comes from.
 _FRONT_ENDS: Final = {"jax": "jax", "jaxlib": "jax", "paddle": "paddle", "tensorflow": "tensorflow", "torch": "torch"}
 _WHAT_TO_RETURN: Final = (
-    "return a Keras model, a PyTorch module, a layer of Paddle, or a tuple of a loss function and its arguments, such as (loss, params, "
-    "batch)"
+    "return a Keras model, a PyTorch module, a layer of Paddle, or a tuple of a loss function and its arguments, such "
+    "as (loss, params, batch)"
 )
 
 

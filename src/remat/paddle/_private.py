@@ -19,20 +19,22 @@ from paddle.base import executor as executor_module
 from paddle.base.libpaddle import pir
 from paddle.jit.dy2static.pir_partial_program import PartialProgramLayerHook
 
-
 # --- Programs -------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def inserting_before(op: Any) -> Iterator[None]:
-    """Operators that are made inside stand before ``op``."""
+def insertion_point_kept() -> Iterator[None]:
+    """Operators that are made after this stand where they would have stood without it."""
+    before = pir.get_current_insertion_point()
+    try:
+        yield
+    finally:
+        pir.set_insertion_point(before)
+
+
+def insert_before(op: Any) -> None:
+    """Operators that are made from here on stand before ``op``."""
     pir.set_insertion_point(op)
-    yield
-
-
-def insert_at_the_end(program: Any) -> None:
-    """Operators that are made from here on stand at the end of the program, as they usually do."""
-    pir.set_insertion_point_to_block_end(program.global_block())
 
 
 def copy(op: Any, values: Iterable[tuple[Any, Any]]) -> Any:
@@ -70,47 +72,6 @@ def in_place_results(op: Any) -> dict[int, int]:
     return {int(result): int(operand) for result, operand in pir.get_op_inplace_info(op).items()}
 
 
-def takeovers(op: Any) -> dict[int, int]:
-    """For each result that takes over the bytes of an operand where nobody reads that any more, their places.
-
-    The executor's own pass does it on a CPU, for operators that Paddle has a form in place of.
-    """
-    name = str(op.name()).rpartition(".")[2]
-    if name in _TAKES_OVER_FIRST:
-        return {0: 0}
-    if name in _TAKES_OVER_GRADIENT:
-        names = list(op.get_input_names())
-        return {0: names.index(_TAKES_OVER_GRADIENT[name])} if _TAKES_OVER_GRADIENT[name] in names else {}
-    return {}
-
-
-# Operators of Paddle 3.3 with a form in place, but for those that the executor's pass leaves out on a CPU (add_grad,
-# subtract_grad, transpose). One that is missing is predicted to need more than it does; one too many, less.
-_TAKES_OVER_FIRST: Final = frozenset(
-    "abs acos acosh add addmm asin asinh assign atan atanh baddbmm bce_loss bitwise_and bitwise_not bitwise_or "
-    "bitwise_xor cast ceil clip copysign cos cosh cross_entropy_with_softmax cumprod cumsum digamma divide dropout elu "
-    "equal erf erfinv exp expm1 flatten floor floor_divide greater_equal greater_than hardtanh index_add index_put "
-    "leaky_relu lerp less_equal less_than lgamma log log10 log1p log2 logical_and logical_not logical_or logical_xor "
-    "logit masked_fill multiply not_equal pow put_along_axis reciprocal relu remainder renorm reshape round rsqrt scale "
-    "scatter set_value set_value_with_tensor sigmoid sigmoid_cross_entropy_with_logits silu sin sinh softmax sqrt square "
-    "squeeze subtract tan tanh thresholded_relu tril triu trunc unsqueeze".split()
-)
-_TAKES_OVER_GRADIENT: Final = {
-    **dict.fromkeys(
-        "acos_grad acosh_grad asin_grad asinh_grad atan_grad atanh_grad bce_loss_grad ceil_grad celu_grad clip_grad "
-        "cos_grad cosh_grad elu_grad exp_grad expm1_grad fill_diagonal_tensor_grad flatten_grad floor_grad "
-        "hardshrink_grad hardsigmoid_grad hardswish_grad hardtanh_grad leaky_relu_grad log10_grad log1p_grad log2_grad "
-        "log_grad logsigmoid_grad masked_fill_grad mish_grad pow_grad reciprocal_grad relu6_grad relu_grad reshape_grad "
-        "round_grad rsqrt_grad sigmoid_cross_entropy_with_logits_grad sigmoid_grad silu_grad sin_grad sinh_grad "
-        "softplus_grad softshrink_grad softsign_grad sqrt_grad square_grad squeeze_grad swish_grad tan_grad tanh_grad "
-        "tanh_shrink_grad thresholded_relu_grad unsqueeze_grad".split(),
-        "out_grad",
-    ),
-    "cross_entropy_with_softmax_grad": "softmax",
-    "group_norm_grad": "y_grad",
-}
-
-
 def types_in_list(value: Any) -> list[tuple[tuple[int, ...], Any]] | None:
     """Shape and data type of each tensor of a list; None for a value that is no list."""
     kind = value.type()
@@ -123,7 +84,7 @@ def types_in_list(value: Any) -> list[tuple[tuple[int, ...], Any]] | None:
 
 
 def source_of(op: Any) -> str:
-    """The line of the user's program that made an operator, "" where Paddle does not know it: "model.py:12 in forward"."""
+    """The line of the user's program that made an operator, "model.py:12 in forward"; "" where it is unknown."""
     try:
         lines = op.attrs().get("op_callstack") or ()
     except (RuntimeError, ValueError):
@@ -349,13 +310,14 @@ class StaticFunction:
         """Run the forward pass. Calls that differ in ``modes`` have programs of their own."""
         return self._static(list(args), kwargs, modes)
 
-    def make_program(self, args: tuple[Any, ...], kwargs: dict[str, Any], modes: str) -> None:
-        """Make the program of a call, which calls the hook, and run nothing."""
+    def make_program(self, args: tuple[Any, ...], kwargs: dict[str, Any], modes: str) -> Any:
+        """Make the program of a call if it is new, which calls the hook; nothing runs. Returns what stands for it."""
         _, partial = self._static.get_concrete_program(list(args), kwargs, modes, is_train=True)
         assert partial.train_program is not None, "it is made when it is asked for"
+        return partial
 
 
-class _Hook(PartialProgramLayerHook):
+class _Hook(PartialProgramLayerHook):  # type: ignore[misc]
     def __init__(self, hook: Callable[[Any, int, int], int]) -> None:
         self._hook = hook
 

@@ -7,16 +7,14 @@ first stays as it was.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import paddle
 
 from remat.core.budget import format_bytes
-from remat.core.errors import RematError
+from remat.core.errors import RematError, UnsupportedStep
 from remat.fit.request import Request
 from remat.paddle import _private
 from remat.paddle.candidate import ProgramCandidate, ProgramPlan
@@ -45,9 +43,7 @@ class Captured:
         share_of_bytes: what "60%" is a share of; None for the plain peak of the program.
     """
 
-    def __init__(
-        self, target: Any, request: Request, resident_bytes: int = 0, device: str | None = None
-    ) -> None:
+    def __init__(self, target: Any, request: Request, resident_bytes: int = 0, device: str | None = None) -> None:
         self.plans: list[ProgramPlan] = []
         self.traced: TracedProgram | None = None
         self._target = target
@@ -56,12 +52,19 @@ class Captured:
         self._device = device
         self.share_of_bytes: int | None = None
         self._error: RematError | None = None
+        self._errors: dict[int, tuple[Any, RematError]] = {}
         self._backward_order = BackwardOrder()
         self._static = _private.StaticFunction(target, self._hook)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward pass; the backward pass that follows runs in the program's order too."""
-        with in_program_order(), self._own_errors():
+        """Run the forward pass; the backward pass that follows runs in the program's order too.
+
+        Raises:
+            InfeasibleBudget: where no schedule of this call's program fits.
+            UnsupportedStep: where Paddle cannot capture the function.
+        """
+        self._make(args, kwargs)
+        with in_program_order():
             result = self._static(args, kwargs, self._modes(args))
         if self._request.plans and paddle.is_grad_enabled():
             leaves = [*self._static.leaves, *tensors_in((args, kwargs))]
@@ -70,26 +73,31 @@ class Captured:
 
     def program_of(self, *args: Any, **kwargs: Any) -> TracedProgram:
         """Trace the program of a call without running it."""
-        with in_program_order(), self._own_errors():
-            self._static.make_program(args, kwargs, self._modes(args))
+        self._make(args, kwargs)
         assert self.traced is not None, "the hook was called"
         return self.traced
+
+    def _make(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Make the program of a call. Paddle's translation does not outlive an error in a hook, so it comes after."""
+        try:
+            with in_program_order():
+                made = self._static.make_program(args, kwargs, self._modes(args))
+        except Exception as error:
+            name = getattr(self._target, "__qualname__", type(self._target).__name__)
+            raise UnsupportedStep(
+                f"paddle.jit.to_static cannot capture {name}: {_last_line(error)!r}. Give tensors as arguments where "
+                "the function closes over them, or wrap the model's blocks in remat.paddle.recompute, which is eager"
+            ) from error
+        if (error := self._error) is not None:
+            self._error = None
+            self._errors[id(made)] = made, error
+        if id(made) in self._errors:
+            raise self._errors[id(made)][1]
 
     def _modes(self, args: tuple[Any, ...]) -> str:
         """What decides on the program of a call beside its arguments: which layers train, and autocast."""
         layers = (part for layer in layers_of(self._target, args) for part in layer.sublayers(include_self=True))
         return "".join("ET"[layer.training] for layer in layers) + repr(_private.autocast_state())
-
-    @contextlib.contextmanager
-    def _own_errors(self) -> Iterator[None]:
-        """Errors of remat come out as they are, not as what Paddle makes of an error inside of its translation."""
-        self._error = None
-        try:
-            yield
-        except Exception:
-            if self._error is not None:
-                raise self._error from None
-            raise
 
     def _hook(self, program: Any, forward_end: int, backward_start: int) -> int:
         """Plan a joint program; returns where its forward pass ends now."""
@@ -97,7 +105,7 @@ class Captured:
             return self._planned(program, forward_end, backward_start)
         except RematError as error:
             self._error = error
-            raise
+            return forward_end
 
     def _planned(self, program: Any, forward_end: int, backward_start: int) -> int:
         profile = get_profile(self._device or device_here("cpu"))
@@ -117,6 +125,10 @@ class Captured:
         self.plans.append(plan)
         _log.info("Planned %d operators: %d copies, peak %s.", len(ops), copies, format_bytes(plan.peak_bytes))
         return next(n for n, op in enumerate(program.global_block().ops) if op == last) + 1
+
+
+def _last_line(error: Exception) -> str:
+    return next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)
 
 
 def tensors_in(value: Any) -> list[Any]:

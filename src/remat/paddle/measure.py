@@ -16,8 +16,9 @@ def measure(fn: Callable[..., Any], *args: Any, repeats: int = 3, **kwargs: Any)
     """Run a step and read Paddle's own counter of allocated memory.
 
     The counter sees everything that Paddle's allocator gives out in this process: parameters, optimizer state, the
-    batch, gradients, what lies between, and the kernels' scratch. What libraries allocate by themselves is not seen. On a CPU another thread of
-    Paddle's frees what is no longer read, and is late at times; the peak is therefore the smallest of the runs.
+    batch, gradients, what lies between, and the kernels' scratch. What libraries allocate by themselves is not seen. On
+    a CPU another thread of Paddle's frees what is no longer read, and is late at times; the peak is therefore the
+    smallest of the runs.
 
     Args:
         fn: one step: a function that returns a loss, whose gradients are then computed and thrown away, or one that

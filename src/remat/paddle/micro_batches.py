@@ -79,8 +79,14 @@ def value_and_grad(
     request = Request(budget, plan, planner=planner, time_limit_s=time_limit_s, options=options)
     request.check("remat.paddle.value_and_grad", takes_auto=False)
     return ValueAndGrad(
-        fn, parameters, check_count(micro_batches), batch_argnums, check_reduction(reduction), request,
-        resident_bytes, device,
+        fn,
+        parameters,
+        check_count(micro_batches),
+        batch_argnums,
+        check_reduction(reduction),
+        request,
+        resident_bytes,
+        device,
     )
 
 
@@ -241,7 +247,9 @@ class _Total:
             # A batch that is all masked has nothing to learn from: 0 / 0 is 0.
             is_empty = self._denominator == 0
             one = paddle.ones_like(self._denominator)
-            factor = paddle.where(is_empty, paddle.zeros_like(one), one / paddle.where(is_empty, one, self._denominator))
+            factor = paddle.where(
+                is_empty, paddle.zeros_like(one), one / paddle.where(is_empty, one, self._denominator)
+            )
         found = []
         for gradient, parameter in zip(self._gradients, parameters, strict=True):
             if gradient is not None and factor is not None:

@@ -22,8 +22,9 @@ def recompute(f: _F) -> _F:
     Eagerly ``f`` runs a second time in the backward pass, with the random state and the autocast of its first run, so
     that dropout draws the same numbers. A batch normalisation moves its statistics once: the second run is given copies
     of them, and other buffers of the layers that ``f`` uses are put back. A region inside another one is part of the
-    outer one. Inside ``paddle.jit.to_static`` the operators of ``f`` are copied in the program instead, as
-    ``remat.paddle.limit_memory`` does by itself. ``REMAT_RECOMPUTE=0`` in the environment switches it off.
+    outer one. In static programs and inside of ``paddle.jit.to_static`` ``f`` runs as it is, and nothing is saved:
+    there ``plan_program`` and ``limit_memory`` see every operator. ``REMAT_RECOMPUTE=0`` in the environment switches it
+    off.
 
     Args:
         f: a function, a layer (its ``forward`` is replaced on the instance), or a class of layers. It takes any
@@ -131,7 +132,12 @@ class _Region:
 
 
 def _unpack(slot: _Slot) -> Any:
-    return slot.region.value(slot.number)
+    try:
+        return slot.region.value(slot.number)
+    except BaseException:
+        # Paddle turns gradients off for a backward pass, and does not turn them on again when it fails.
+        paddle.set_grad_enabled(True)
+        raise
 
 
 def _not_read(_: Any) -> Any:

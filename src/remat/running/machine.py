@@ -7,7 +7,17 @@ import os
 import platform
 from typing import Final
 
-_PACKAGES: Final = ("remat", "tensorflow", "tensorflow-cpu", "keras", "jax", "torch", "paddlepaddle", "numpy", "highspy")
+_PACKAGES: Final = (
+    "remat",
+    "tensorflow",
+    "tensorflow-cpu",
+    "keras",
+    "jax",
+    "torch",
+    "paddlepaddle",
+    "numpy",
+    "highspy",
+)
 """The packages whose version may change a measured figure."""
 
 

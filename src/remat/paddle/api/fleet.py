@@ -31,8 +31,8 @@ def distributed_optimizer(
 
     Args:
         optimizer: an optimizer of Paddle.
-        strategy: with ``recompute`` and ``recompute_configs["checkpoints"]``, names: Paddle's strategy takes no values. Those
-            of inputs and parameters, and what ``remat.paddle.named`` named.
+        strategy: with ``recompute`` and ``recompute_configs["checkpoints"]``, names, since Paddle's strategy takes no
+            values: of inputs, of parameters, and of what ``remat.paddle.named`` named.
         budget: as ``plan_program`` takes it, in place of checkpoints.
         **planning: as ``RecomputeOptimizer`` takes it.
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import logging
+import functools
+import inspect
 import weakref
 from typing import Any
 
 import paddle
 
-from remat.core.errors import RematError, UnsupportedStep
+from remat.core.errors import UnsupportedStep
 from remat.fit.request import Request
 from remat.paddle.candidate import ProgramPlan
 from remat.paddle.captured import Captured
-
-_log = logging.getLogger("remat")
 
 _limits: weakref.WeakKeyDictionary[Any, Limit] = weakref.WeakKeyDictionary()
 
@@ -96,7 +95,7 @@ def plan_of(layer_or_model: Any) -> ProgramPlan | None:
 
 
 class Limit:
-    """What stands in place of a layer's ``forward``.
+    """What replaces a layer's ``forward``.
 
     Args:
         layer: whose memory is limited.
@@ -111,26 +110,18 @@ class Limit:
     def __init__(self, layer: Any, request: Request, resident_bytes: int, device: str | None) -> None:
         self._plain = layer.forward
         self._layer = weakref.ref(layer)
-        self._has_run = False
         self.captured = Captured(layer.forward, request, resident_bytes, device)
-        layer.forward = self
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        @functools.wraps(layer.forward)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return self.run(*args, **kwargs)
+
+        # paddle.Model asks how many inputs a layer takes, and does not look behind a wrapper.
+        forward.__signature__ = inspect.signature(layer.forward)  # type: ignore[attr-defined]
+        layer.forward = forward
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward pass of the layer."""
         layer = self._layer()
         trains = layer is not None and layer.training and paddle.is_grad_enabled() and paddle.in_dynamic_mode()
-        if not trains:
-            return self._plain(*args, **kwargs)
-        try:
-            result = self.captured(*args, **kwargs)
-        except RematError:
-            raise
-        except Exception as error:
-            if self._has_run:
-                raise
-            raise UnsupportedStep(
-                f"paddle.jit.to_static cannot capture {type(layer).__name__}.forward: {str(error).strip()[-300:]!r}; "
-                "wrap its blocks in remat.paddle.recompute instead, which runs them eagerly"
-            ) from error
-        self._has_run = True
-        return result
+        return self.captured(*args, **kwargs) if trains else self._plain(*args, **kwargs)

@@ -28,7 +28,8 @@ def rewrite(traced: TracedProgram, schedule: Sequence[int], between: Collection[
     Returns:
         How many ops were copied.
     """
-    return _Rewriter(traced, between).run(schedule)
+    with _private.insertion_point_kept():
+        return _Rewriter(traced, between).run(schedule)
 
 
 class _Rewriter:
@@ -52,14 +53,13 @@ class _Rewriter:
             started.add(index)
             if unit.how is How.APPLY:
                 continue  # The dropout's own first run, with what it drew.
-            with _private.inserting_before(unit.op):
-                if _private.op_id(unit.op) not in self._between:
-                    for waiting in pending:
-                        self._copy(waiting)
-                    self._copies += len(pending)
-                    pending.clear()
-                self._redirect(unit.op)
-        _private.insert_at_the_end(self._traced.program)
+            _private.insert_before(unit.op)
+            if _private.op_id(unit.op) not in self._between:
+                for waiting in pending:
+                    self._copy(waiting)
+                self._copies += len(pending)
+                pending.clear()
+            self._redirect(unit.op)
         for value in self._replaced_lists.values():
             if value.use_empty():
                 value.get_defining_op().erase()

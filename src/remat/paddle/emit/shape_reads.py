@@ -1,8 +1,8 @@
 """Reads of a shape alone, pointed at a value of the backward pass.
 
 The backward pass of a sum reads its operands, though only to know their shapes. In a program that is cut in two halves
-Paddle keeps such an operand, bytes and all, to the end of the forward pass. Any other value of the same shape does, also
-one whose bytes are gone.
+Paddle keeps such an operand, bytes and all, to the end of the forward pass. Any other value of the same shape does,
+also one whose bytes are gone.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from typing import Any, Final
 from remat.core.graph import Graph, Op, Tensor
 from remat.paddle import _private
 from remat.paddle.trace import op_facts
+from remat.paddle.trace.in_place import takeovers
 from remat.paddle.trace.scratch import workspace_bytes
 from remat.paddle.trace.sizes import Sizes
 from remat.running.cost_model import DeviceProfile, op_time_s
@@ -228,21 +229,42 @@ class _Builder:
         if self._cut is not None and position == self._cut.forward_end - 1:
             reads += [tensor for value in self._cut.held for tensor in self._values.get(value.id, ())]
         results = [value if value.initialized() else None for value in op.results()]
-        shapes = [[self._sizes.shape_of(v) if v is not None and v.initialized() else None for v in group]
-                  for group in (operands, results)]
+        shapes = [
+            [self._sizes.shape_of(v) if v is not None and v.initialized() else None for v in group]
+            for group in (operands, results)
+        ]
         flops = op_facts.flops(op, *shapes)
-        dtype = next((self._sizes.dtype_of(v) for v in (*results, *operands) if v is not None and v.initialized()), None)
+        dtype = next(
+            (self._sizes.dtype_of(v) for v in (*results, *operands) if v is not None and v.initialized()), None
+        )
         moved_bytes = sum(self._sizes.bytes_of(v) for v in (*operands, *results) if v is not None and v.initialized())
         time_s = op_time_s(self._profile, flops, moved_bytes, dtype or "float32") if op_facts.is_own(op) else 0.0
         label = f"{name}:{position}"
         source = _private.source_of(op)
 
-        def add(how: How, inputs: Sequence[int], outputs: Sequence[int], recomputable: bool, seconds: float,
-                workspace: int = 0, in_place: tuple[tuple[int, int], ...] = ()) -> None:
+        def add(
+            how: How,
+            inputs: Sequence[int],
+            outputs: Sequence[int],
+            recomputable: bool,
+            seconds: float,
+            workspace: int = 0,
+            in_place: tuple[tuple[int, int], ...] = (),
+        ) -> None:
             self._units.append(Unit(op, how, tuple(taken_apart)))
             self._ops.append(
-                Op(label, name, tuple(dict.fromkeys(inputs)), tuple(outputs), seconds, recomputable, workspace,
-                   in_place=in_place, phase=phase, source=source)
+                Op(
+                    label,
+                    name,
+                    tuple(dict.fromkeys(inputs)),
+                    tuple(outputs),
+                    seconds,
+                    recomputable,
+                    workspace,
+                    in_place=in_place,
+                    phase=phase,
+                    source=source,
+                )
             )
 
         if name == op_facts.DROPOUT and not op_facts.is_test(op) and len(results) > 1 and results[1] is not None:
@@ -265,7 +287,7 @@ class _Builder:
 
     def _reads_of(self, op: Any) -> list[int]:
         """The tensors whose bytes an operator needs."""
-        found = []
+        found: list[int] = []
         for operand in all_operands(op):
             value = operand.source()
             if not _private.needs_no_bytes(op, value):
@@ -316,16 +338,18 @@ class _Builder:
         """Which result takes over the bytes of which operand, where nothing of the program reads that any more."""
         pairs = []
         operands, results = op.operands_source(), op.results()
-        for result, operand in _private.takeovers(op).items():
+        for result, operand in takeovers(op).items():
             if operand >= len(operands) or result >= len(results):
                 return ()
             given, made = operands[operand], results[result]
             if not given.initialized() or not made.initialized():
                 return ()
             source, target = self._values.get(given.id, ()), self._values.get(made.id, ())
-            if len(source) != 1 or len(target) != 1 or self._tensors[source[0]].size_bytes != self._tensors[
-                target[0]
-            ].size_bytes:
+            if (
+                len(source) != 1
+                or len(target) != 1
+                or self._tensors[source[0]].size_bytes != self._tensors[target[0]].size_bytes
+            ):
                 return ()
             if self._after_uses[given.id][-1] != position or self._is_across_the_cut(position, source[0]):
                 return ()
@@ -333,7 +357,6 @@ class _Builder:
                 return ()
             pairs.append((source[0], target[0]))
         return tuple(pairs)
-
 
     def _is_across_the_cut(self, position: int, tensor: int) -> bool:
         """Does an operator of the backward half read a tensor of the forward half? Such bytes are never taken over."""
@@ -362,25 +385,25 @@ def _without_late_reads(ops: Sequence[Op], tensors: Sequence[Tensor]) -> list[Op
         root[number] = number if tensor.alias_of is None else root[tensor.alias_of]
     written: dict[int, list[int]] = {}
     for index, op in enumerate(ops):
-        for tensor in op.outputs:
-            if tensors[tensor].alias_of is not None:
-                written.setdefault(root[tensor], []).append(index)
+        for output in op.outputs:
+            if tensors[output].alias_of is not None:
+                written.setdefault(root[output], []).append(index)
     needed_until: dict[int, int] = {}
     found = list(ops)
     for index in range(len(ops) - 1, -1, -1):
         op = ops[index]
-        until = max((needed_until.get(tensor, index) for tensor in op.outputs), default=index)
-        is_overwritten = any(
-            index < write < until or (write == index and not _moves_statistics(op))
-            for tensor in op.inputs
-            for write in written.get(root[tensor], ())
+        until = max((needed_until.get(output, index) for output in op.outputs), default=index)
+        moves = _moves_statistics(op)
+        is_overwritten = not moves and any(
+            index <= write and (write == index or write < until)
+            for read in op.inputs
+            for write in written.get(root[read], ())
         )
-        recomputable = op.recomputable and (not is_overwritten or _moves_statistics(op))
-        if not recomputable and op.recomputable:
+        recomputable = op.recomputable and not is_overwritten
+        if op.recomputable and not recomputable:
             found[index] = replace(op, recomputable=False)
-        for tensor in op.inputs:
-            reach = until if recomputable else index
-            needed_until[tensor] = max(needed_until.get(tensor, 0), reach, index)
+        for read in op.inputs:
+            needed_until[read] = max(needed_until.get(read, 0), until if recomputable else index)
     return found
 
 

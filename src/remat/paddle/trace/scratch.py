@@ -15,9 +15,7 @@ from remat.paddle.trace import op_facts
 _FLOAT_BYTES: Final = 4
 
 
-def workspace_bytes(
-    op: Any, operands: Sequence[Sequence[int] | None], results: Sequence[Sequence[int] | None]
-) -> int:
+def workspace_bytes(op: Any, operands: Sequence[Sequence[int] | None], results: Sequence[Sequence[int] | None]) -> int:
     """Scratch bytes of one run of an operator; 0 where nothing is known of it."""
     name = op_facts.kind(op)
     first = operands[0] if operands else None

@@ -1,4 +1,4 @@
-"""The shapes and bytes of a program's values, where the program leaves the batch open (``paddle.static.data("x", [None, 8])``).
+"""The shapes and bytes of a program's values, also where it leaves the batch open (``static.data("x", [None, 8])``).
 
 Paddle writes -1 for every dimension that it does not know, and a reshape hides what such a dimension was. So the given
 sizes are followed through the program, operator by operator.

@@ -16,7 +16,7 @@ from remat.core.errors import RematError, UnsupportedStep
 from remat.core.graph import Graph
 from remat.core.plan import Plan
 from remat.fit.request import Request
-from remat.torch.api.limit import eagerly, loss_in
+from remat.torch.api.eager_limit import eagerly, loss_in
 from remat.torch.api.plan import StepPlan
 from remat.torch.trace.trace import trace
 

@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 import functools
-import logging
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final, Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
-import torch
-
-from remat.core.budget import check_budget, format_bytes
-from remat.core.errors import InfeasibleBudget
+from remat.core.budget import check_budget
 from remat.fit.first_step import OnChange, replans
-from remat.torch.api.apply import Applied
-from remat.torch.api.plan import StepPlan, plan
-
-_log = logging.getLogger("remat")
-
-_MOST_PLANS: Final = 3
-"""Plans for one combination of shapes. A judgement, not measured: a step that departs from all of them branches too
-often to be planned. With more, such a step is planned over and over; with fewer, one with a rare branch is not limited
-there."""
+from remat.torch.api.compile import compile
+from remat.torch.api.eager_limit import eagerly
 
 
 def limit_memory(
@@ -82,40 +71,7 @@ def limit_memory(
     return eagerly(loss_fn, budget, plans_again, strict, options, [])
 
 
-def eagerly(
-    function: Callable[..., Any],
-    budget: int | str,
-    plans_again: bool,
-    strict: bool,
-    options: dict[str, Any],
-    plans: list[Any],
-) -> Any:
-    """What ``limit_memory`` returns in eager mode; the arguments are its own.
-
-    Args:
-        function: returns the loss.
-        budget: in bytes or as a share.
-        plans_again: is a step that departs from its plan planned?
-        strict: is a step over its budget an error?
-        options: passed on to ``plan``.
-        plans: where plans are added as they are made.
-    """
-    limit = _Limit(function, budget, plans_again, strict, options, plans)
-
-    @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return function(*args, **kwargs)
-        with limit.applied_for(args, kwargs):
-            return function(*args, **kwargs)
-
-    run.plans = plans  # type: ignore[attr-defined]
-    return run
-
-
 def _in_graph_mode(function: Callable[..., Any], budget: int | str, strict: bool, options: dict[str, Any]) -> Any:
-    from remat.torch.api.compile import compile  # It falls back on ``eagerly``.
-
     resident = {id(t.untyped_storage()): t.untyped_storage().nbytes() for t in options.pop("resident", ())}
     options["resident_bytes"] = options.get("resident_bytes", 0) + sum(resident.values())
     compiled: Any = compile(function, budget=budget, backend="aten", strict=strict, first_share=True, **options)
@@ -126,91 +82,3 @@ def _in_graph_mode(function: Callable[..., Any], budget: int | str, strict: bool
 
     run.plans = compiled.plans  # type: ignore[attr-defined]
     return run
-
-
-class _Limit:
-    """The plans of one function, made as calls come."""
-
-    def __init__(
-        self,
-        loss_fn: Callable[..., Any],
-        budget: int | str,
-        replans: bool,
-        strict: bool,
-        options: dict[str, Any],
-        plans: list[StepPlan],
-    ) -> None:
-        self._loss_fn = loss_fn
-        self._budget = budget
-        self._replans = replans
-        self._strict = strict
-        self._options = options
-        self._corrected: set[Any] = set()
-        self._applied: dict[Any, list[Applied]] = {}
-        self.plans = plans
-
-    def applied_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Applied:
-        """The plan for a call with these arguments."""
-        key = tuple((tuple(t.shape), t.dtype) for t in _tensors((args, kwargs))) if self._replans else None
-        known = self._applied.setdefault(key, [])
-        followed = [applied for applied in known if not applied.departures]
-        excess = known[-1].excess_bytes if known else 0
-        if self._replans and excess and key not in self._corrected:
-            # What the step took more than was simulated counts as there from the start. If it went through another
-            # branch, the trace of this one may say it all.
-            self._corrected.add(key)
-            another_branch = known[-1].first_difference is not None
-            known.append(self._applied_with(args, kwargs, 0 if another_branch else excess, plans_again=False))
-        elif not known or (self._replans and not followed and len(known) < _MOST_PLANS):
-            known.append(self._applied_with(args, kwargs, 0, plans_again=self._replans and key not in self._corrected))
-        return known[-1]
-
-    def _applied_with(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], excess_bytes: int, *, plans_again: bool
-    ) -> Applied:
-        try:
-            found = self._plan(args, kwargs, excess_bytes)
-        except InfeasibleBudget as error:
-            if not excess_bytes:
-                raise
-            smallest = error.minimum_bytes
-            _log.warning(
-                "The first step took %s more than was predicted, and no plan leaves so much room; the "
-                "smallest budget that would do is %s. The step runs on under its first plan, over its budget.",
-                format_bytes(excess_bytes),
-                format_bytes(smallest),
-            )
-            return Applied(self.plans[-1], strict=self._strict)
-        return Applied(found, strict=self._strict, uncounted_bytes=excess_bytes, plans_again=plans_again)
-
-    def _plan(self, args: tuple[Any, ...], kwargs: dict[str, Any], excess_bytes: int) -> StepPlan:
-        def loss_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return loss_in(self._loss_fn(*args, **kwargs))
-
-        # Later steps may be smaller; a share stays one of the first.
-        budget = self.plans[0].budget_bytes if self.plans else self._budget
-        options = {**self._options, "resident_bytes": self._options.get("resident_bytes", 0) + excess_bytes}
-        found = plan(loss_of, args, kwargs, budget=budget, **options)
-        self.plans.append(found)
-        if len(self.plans) > 1:
-            _log.info("Planned again for a step that departs from the earlier plans:\n%s", found)
-        return found
-
-
-def loss_in(result: Any) -> Any:
-    """The loss in what a function returned: the loss itself, a mapping with "loss", or a tuple that begins with it."""
-    if isinstance(result, Mapping):
-        return result["loss"]
-    return result[0] if isinstance(result, tuple) else result
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors among arguments, in mappings of any kind too."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for one in value.values():
-            yield from _tensors(one)
-    elif isinstance(value, list | tuple):
-        for one in value:
-            yield from _tensors(one)

@@ -1,0 +1,71 @@
+"""The private symbols of Paddle that remat reaches for: a release that moves one fails here, by name."""
+
+from __future__ import annotations
+
+import paddle
+import pytest
+from paddle.base import core
+from paddle.base.libpaddle import pir
+
+from remat.paddle import _private
+
+
+@pytest.mark.parametrize(
+    ("owner", "names"),
+    [
+        (
+            pir,
+            ("IrMapping", "CloneOptions", "set_insertion_point", "get_current_insertion_point", "get_op_inplace_info"),
+        ),
+        (core, ("host_memory_stat_current_value", "host_memory_stat_peak_value", "host_memory_stat_reset_peak_value")),
+        (core.eager, ("register_saved_tensors_hooks", "reset_saved_tensors_hooks")),
+        (paddle._C_ops, ("assign", "dropout_grad", "batch_norm")),
+        (_private.executor_module._ExecutorCache, ("_CachedData", "get_pir_program_and_executor")),
+        (_private.PartialProgramLayerHook, ("before_append_backward", "after_append_backward", "after_infer")),
+    ],
+    ids=lambda part: getattr(part, "__name__", None),
+)
+def test_it_is_there(owner, names):
+    assert [name for name in names if not hasattr(owner, name)] == []
+
+
+def test_the_flags_are_there():
+    names = (_private.IN_ORDER, _private.ONE_THREAD, _private.MERGES_COPIES)
+    assert set(_private.flags(*names)) == set(names)
+
+
+def test_the_counter_counts():
+    before = _private.allocated_bytes()
+    _private.reset_peak()
+    held = paddle.zeros([1 << 16])
+    assert _private.allocated_bytes() - before >= 4 << 16
+    del held
+    assert _private.peak_bytes() - before >= 4 << 16
+
+
+def test_a_dropout_is_made_again_from_its_mask():
+    x = paddle.randn([1000])
+    out, mask = paddle._C_ops.dropout(x, None, 0.3, False, "upscale_in_train", 0, False)
+    again = _private.dropout_by_mask(mask, x, 0.3, {"is_test": False, "mode": "upscale_in_train"})
+    assert (out == again).all()
+
+
+def test_a_gradient_outlives_that_of_its_parameter():
+    x = paddle.to_tensor([1.0, 2.0], stop_gradient=False)
+    (x * x).sum().backward()
+    kept = _private.gradient_of(x)
+    x.grad = None
+    assert kept.tolist() == [2.0, 4.0]
+    assert _private.gradient_of(x) is None
+
+
+def test_the_hooks_of_an_outer_call_are_in_force_after_an_inner_one():
+    seen = []
+    x = paddle.ones([2])
+    x.stop_gradient = False
+    with _private.saved_tensors_hooks(lambda t: seen.append("outer") or t, lambda t: t):
+        with _private.saved_tensors_hooks(lambda t: seen.append("inner") or t, lambda t: t):
+            paddle.tanh(x)
+        paddle.tanh(x)
+    assert not _private.has_hooks()
+    assert seen == ["inner", "outer"]
