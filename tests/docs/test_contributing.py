@@ -5,9 +5,8 @@ from __future__ import annotations
 import importlib.util
 import re
 
-from snippets import ROOT
-
 import remat
+from snippets import ROOT
 
 PACKAGE = ROOT / "src" / "remat"
 TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")

@@ -9,9 +9,9 @@ from pathlib import Path
 import mkdocs_hooks
 import pytest
 import yaml
-from snippets import DOCS, ROOT
 
 from remat.planners import planner_names
+from snippets import DOCS, ROOT
 
 PACKAGE = ROOT / "src" / "remat"
 EARLIER_NAMES = {"joint_plan_of"}  # They stay for programs that call them.

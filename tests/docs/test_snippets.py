@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+
 from snippets import DOCS, ROOT, Snippet, run_script, snippets
 
 # The blocks of this page are parts of a program, shown to explain; tests of the front ends run the whole.

@@ -14,6 +14,7 @@ from email import message_from_string
 from pathlib import Path
 
 import pytest
+
 from snippets import ROOT, snippets
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+
 from snippets import ROOT
 
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
