@@ -77,7 +77,11 @@ FAKE = "import sys, types; sys.modules['tensorflow'] = types.ModuleType('tensorf
             "put `import paddle` (or `import remat.paddle`) above `import tensorflow`",
         ),
         ("import paddle; " + FAKE + "import remat.paddle; print('imported')", "imported"),
-        ("import remat.paddle; " + FAKE + "import remat.paddle.recompute; print('imported')", "imported"),
+        pytest.param(
+            "import remat.paddle; " + FAKE + "import remat.paddle.recompute; print('imported')",
+            "imported",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_the_order_of_imports(code, said):
