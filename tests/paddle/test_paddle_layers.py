@@ -203,13 +203,13 @@ def test_value_and_grad_leaves_earlier_gradients_alone():
 
 
 def test_check_compares_a_planned_step_with_the_plain_one():
-    net = Net(3)
+    net = Net(2)
 
     def loss(x, target):
         return ((net(x) - target) ** 2).mean()
 
     before = {name: value.numpy() for name, value in net.state_dict().items()}
-    result = remat.paddle.check(loss, batch(1024), batch(1024), budget="75%", steps=2)
+    result = remat.paddle.check(loss, batch(256), batch(256), budget="75%", steps=2)
     assert result.recomputed > 0
     assert result.is_repeatable
     assert all(one.is_equal for one in result.comparisons), str(result)

@@ -55,6 +55,7 @@ def run_two(how):
     return found
 
 
+@pytest.mark.slow  # Four processes, each of which imports Paddle.
 def test_two_processes_train_alike_and_to_the_bit():
     plain, planned = run_two("plain"), run_two("planned")
     assert [one["extra"] for one in plain] == [0, 0]
