@@ -50,7 +50,7 @@ def problems(run) -> dict[str, str]:
     return {one["what"]: one["remedy"] for one in json.loads(result.stdout)["problems"]}
 
 
-@pytest.mark.slow  # It imports three frameworks.
+@pytest.mark.slow  # It imports four frameworks.
 def test_every_framework_of_this_environment_is_found_with_its_counters(run_script):
     result = run_script("doctor", "--json")
 
@@ -65,6 +65,7 @@ def test_every_framework_of_this_environment_is_found_with_its_counters(run_scri
         "TensorFlow": "tf.config.experimental.get_memory_info",
         "JAX": "memory_analysis",
         "PyTorch": "torch.profiler",
+        "PaddlePaddle": "paddle's host memory statistics",
     }
     assert frameworks["TensorFlow"]["onednn"]
     assert all(facts["works"] for name, facts in frameworks.items() if name in counters)

@@ -131,8 +131,8 @@ def test_callable_that_returns_no_model(run):
     assert result.stdout == ""
     # What the callable prints is kept away from stdout, where the JSON goes.
     expected = (
-        "remat: my_models:chatty: this returned an int, no training step; return a Keras model, a PyTorch module, or a "
-        "tuple of a loss function and its arguments, such as (loss, params, batch)"
+        "remat: my_models:chatty: this returned an int, no training step; return a Keras model, a PyTorch module, a "
+        "layer of Paddle, or a tuple of a loss function and its arguments, such as (loss, params, batch)"
     )
     assert result.stderr.splitlines() == ["building", expected]
 

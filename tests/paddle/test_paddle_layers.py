@@ -195,7 +195,7 @@ def test_value_and_grad_leaves_earlier_gradients_alone():
     net.blocks[0][0].weight.grad = paddle.ones([64, 64])
     value, gradients = remat.paddle.value_and_grad(lambda x: net(x).mean())(batch(64))
     assert value.stop_gradient
-    assert len(gradients) == len(net.parameters())
+    assert len(gradients) == sum(1 for p in net.parameters() if not p.stop_gradient)
     assert np.array_equal(net.blocks[0][0].weight.grad.numpy(), np.ones((64, 64)))
     assert net.blocks[0][0].bias.grad is None
     with pytest.raises(remat.UnsupportedStep, match="no parameter was found"):
@@ -203,15 +203,16 @@ def test_value_and_grad_leaves_earlier_gradients_alone():
 
 
 def test_check_compares_a_planned_step_with_the_plain_one():
-    net = Net(3)
+    net = Net(2)
 
     def loss(x, target):
         return ((net(x) - target) ** 2).mean()
 
     before = {name: value.numpy() for name, value in net.state_dict().items()}
-    result = remat.paddle.check(loss, batch(1024), batch(1024), budget="75%", steps=2)
+    result = remat.paddle.check(loss, batch(256), batch(256), budget="75%", steps=2)
     assert result.recomputed > 0
-    assert all(one.is_equal and one.difference == 0 for one in result.comparisons), str(result)
+    assert result.is_repeatable
+    assert all(one.is_equal for one in result.comparisons), str(result)
     assert all(np.array_equal(value, before[name]) for name, value in net.state_dict().items())
 
 

@@ -43,13 +43,6 @@ def test_the_counter_counts():
     assert _private.peak_bytes() - before >= 4 << 16
 
 
-def test_a_dropout_is_made_again_from_its_mask():
-    x = paddle.randn([1000])
-    out, mask = paddle._C_ops.dropout(x, None, 0.3, False, "upscale_in_train", 0, False)
-    again = _private.dropout_by_mask(mask, x, 0.3, {"is_test": False, "mode": "upscale_in_train"})
-    assert (out == again).all()
-
-
 def test_a_gradient_outlives_that_of_its_parameter():
     x = paddle.to_tensor([1.0, 2.0], stop_gradient=False)
     (x * x).sum().backward()

@@ -55,6 +55,7 @@ def run_two(how):
     return found
 
 
+@pytest.mark.slow  # Four processes, each of which imports Paddle.
 def test_two_processes_train_alike_and_to_the_bit():
     plain, planned = run_two("plain"), run_two("planned")
     assert [one["extra"] for one in plain] == [0, 0]
@@ -77,7 +78,11 @@ FAKE = "import sys, types; sys.modules['tensorflow'] = types.ModuleType('tensorf
             "put `import paddle` (or `import remat.paddle`) above `import tensorflow`",
         ),
         ("import paddle; " + FAKE + "import remat.paddle; print('imported')", "imported"),
-        ("import remat.paddle; " + FAKE + "import remat.paddle.recompute; print('imported')", "imported"),
+        pytest.param(
+            "import remat.paddle; " + FAKE + "import remat.paddle.recompute; print('imported')",
+            "imported",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_the_order_of_imports(code, said):

@@ -27,7 +27,7 @@ def plain(request):
     return request.param, trained
 
 
-@pytest.mark.parametrize("budget", ["80%", "smallest"])
+@pytest.mark.parametrize("budget", ["80%", pytest.param("smallest", marks=pytest.mark.slow)])
 def test_a_planned_program_trains_to_the_bit_within_its_budget(plain, budget):
     name, expected = plain
     built = build(name)

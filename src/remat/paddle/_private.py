@@ -184,6 +184,8 @@ def has_hooks() -> bool:
 @contextlib.contextmanager
 def saved_tensors_hooks(pack: Any, unpack: Any) -> Iterator[None]:
     """What autograd saves inside goes through ``pack``; what was in force before is in force again afterwards."""
+    if _hooks:
+        core.eager.reset_saved_tensors_hooks()
     _hooks.append((pack, unpack))
     core.eager.register_saved_tensors_hooks(pack, unpack)
     try:

@@ -88,9 +88,9 @@ class Captured:
                 f"paddle.jit.to_static cannot capture {name}: {_last_line(error)!r}. Give tensors as arguments where "
                 "the function closes over them, or wrap the model's blocks in remat.paddle.recompute, which is eager"
             ) from error
-        if (error := self._error) is not None:
+        if (refused := self._error) is not None:
             self._error = None
-            self._errors[id(made)] = made, error
+            self._errors[id(made)] = made, refused
         if id(made) in self._errors:
             raise self._errors[id(made)][1]
 

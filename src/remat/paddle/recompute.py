@@ -147,7 +147,9 @@ def _not_read(_: Any) -> Any:
 @contextlib.contextmanager
 def _buffers_left_alone(function: Callable[..., Any], args: Sequence[Any]) -> Iterator[None]:
     """Give the buffers of all layers that a function can be seen to use their values back."""
-    buffers = {id(b): b for layer in layers_of(function, args) for b in layer.buffers() if b is not None}
+    layers = layers_of(function, args)
+    kept_by = [t for layer in layers for t in (*layer.buffers(), *(p for p in layer.parameters() if p.stop_gradient))]
+    buffers = {id(buffer): buffer for buffer in kept_by if buffer is not None}
     with paddle.no_grad():
         kept = [(buffer, buffer.clone()) for buffer in buffers.values()]
     try:

@@ -57,7 +57,9 @@ class PaddleFunction:
         named = {f"{n}.{name}": p for n, layer in enumerate(layers) for name, p in layer.named_parameters()}
         own = {f"argument.{n}": a for n, a in enumerate(tensors_in(args)) if not a.stop_gradient}
         self._parameters = {name: p for name, p in (named | own).items() if not p.stop_gradient}
-        self._buffers = {f"{n}.{name}": b for n, layer in enumerate(layers) for name, b in layer.named_buffers()}
+        buffers = {f"{n}.{name}": b for n, layer in enumerate(layers) for name, b in layer.named_buffers()}
+        # The statistics of a batch normalisation are parameters that take no gradient.
+        self._buffers = {**buffers, **{name: p for name, p in named.items() if p.stop_gradient}}
         self._first = [tensor.numpy().copy() for tensor in self._tensors()]
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import types
 import weakref
 from typing import Any
 
@@ -112,13 +113,15 @@ class Limit:
         self._layer = weakref.ref(layer)
         self.captured = Captured(layer.forward, request, resident_bytes, device)
 
-        @functools.wraps(layer.forward)
-        def forward(*args: Any, **kwargs: Any) -> Any:
+        plain = type(layer).forward
+
+        @functools.wraps(plain)
+        def forward(_: Any, *args: Any, **kwargs: Any) -> Any:
             return self.run(*args, **kwargs)
 
         # paddle.Model asks how many inputs a layer takes, and does not look behind a wrapper.
-        forward.__signature__ = inspect.signature(layer.forward)  # type: ignore[attr-defined]
-        layer.forward = forward
+        forward.__signature__ = inspect.signature(plain)  # type: ignore[attr-defined]
+        layer.forward = types.MethodType(forward, layer)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward pass of the layer."""
