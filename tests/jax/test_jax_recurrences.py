@@ -112,6 +112,16 @@ def test_each_layer_is_paired_with_its_own_backward_loop(layers):
     assert pairs_of(stacked, arguments(layers)) == [(n, 2 * layers - 1 - n) for n in range(layers)]
 
 
+def test_loops_that_only_follow_one_another_are_no_pair():
+    """The second loop alone reads what the first one stacks, and it runs in the same direction: it is no gradient."""
+    args = arguments(2)
+    closed = jax.make_jaxpr(stacked)(*args)
+    flattener = Flattener()
+    outputs = flattener.add(closed, [flattener.value(var.aval) for var in closed.jaxpr.invars])
+    assert sum(one.eqn.primitive.name == "scan" for one in flattener.equations) == 2
+    assert find_pairs(flattener.equations, outputs) == []
+
+
 def test_both_directions_are_paired():
     pairs = pairs_of(bidirectional, arguments(3))
     assert len(pairs) == 3
