@@ -5,6 +5,7 @@ Importing this imports Dynamo, which takes a second or two: only graph mode does
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
@@ -114,11 +115,18 @@ def capturing() -> Iterator[None]:
     answers = {question: _ANSWERS[question] for question in _QUESTIONS if question in _ANSWERS}
     for name in before:
         setattr(dynamo_config, name, _WHILE_CAPTURING[name])
+    ignored = getattr(dynamo_config, "ignore_logging_functions", None)
+    if ignored is not None:
+        # What a library says once (transformers' ``warning_once``) must not break the capture; it is left unsaid.
+        once = (value for name, value in vars(logging.Logger).items() if name.endswith("_once"))
+        dynamo_config.ignore_logging_functions = {*ignored, *once}
     _ANSWERS.update(dict.fromkeys(answers, False))
     try:
         yield
     finally:
         _ANSWERS.update(answers)
+        if ignored is not None:
+            dynamo_config.ignore_logging_functions = ignored
         for name, value in before.items():
             setattr(dynamo_config, name, value)
 
