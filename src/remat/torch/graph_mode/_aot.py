@@ -5,6 +5,7 @@ Importing this imports Dynamo, which takes a second or two: only graph mode does
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
@@ -105,20 +106,30 @@ _QUESTIONS: tuple[Any, ...] = (
 
 
 @contextmanager
-def capturing() -> Iterator[None]:
+def capturing(says_compiled: bool = False) -> Iterator[None]:
     """Inside, Dynamo captures what graph mode can run: the branches that eager PyTorch takes.
 
     Libraries ask whether they are being compiled, and compute something else then: transformers' Mamba does.
+
+    Args:
+        says_compiled: what captured code is told that asks whether it is being compiled.
     """
     before = {name: getattr(dynamo_config, name) for name in _WHILE_CAPTURING if hasattr(dynamo_config, name)}
     answers = {question: _ANSWERS[question] for question in _QUESTIONS if question in _ANSWERS}
     for name in before:
         setattr(dynamo_config, name, _WHILE_CAPTURING[name])
-    _ANSWERS.update(dict.fromkeys(answers, False))
+    ignored = getattr(dynamo_config, "ignore_logging_functions", None)
+    if ignored is not None:
+        # What a library says once (transformers' ``warning_once``) must not break the capture; it is left unsaid.
+        once = (value for name, value in vars(logging.Logger).items() if name.endswith("_once"))
+        dynamo_config.ignore_logging_functions = {*ignored, *once}
+    _ANSWERS.update(dict.fromkeys(answers, says_compiled))
     try:
         yield
     finally:
         _ANSWERS.update(answers)
+        if ignored is not None:
+            dynamo_config.ignore_logging_functions = ignored
         for name, value in before.items():
             setattr(dynamo_config, name, value)
 

@@ -80,6 +80,7 @@ class Captured:
         in_pieces: bool = False,
     ) -> None:
         self._in_pieces = in_pieces
+        self._says_compiled = False
         self._plans = plans
         self._request = request
         self._resident_bytes = resident_bytes
@@ -100,9 +101,25 @@ class Captured:
             UnsupportedStep: where shapes are not known beforehand.
             TorchDynamoException: where the function cannot be captured as one graph.
         """
+        try:
+            return self._run(args, kwargs)
+        except _aot.TorchDynamoException as error:
+            if self._error is not None or self._says_compiled:
+                raise
+            # Of transformers' GPT-2, only the branch for compilers can be captured.
+            self._says_compiled = True
+            result = self._run(args, kwargs)
+            _log.warning(
+                "The branches for eager PyTorch cannot be captured (%s). Captured are those that the function takes "
+                'where it is compiled; remat.torch.check(..., mode="graph") tells whether the numbers stay.',
+                str(error).partition("\n")[0],
+            )
+            return result
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._error = None
         try:
-            with _aot.capturing():
+            with _aot.capturing(self._says_compiled):
                 return self._compiled(*args, **kwargs)
         except _aot.BackendCompilerFailed:
             if self._error is None:
