@@ -5,10 +5,9 @@ Importing this imports Inductor, which takes seconds: only ``remat.torch.compile
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
-import torch
 from torch import fx
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._functorch import config as functorch_config
@@ -26,8 +25,6 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.config import patch
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._inductor.virtualized import V
-
-from remat.torch._private import tree_leaves
 
 __all__ = ["BackendCompilerFailed", "PythonWrapperCodegen", "V", "compile_fx_inner", "ir", "lines", "patch"]
 
@@ -120,36 +117,3 @@ def is_tied(node: fx.Node) -> str:
     if _must_be_in_backward(node):
         return "backward"
     return "forward" if _must_be_in_forward(node) else ""
-
-
-def is_overwritten(joint: fx.GraphModule) -> Iterator[fx.Node]:
-    """The inputs of a joint graph that the step writes to, mostly buffers."""
-    (output,) = joint.graph.find_nodes(op="output")
-    descriptions = output.meta.get("desc", ())
-    written = {id(d.mutated_input) for d in tree_leaves(descriptions) if hasattr(d, "mutated_input")}
-    for node in joint.graph.find_nodes(op="placeholder"):
-        is_target = any(user.target is torch.ops.aten.copy_.default and user.args[0] is node for user in node.users)
-        if is_target or id(node.meta.get("desc")) in written:
-            yield node
-
-
-def roles_of(joint: fx.GraphModule, static: Sequence[int]) -> dict[fx.Node, str]:
-    """Roles of the inputs of a joint graph.
-
-    Args:
-        joint: the graph.
-        static: places of the inputs that are the same in every step, parameters and buffers.
-    """
-    (output,) = joint.graph.find_nodes(op="output")
-    differentiated = {d.grad_of for d in tree_leaves(output.meta.get("desc", ())) if hasattr(d, "grad_of")}
-    found = {}
-    for place, node in enumerate(joint.graph.find_nodes(op="placeholder")):
-        is_parameter = node.meta.get("desc") in differentiated
-        found[node] = "batch" if place not in static else "parameter" if is_parameter else "state"
-    return found
-
-
-def layer_of(node: fx.Node) -> str:
-    """The path of the module that a node belongs to, as Dynamo writes it."""
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
-    return str(list(stack.values())[-1][0]) if stack else ""

@@ -21,6 +21,7 @@ from remat.running.cost_model import DeviceProfile, op_time_s
 from remat.torch._private import OpOverload, is_mutable, tree_leaves
 from remat.torch.compiled import _inductor, joint_nodes
 from remat.torch.compiled.joint_nodes import Inlined
+from remat.torch.trace import aot_notes
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def joint_step(
     Raises:
         UnsupportedStep: where shapes are not known.
     """
-    return _Builder(joint, num_fwd_outputs, profile, _inductor.roles_of(joint, static)).build()
+    return _Builder(joint, num_fwd_outputs, profile, aot_notes.roles_of(joint, static)).build()
 
 
 class _Builder:
@@ -66,7 +67,7 @@ class _Builder:
         nodes = list(joint.graph.nodes)
         self._inputs = [n for n in nodes if n.op == "placeholder" and not joint_nodes.is_tangent(n)]
         self._tangents = [n for n in nodes if n.op == "placeholder" and joint_nodes.is_tangent(n)]
-        self._overwritten = set(_inductor.is_overwritten(joint))
+        self._overwritten = aot_notes.overwritten_inputs(joint)
         (output,) = joint.graph.find_nodes(op="output")
         outputs = [n for n in tree_leaves(output.args) if isinstance(n, fx.Node)]
         self._inlined = Inlined(joint, outputs, self._overwritten, set(self._inputs))
@@ -193,5 +194,5 @@ def _writes(node: fx.Node) -> bool:
 
 def _layer(node: fx.Node) -> str:
     """``L['self']._modules['h']._modules['0'].mlp`` -> ``h.0.mlp``."""
-    path = re.sub(r"\._modules|\]|'|\"|^L\[", " ", _inductor.layer_of(node)).replace("[", ".")
+    path = re.sub(r"\._modules|\]|'|\"|^L\[", " ", aot_notes.layer_of(node)).replace("[", ".")
     return ".".join(part for part in re.split(r"[\s.]+", path) if part and part != "self")

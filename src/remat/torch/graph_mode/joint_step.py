@@ -18,8 +18,8 @@ from remat.core.errors import UnsupportedStep
 from remat.core.graph import Graph, Op, Tensor
 from remat.running.cost_model import DeviceProfile, op_time_s
 from remat.torch._private import OpOverload, tree_leaves
-from remat.torch.graph_mode import _aot, nodes
-from remat.torch.trace import cpu_scratch
+from remat.torch.graph_mode import nodes
+from remat.torch.trace import aot_notes, cpu_scratch
 
 _aten: Final = torch.ops.aten
 
@@ -83,12 +83,12 @@ class _Builder:
             if any(isinstance(leaf, torch.SymInt) for leaf in tree_leaves(node.meta.get("val"))):
                 raise UnsupportedStep(f"the shape of {node.name} is not known when it is traced; shapes must be fixed")
         self._profile = profile
-        self._roles = _aot.roles_of(joint, static)
+        self._roles = aot_notes.roles_of(joint, static)
         placeholders = joint.graph.find_nodes(op="placeholder")
         self._inputs = [n for n in placeholders if not nodes.is_tangent(n)]
         self._tangents = [n for n in placeholders if nodes.is_tangent(n)]
         self._calls = [n for n in joint.graph.nodes if nodes.is_call(n)]
-        self._overwritten = _aot.overwritten_inputs(joint)
+        self._overwritten = aot_notes.overwritten_inputs(joint)
         for node in self._calls:
             self._overwritten.update(map(nodes.base_of, nodes.statistics_of(node)))
         (output,) = joint.graph.find_nodes(op="output")

@@ -16,8 +16,7 @@ import torch
 from torch import fx
 
 from remat.torch._private import OpOverload, is_mutable, tree_leaves, tree_map_only
-from remat.torch.graph_mode import _aot
-from remat.torch.trace import op_facts
+from remat.torch.trace import aot_notes, op_facts
 
 # Operators that hand on the storage of their argument, though their schema does not say so.
 _SILENT_VIEWS: Final = frozenset(
@@ -302,7 +301,7 @@ def arguments(node: fx.Node) -> Any:
 
 def layer_of(node: fx.Node) -> str:
     """The path of the module that a node belongs to."""
-    path = _aot.layer_of(node)
+    path = aot_notes.layer_of(node)
     for written in ("._modules", "]", "'", '"', "L["):
         path = path.replace(written, " ")
     parts = [part for part in path.replace("[", " ").replace(".", " ").split() if part != "self"]
