@@ -17,7 +17,35 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # TensorFlow counts CPU memory only while oneDNN is on, which is the default on some CPUs only.
 os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")
 
+THOROUGH = {
+    "test_demo.py": ("",),
+    "test_tf_models.py": ("transformer",),
+    "test_tf_exact.py": ("gradient_penalty", "integers", "ragged", "strings", "persistent_tape"),
+    "test_tf_no_counter.py": ("",),
+    "test_tf_gradients_memory.py": ("u_net",),
+    "test_jax_exact.py": ("transformer-70", "convnet-70", "near_the_minimum"),
+    "test_jax_recurrences.py": ("two_stacked_grus",),
+    "test_jax_scans.py": ("the_smallest_budget_keeps",),
+    "test_jax_sharding.py": ("units_over_a_model_axis",),
+    "test_keras_choose.py": ("a_line_per_option",),
+    "test_keras_fit.py": ("OwnTrainStep", "sequential_without_input"),
+    "test_keras_micro_batch_losses.py": ("gets_the_update_of_the_full_batch[adam-False", "[clipped-", "[lion-"),
+    "test_keras_micro_batches.py": ("test_xla",),
+    "test_keras_recompute.py": ("masked_attention-graph", "mixed_precision-graph"),
+    "test_snippets.py": ("coming-from.md-6", "keras_fit.py"),
+    "test_torch_models.py": ("gpt2-1%",),
+    "test_cli_step.py": ("torch_step",),
+}
+"""Cases that ``make test`` leaves to ``make test-thorough``, by file and a part of their names: those that take longest
+of several that assert the same."""
+
 SEARCHED = ("benchmarks", "core", "planners")  # Folders whose tests are about what planners find.
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if any(part in item.name for part in THOROUGH.get(item.path.name, ())):
+            item.add_marker(pytest.mark.thorough)
 
 
 @pytest.fixture(autouse=True)

@@ -26,6 +26,8 @@ def run(script: str, *arguments: str) -> str:
         # The memory of one snippet must not count as resident in the next.
         if keras := sys.modules.get("keras"):
             keras.backend.clear_session()
+        if paddle := sys.modules.get("paddle"):
+            paddle.disable_static()  # What a snippet enables must not be in force in the next.
         gc.collect()
     return printed.getvalue()
 

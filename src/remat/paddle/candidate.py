@@ -30,11 +30,9 @@ class ProgramPlan(Plan):
 
     Attributes:
         graph: the step that the plan is for: ``remat.simulate(plan.graph, plan.schedule)`` shows its memory over time.
-        mode: how it is carried out: "static" (a program that an executor runs) or "to_static" (a layer's program).
     """
 
     graph: Graph = field(kw_only=True, repr=False, compare=False)
-    mode: str = field(kw_only=True, default="static", compare=False)
 
     __str__ = Plan.__str__
 
@@ -45,7 +43,7 @@ class ProgramCandidate(Candidate):
     Args:
         traced: the program and its graph.
         resident_bytes: what lies in memory beside the step and counts against the budget.
-        mode: as ``ProgramPlan`` has it.
+        mode: of its plans: "static" (a program that an executor runs) or "to_static" (a layer's program).
     """
 
     # The executor follows a schedule to the byte, so that there is little to correct.
@@ -103,7 +101,7 @@ class ProgramCandidate(Candidate):
         else:
             found = fit(self, request, share_of_bytes=share_of_bytes)
         values = {one.name: getattr(found, one.name) for one in dataclasses.fields(Plan)}
-        return ProgramPlan(**values, graph=self.graph, mode=self._mode)
+        return ProgramPlan(**{**values, "mode": self._mode}, graph=self.graph)
 
     def carry_out(self, plan: Plan, between: Collection[Any] = ()) -> int:
         """Rewrite the program by a plan for it, as ``rewrite`` does; returns how many ops were copied."""
