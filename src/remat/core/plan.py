@@ -49,8 +49,8 @@ class Plan:
         traced_budget_bytes: what the peak of the traced step had to stay within, where ``budget_bytes`` limits what a
             device or a compiler makes of it; the lower bound is proved for these bytes. None where the two are one.
         measured_peak_bytes: what the first step under the plan took, where a front end measures that; None before.
-        mode: how a front end carries the plan out: "graph", "eager" or "inductor" in PyTorch, "static" or "to_static" in
-            Paddle; None where there is one way only.
+        mode: how a front end carries the plan out: "graph", "eager" or "inductor" in PyTorch, "static" or
+            "to_static" in Paddle; None where there is one way only.
     """
 
     schedule: Schedule
