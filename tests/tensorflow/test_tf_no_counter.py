@@ -72,7 +72,6 @@ def eight_layers(tape_of):
 
 plain_step = eight_layers(tf.GradientTape)
 limited = eight_layers(lambda: GradientTape(budget="80%", **PLANNING))
-# A process pinned to one core runs one operation at a time; more at once hold more.
 measured = [measure(one, large) for one in (plain_step, limited)]
 answer["measured"] = [one.peak_bytes for one in measured] + [one.counter for one in measured]
 answer["predicted"] = [limited.tape.plan.baseline_peak_bytes, limited.tape.plan.peak_bytes]

@@ -31,13 +31,21 @@ def exceeds(plan: Plan, measured_bytes: int) -> bool:
     return measured_bytes > plan.budget_bytes * (1 + TOLERANCE)
 
 
-def broken_budget(plan: Plan, measured_bytes: int, first_difference: str | None) -> str:
-    """What to say of a step that took more than its budget."""
-    why = (
-        f"The first operator that differs from the plan: {first_difference}"
-        if first_difference
-        else "Its operators are those of the plan, and their memory is not"
-    )
+def broken_budget(plan: Plan, measured_bytes: int, first_difference: str | None, *, compared: bool = True) -> str:
+    """What to say of a step that took more than its budget.
+
+    Args:
+        plan: that it followed.
+        measured_bytes: what it took.
+        first_difference: the first operator that is not the plan's; None where there is none.
+        compared: were operators compared with the plan's at all?
+    """
+    if not compared:
+        why = "Something that ran takes memory that the plan does not know of"
+    elif first_difference:
+        why = f"The first operator that differs from the plan: {first_difference}"
+    else:
+        why = "Its operators are those of the plan, and their memory is not"
     return (
         f"A step under this plan took {format_bytes(measured_bytes)}, more than the budget of "
         f"{format_bytes(plan.budget_bytes)}; {format_bytes(plan.peak_bytes)} were predicted. {why}. Plan with a batch "

@@ -67,7 +67,8 @@ def limit_memory(
         options: passed on to the planner.
 
     Returns:
-        The same model. ``plan_of(model).measured_peak_bytes`` is what the first planned step took.
+        The same model. On TensorFlow with a counter, and on PyTorch, ``plan_of(model).measured_peak_bytes`` is what
+        the first planned step took.
 
     Raises:
         InvalidBudget: if the budget cannot be read.

@@ -240,7 +240,7 @@ class Limit(ModelLimit):
             self._make_train_function(force=True)
             self._shapes = shapes
             return
-        message = broken_budget(plan, measured_bytes, None)
+        message = broken_budget(plan, measured_bytes, None, compared=False)
         if self._strict:
             raise PlanMismatch(message)
         _log.warning(message)

@@ -65,8 +65,8 @@ class _Builder:
         self._profile = profile
         self._roles = roles
         nodes = list(joint.graph.nodes)
-        self._inputs = [n for n in nodes if n.op == "placeholder" and not joint_nodes.is_tangent(n)]
-        self._tangents = [n for n in nodes if n.op == "placeholder" and joint_nodes.is_tangent(n)]
+        self._inputs = [n for n in nodes if n.op == "placeholder" and not aot_notes.is_tangent(n)]
+        self._tangents = [n for n in nodes if n.op == "placeholder" and aot_notes.is_tangent(n)]
         self._overwritten = aot_notes.overwritten_inputs(joint)
         (output,) = joint.graph.find_nodes(op="output")
         outputs = [n for n in tree_leaves(output.args) if isinstance(n, fx.Node)]

@@ -30,11 +30,6 @@ A judgement, not measured: with a larger figure long chains are run over and ove
 stored."""
 
 
-def is_tangent(node: fx.Node) -> bool:
-    """Is the node an incoming gradient of the backward pass?"""
-    return node.op == "placeholder" and "tangents" in str(node.target)
-
-
 def is_part(node: fx.Node) -> bool:
     """Is the node one of the results of an operator with several?"""
     return node.target is operator.getitem

@@ -20,7 +20,8 @@ from remat.running.cost_model import get_profile
 from remat.torch.compiled import _inductor
 from remat.torch.compiled.inductor_peak import AS_EVER, FRUGAL, peak_bytes
 from remat.torch.compiled.joint_graph import JointStep, joint_step
-from remat.torch.compiled.joint_nodes import is_pointwise, is_tangent
+from remat.torch.compiled.joint_nodes import is_pointwise
+from remat.torch.trace.aot_notes import is_tangent
 from remat.torch.trace.trace import default_profile
 
 Modules: TypeAlias = tuple[fx.GraphModule, fx.GraphModule]

@@ -85,8 +85,8 @@ class _Builder:
         self._profile = profile
         self._roles = aot_notes.roles_of(joint, static)
         placeholders = joint.graph.find_nodes(op="placeholder")
-        self._inputs = [n for n in placeholders if not nodes.is_tangent(n)]
-        self._tangents = [n for n in placeholders if nodes.is_tangent(n)]
+        self._inputs = [n for n in placeholders if not aot_notes.is_tangent(n)]
+        self._tangents = [n for n in placeholders if aot_notes.is_tangent(n)]
         self._calls = [n for n in joint.graph.nodes if nodes.is_call(n)]
         self._overwritten = aot_notes.overwritten_inputs(joint)
         for node in self._calls:

@@ -140,11 +140,6 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-def is_tangent(node: fx.Node) -> bool:
-    """Is the node an incoming gradient of the backward pass?"""
-    return node.op == "placeholder" and "tangents" in str(node.target)
-
-
 def is_part(node: fx.Node) -> bool:
     """Is the node one of the results of an operator with several?"""
     return node.target is operator.getitem

@@ -19,7 +19,7 @@ from remat.torch._private import OpOverload
 from remat.torch.graph_mode import nodes
 from remat.torch.graph_mode.calls import Again, note_state
 from remat.torch.graph_mode.joint_step import IN_PLACE, JointStep
-from remat.torch.trace import op_facts
+from remat.torch.trace import aot_notes, op_facts
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class _Writer:
     def program(self) -> Program:
         schedule, step = self._schedule, self._step
         for node in self._joint.graph.find_nodes(op="placeholder"):
-            if not nodes.is_tangent(node):
+            if not aot_notes.is_tangent(node):
                 self._forward.newest[node] = self._copied(node)
         runs = Counter(schedule)
         draw_of_note = {note: node for node, note in step.notes.items()}
@@ -110,7 +110,7 @@ class _Writer:
 
     def _add_tangents(self) -> None:
         for node in self._joint.graph.find_nodes(op="placeholder"):
-            if nodes.is_tangent(node):
+            if aot_notes.is_tangent(node):
                 self._backward.newest[node] = self._copied(node)
                 self._tangents.append(self._backward.newest[node])
 

@@ -1,4 +1,4 @@
-"""What AOTAutograd notes on the nodes of a joint graph: which inputs are written to, their roles, and layers."""
+"""What AOTAutograd notes on a joint graph: incoming gradients, inputs that are written to, roles and layers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ import torch
 from torch import fx
 
 from remat.torch._private import tree_leaves
+
+
+def is_tangent(node: fx.Node) -> bool:
+    """Is the node an incoming gradient of the backward pass?"""
+    return node.op == "placeholder" and "tangents" in str(node.target)
 
 
 def overwritten_inputs(joint: fx.GraphModule) -> set[fx.Node]:
