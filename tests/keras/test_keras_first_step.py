@@ -32,6 +32,11 @@ def fitted(step_bytes, epochs=1, **options):
     return remat.keras.plan_of(model), history.history["loss"]
 
 
+def said(caplog):
+    """What remat said; TensorFlow may speak too, of functions that earlier tests traced."""
+    return [record.getMessage() for record in caplog.records if record.name == "remat"]
+
+
 @pytest.fixture
 def blind(monkeypatch):
     """A memory model that misses three tenths of a step, as if operations had scratch memory unknown to it."""
@@ -51,14 +56,14 @@ def test_the_plan_says_what_its_first_step_took(caplog):
     assert plan.recomputed > 0
     assert 0.5 * plan.peak_bytes < plan.measured_peak_bytes <= plan.budget_bytes
     assert "measured" in str(plan)
-    assert not caplog.records
+    assert not said(caplog)
 
 
 def test_a_broken_budget_is_planned_again_once(blind, caplog):
     kept, plain = fitted(21_500_000, on_change="keep")
     assert kept.measured_peak_bytes > 1.01 * kept.budget_bytes, "the budget was to be broken"
-    (said,) = [record.getMessage() for record in caplog.records]
-    assert "more than the budget of" in said
+    (line,) = said(caplog)
+    assert "more than the budget of" in line
     caplog.clear()
 
     plan, losses = fitted(21_500_000, epochs=2)
