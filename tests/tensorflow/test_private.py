@@ -36,6 +36,8 @@ SYMBOLS = [
     ("tensorflow.python.client.device_lib", "list_local_devices"),
 ]
 METHODS = [
+    (type(_private._context.context()), "call_function", ["name", "tensor_inputs", "num_outputs"]),
+    (type(_private._context.context()), "get_function_def", ["name"]),
     (tf.Graph, "_create_op_internal", ["op_type", "inputs", "dtypes", "name", "attrs", "compute_device"]),
     (tf.Graph, "_attr_scope", ["attr_map"]),
     (tf.Graph, "gradient_override_map", ["op_type_map"]),

@@ -7,6 +7,7 @@ schedule, so each round plans with a budget, asks for the real peak of that plan
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -79,6 +80,7 @@ def plan_within(
     Raises:
         InfeasibleBudget: no plan is even likely to fit; ``minimum_bytes`` is the smallest target that can be held.
     """
+    find = functools.cache(find)  # The smallest plan is asked for several times.
     tried: list[_Found] = []
     guess = max(1, first_guess_bytes)
     for _ in range(rounds.first):

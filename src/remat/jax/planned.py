@@ -8,7 +8,7 @@ import functools
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import jax
 
@@ -35,6 +35,8 @@ class _WithPlan(Protocol):
     @property
     def plan(self) -> Plan: ...
 
+    def promising(self, budget_bytes: int) -> Self: ...
+
 
 PlannedT = TypeVar("PlannedT", bound=_WithPlan)
 
@@ -56,6 +58,10 @@ class Planned:
     plan: Plan
     run: FlatFunction
     structure: Any
+
+    def promising(self, budget_bytes: int) -> Self:
+        """The same under a plan that names another budget."""
+        return dataclasses.replace(self, plan=dataclasses.replace(self.plan, budget_bytes=budget_bytes))
 
     def __call__(self, arguments: Sequence[Any]) -> Any:
         """Evaluate the function on its flat arguments."""
@@ -80,6 +86,7 @@ class Follower:
         self._request = request
         self._newest: Any = None
         self._plans: dict[Any, Plan] = {}
+        self._promised_bytes: int | None = None
 
     @property
     def plan(self) -> Plan | None:
@@ -90,6 +97,28 @@ class Follower:
     def graph(self) -> Graph | None:
         """The step that ``plan`` is for."""
         return self._newest.graph if self._newest is not None else None
+
+    @property
+    def has_budget(self) -> bool:
+        """Was a budget asked for, which a plan for less may keep where this one does not?"""
+        return self._request.budget is not None
+
+    @contextlib.contextmanager
+    def planning_for(self, lowered_bytes: int, promised_bytes: int) -> Iterator[None]:
+        """Plans for fewer bytes than were asked for, while in this context.
+
+        Args:
+            lowered_bytes: the budget that is planned for.
+            promised_bytes: the budget that such a plan is to keep, and names.
+        """
+        request = self._request
+        self._request = dataclasses.replace(request, budget=lowered_bytes)
+        self._promised_bytes = promised_bytes
+        try:
+            yield
+        finally:
+            self._request = request
+            self._promised_bytes = None
 
     def _check_plans(self, caller: str) -> None:
         """Refuse ``plan_for`` where there is nothing to plan."""
@@ -104,7 +133,11 @@ class Follower:
 
     def _followed(self, key: Any, make: Callable[[Request], PlannedT]) -> PlannedT:
         """What ``make`` makes of the request, to which a plan found for the same key before is added as known."""
-        self._newest = newest = make(dataclasses.replace(self._request, known=self._plans.get(key)))
+        if self._promised_bytes is None:
+            newest = make(dataclasses.replace(self._request, known=self._plans.get(key)))
+        else:
+            newest = make(self._request).promising(self._promised_bytes)
+        self._newest = newest
         self._plans[key] = newest.plan
         return newest
 

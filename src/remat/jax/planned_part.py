@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import jax
 
@@ -17,6 +18,7 @@ from remat.fit.request import Request
 from remat.jax.candidate import FunctionCandidate, cheapest_plan, plan_with_names
 from remat.jax.context import Tie, barriers_stay, for_a_plan
 from remat.jax.emit.evaluate import emit
+from remat.jax.first_run import REPLAN, FirstRun, OnBroken
 from remat.jax.peak import compile_quickly, compiler_options, peak_of, shape_of
 from remat.jax.planned import Follower, leaves_of, naming_our_jit
 from remat.jax.variants import Variant, Variants, variants_of
@@ -40,6 +42,10 @@ class PlannedPart:
     graph: Graph
     plan: Plan
     run: Function
+
+    def promising(self, budget_bytes: int) -> Self:
+        """The same under a plan that names another budget."""
+        return dataclasses.replace(self, plan=dataclasses.replace(self.plan, budget_bytes=budget_bytes))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate the whole function."""
@@ -203,6 +209,7 @@ class PartlyPlanned(Follower):
         request: the budget; without one nothing is planned.
         donate_argnums: as in ``jax.jit``.
         plain: as in ``plan_part``.
+        on_broken: what to do where the compiled function takes more than the budget.
 
     Attributes:
         plan: the plan of the newest trace; None before, or without a budget.
@@ -210,16 +217,27 @@ class PartlyPlanned(Follower):
     """
 
     def __init__(
-        self, whole: Whole, request: Request, donate_argnums: Sequence[int] = (), plain: Function | None = None
+        self,
+        whole: Whole,
+        request: Request,
+        donate_argnums: Sequence[int] = (),
+        plain: Function | None = None,
+        on_broken: OnBroken = REPLAN,
     ) -> None:
         super().__init__(request)
+        self._first_run = FirstRun(self, on_broken)
         self._whole = whole
         self._donated = tuple(donate_argnums)
         self._plain = plain
-        self._compiled: dict[Any, Function] = {}
+        self._compiled: dict[Any, Any] = {}
 
     def __call__(self, *args: Any) -> Any:
         """Call the compiled function; the first call with new shapes traces, plans and compiles."""
+        if self._request.plans:
+            _, key = _key_of(args, {})
+            self._first_run.check(
+                key, lambda: self._for(args).lower(*args).compile(), lambda: self._compiled.pop(key, None)
+            )
         return self._for(args)(*args)
 
     def plan_for(self, *args: Any) -> Plan:
@@ -232,29 +250,33 @@ class PartlyPlanned(Follower):
         assert self.plan is not None
         return self.plan
 
-    def _for(self, args: Sequence[Any]) -> Function:
+    def _for(self, args: Sequence[Any]) -> Any:
+        """The function under ``jax.jit`` for arguments like these."""
         _, key = _key_of(args, {})
         if key not in self._compiled:
-            self._compiled[key] = self._compile(args)
+            self._compiled[key] = self._compile(args, key)
         return self._compiled[key]
 
-    def _compile(self, args: Sequence[Any]) -> Function:
+    def _compile(self, args: Sequence[Any], key: Any) -> Any:
         run = self._whole(lambda function: function)
         with barriers_stay():
             if self._request.plans:
                 shapes = [shape_of(leaf) for leaf in jax.tree.leaves(args)]
                 donated = leaves_of(args, self._donated)
-                self._newest = plan_part(
-                    self._whole,
-                    args,
-                    {},
-                    self._request,
-                    "barrier",
-                    shapes=shapes,
-                    donated=donated,
-                    plain=self._plain,
-                )
-                run = self._newest.run
+
+                def plan(request: Request) -> PlannedPart:
+                    return plan_part(
+                        self._whole,
+                        args,
+                        {},
+                        request,
+                        "barrier",
+                        shapes=shapes,
+                        donated=donated,
+                        plain=self._plain,
+                    )
+
+                run = self._followed(key, plan).run
 
         def with_barriers(*some: Any) -> Any:
             with barriers_stay():

@@ -281,6 +281,37 @@ def call_when_traced(function: Callable[[bool], None]) -> None:
     _ops.add_exit_callback_to_default_func_graph(lambda: function(sys.exc_info()[1] in (None, handled_before)))
 
 
+def around_first_call(graph: FuncGraph, around: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+    """Enter a context around the first call, from Python, of the function that was traced in ``graph``.
+
+    TensorFlow has no hook for it: the function exists only when the trace is over, and who holds it is unknown here.
+    Every such call goes through one method of the eager context, which is replaced until then.
+
+    Args:
+        graph: its trace is about to end; it is called by nobody yet.
+        around: makes the context.
+    """
+    names = frozenset(op.name for op in graph.get_operations() if op.type != "Placeholder")
+    context = _context.context()
+    others: set[bytes] = set()
+    before = context.call_function
+
+    def call_function(name: bytes, tensor_inputs: Any, num_outputs: int) -> Any:
+        if name in others:
+            return before(name, tensor_inputs, num_outputs)
+        found = {node.name for node in context.get_function_def(name).node_def}
+        if not names <= found:
+            others.add(name)
+            return before(name, tensor_inputs, num_outputs)
+        if vars(context).get("call_function") is call_function:
+            context.call_function = before
+        others.add(name)
+        with around():
+            return before(name, tensor_inputs, num_outputs)
+
+    context.call_function = call_function
+
+
 @contextlib.contextmanager
 def building_freely(graph: tf.Graph) -> Iterator[None]:
     """Build operations in ``graph`` with no control inputs."""

@@ -10,6 +10,7 @@ from typing import Any, overload
 import jax
 
 from remat.core.plan import Plan
+from remat.fit.first_step import OnChange, replans
 from remat.fit.request import Request
 from remat.jax.api.arguments import (
     Call,
@@ -21,6 +22,7 @@ from remat.jax.api.arguments import (
     shapes_of,
 )
 from remat.jax.context import barriers_stay, current_tie
+from remat.jax.first_run import REPLAN, FirstRun, OnBroken
 from remat.jax.peak import compiler_options
 from remat.jax.planned import Follower, plan_function
 
@@ -35,6 +37,8 @@ def jit(
     planner: str = "auto",
     time_limit_s: float | None = None,
     options: Mapping[str, Any] | None = None,
+    on_change: OnChange = "replan",
+    strict: bool = False,
     **jit_options: Any,
 ) -> Jitted: ...
 @overload
@@ -47,6 +51,8 @@ def jit(
     planner: str = "auto",
     time_limit_s: float | None = None,
     options: Mapping[str, Any] | None = None,
+    on_change: OnChange = "replan",
+    strict: bool = False,
     **jit_options: Any,
 ) -> Callable[[Callable[..., Any]], Jitted]: ...
 
@@ -60,6 +66,8 @@ def jit(
     planner: str = "auto",
     time_limit_s: float | None = None,
     options: Mapping[str, Any] | None = None,
+    on_change: OnChange = "replan",
+    strict: bool = False,
     **jit_options: Any,
 ) -> Any:
     """``jax.jit`` with what the platform needs to keep recomputations cheap, and to keep a budget if one is given.
@@ -82,6 +90,9 @@ def jit(
         time_limit_s: wall seconds for each round of planning; None for a fixed amount of work, so that every machine
             makes the same plan.
         options: passed on to the planner.
+        on_change: what to do where the compiled program takes more than the budget by over 1 %, which is seen before
+            its first run: "replan" plans once more, for as much less; "keep" keeps the plan.
+        strict: raise an error where the budget does not hold then either; else this is logged as a warning, once.
         **jit_options: as in ``jax.jit``: ``static_argnums``, ``static_argnames``, ``donate_argnums``, ``in_shardings``
             and so on.
 
@@ -93,30 +104,47 @@ def jit(
         InvalidBudget: if the budget cannot be read.
         InfeasibleBudget: when the function is first called, where nothing fits; it names the smallest budget.
         UnsupportedStep: when it is first called, where no value has the name of a checkpoint.
+        PlanMismatch: with ``strict``, when it is first called, where the compiled program takes more than the budget.
     """
+    on_broken = OnBroken(replans(on_change), strict)
     kept = None if checkpoints is None else tuple(checkpoints)
     request = Request(budget, plan, kept, planner, time_limit_s, dict(options or {}))
     request.check("remat.jax.jit", takes_hints=True)
     if fun is None:
-        return lambda function: Jitted(function, request, jit_options)
-    return Jitted(fun, request, jit_options)
+        return lambda function: Jitted(function, request, jit_options, on_broken)
+    return Jitted(fun, request, jit_options, on_broken)
 
 
 class Jitted(Follower):
     """What ``jit`` returns.
+
+    Args:
+        fun: as in ``jit``.
+        request: what the user asked for.
+        jit_options: as in ``jit``.
+        on_broken: what to do where the compiled program takes more than the budget.
+        first_run: looks at the programs in place of its own, where the plan is of a function inside of this one.
 
     Attributes:
         plan: the plan of the newest trace; None before, or without a budget.
         graph: the step that the plan is for.
     """
 
-    def __init__(self, fun: Callable[..., Any], request: Request, jit_options: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        request: Request,
+        jit_options: Mapping[str, Any],
+        on_broken: OnBroken = REPLAN,
+        first_run: FirstRun | None = None,
+    ) -> None:
         request.check("remat.jax.jit", takes_hints=True)
         if not callable(fun):
             raise TypeError(f"remat.jax.jit takes a function, not {type(fun).__name__}")
         super().__init__(request)
         functools.update_wrapper(self, fun, updated=())
         self._fun = fun
+        self._first_run = first_run if first_run is not None else FirstRun(self, on_broken) if request.plans else None
         options = dict(jit_options)
         self._static = places_of(fun, options.pop("static_argnums", None), options.pop("static_argnames", None))
         self._donated = places_of(fun, options.pop("donate_argnums", None), options.pop("donate_argnames", None))
@@ -145,21 +173,28 @@ class Jitted(Follower):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the compiled function; the first call with new shapes traces, plans and compiles."""
-        leaves = Call.of(args, kwargs, self._static).leaves
-        if is_any_traced(leaves):
+        call = Call.of(args, kwargs, self._static)
+        if is_any_traced(call.leaves):
             return self._inner(*args, **kwargs)  # Compiler options are for the outermost function only.
-        refuse_shapes(leaves, "remat.jax.jit")
-        with self._shapes_of(args, kwargs):
+        refuse_shapes(call.leaves, "remat.jax.jit")
+        with self._shapes_of(call):
+            if self._first_run is not None:
+                shapes = self._shapes if self._shapes is not None else shapes_of(call.leaves)
+                self._first_run.check(
+                    self._key(call, shapes, "barrier"),
+                    lambda: self._outermost.lower(*args, **kwargs).compile(),
+                    self._outermost.clear_cache,
+                )
             return self._outermost(*args, **kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """As in ``jax.jit``: arguments are arrays or ``jax.ShapeDtypeStruct``. A function with a budget is planned."""
-        with self._shapes_of(args, kwargs):
+        with self._shapes_of(Call.of(args, kwargs, self._static)):
             return self._outermost.lower(*args, **kwargs)
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """As in ``jax.jit``. A function with a budget is planned."""
-        with self._shapes_of(args, kwargs):
+        with self._shapes_of(Call.of(args, kwargs, self._static)):
             return self._outermost.trace(*args, **kwargs)
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
@@ -171,6 +206,8 @@ class Jitted(Follower):
         for jitted in (self._outermost, self._inner, self._plain):
             jitted.clear_cache()
         self._plans.clear()
+        if self._first_run is not None:
+            self._first_run.forget()
 
     def plan_for(self, *args: Any, **kwargs: Any) -> Plan:
         """Plan the function for arguments like these, arrays or ``jax.ShapeDtypeStruct``, without running it.
@@ -185,16 +222,16 @@ class Jitted(Follower):
         return self._plan_of(self._key(call, shapes_of(call.leaves), "barrier"))
 
     def _key(self, call: Call, shapes: Sequence[jax.ShapeDtypeStruct], tie: str) -> Any:
-        shardings = tuple(str(shape.sharding) for shape in shapes)
+        shardings = tuple(shape.sharding for shape in shapes)
         return call.structure, kinds_of(shapes), shardings, repr(sorted(call.static.items(), key=repr)), tie
 
     @contextlib.contextmanager
-    def _shapes_of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
+    def _shapes_of(self, call: Call) -> Iterator[None]:
         """While tracing, the shardings of the arrays behind the tracers are known from here."""
         if not self._request.plans:
             yield
             return
-        self._shapes = shapes_of(Call.of(args, kwargs, self._static).leaves)
+        self._shapes = shapes_of(call.leaves)
         try:
             yield
         finally:

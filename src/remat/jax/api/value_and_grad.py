@@ -13,11 +13,13 @@ import jax
 from remat.core.errors import PlanMismatch, UnsupportedStep
 from remat.core.graph import Graph
 from remat.core.plan import Plan
+from remat.fit.first_step import OnChange, replans
 from remat.fit.request import Request
 from remat.jax import _private
 from remat.jax.api.arguments import Place, is_any_traced, jit_options_of, kinds_of, places_of, refuse_shapes, shapes_of
-from remat.jax.api.jit import Jitted, jit
+from remat.jax.api.jit import Jitted
 from remat.jax.context import barriers_stay, current_tie
+from remat.jax.first_run import REPLAN, FirstRun, OnBroken
 from remat.jax.micro_batches import Split, loss_of_piece, quotient, summed_value_and_grad
 from remat.jax.planned import Follower, Planned, plan_function
 from remat.jax.planned_part import Transform, plan_part
@@ -57,6 +59,8 @@ def value_and_grad(
     allow_int: bool = False,
     static_argnums: int | Iterable[int] | None = None,
     static_argnames: str | Iterable[str] | None = None,
+    on_change: OnChange = "replan",
+    strict: bool = False,
     **options: Any,
 ) -> Any:
     """``jax.value_and_grad`` whose computation keeps a budget, with the same numbers.
@@ -87,6 +91,8 @@ def value_and_grad(
         static_argnums: as in ``jax.jit``: positional arguments that are part of the function, so that Python may decide
             by them. Flags, names and functions are so by themselves.
         static_argnames: likewise, by name.
+        on_change: as in ``remat.jax.jit``, for calls on arrays; what is compiled around it elsewhere is not looked at.
+        strict: likewise.
         **options: passed on to the planner.
 
     Returns:
@@ -96,8 +102,10 @@ def value_and_grad(
     Raises:
         InvalidBudget: if the budget cannot be read.
         InfeasibleBudget: when first called, where no schedule fits; it names the smallest budget.
-        PlanMismatch: when called, where the plan is for another function.
+        PlanMismatch: when called, where the plan is for another function; with ``strict``, when first called on arrays,
+            where the compiled program takes more than the budget.
     """
+    on_broken = OnBroken(replans(on_change), strict)
     kept = None if checkpoints is None else tuple(checkpoints)
     request = Request(budget, plan, kept, planner, time_limit_s, options)
     request.check("remat.jax.value_and_grad", takes_hints=True)
@@ -118,7 +126,7 @@ def value_and_grad(
         plain = _as_quotient(function, has_aux) if reduction == RATIO else function
         gradient = jax.value_and_grad(plain, argnums, has_aux, holomorphic=holomorphic, allow_int=allow_int)
         static = places_of(function, static_argnums, static_argnames)
-        return Gradient(gradient, function, request, split, argnums, static)
+        return Gradient(gradient, function, request, split, argnums, static, on_broken)
 
     return of if fun is None else of(fun)
 
@@ -216,6 +224,7 @@ class Gradient(Follower):
         split: how a batch is cut into micro-batches.
         argnums: as in ``jax.value_and_grad``.
         static: the arguments that are part of the function.
+        on_broken: what to do where the compiled program takes more than the budget.
     """
 
     def __init__(
@@ -226,8 +235,10 @@ class Gradient(Follower):
         split: Split,
         argnums: int | Sequence[int],
         static: frozenset[Place] = frozenset(),
+        on_broken: OnBroken = REPLAN,
     ) -> None:
         super().__init__(request)
+        self._on_broken = on_broken
         functools.update_wrapper(self, fun, updated=())
         self._gradient = gradient
         self._fun = fun
@@ -250,7 +261,8 @@ class Gradient(Follower):
                 def compiled(*flat: Any) -> Any:
                     return self._traced(_Taken(taken.structure, taken.constant, list(flat)))
 
-                self._compiled[key] = jit(compiled)
+                first_run = FirstRun(self, self._on_broken) if self._request.plans else None
+                self._compiled[key] = Jitted(compiled, Request(), {}, first_run=first_run)
         except TypeError:
             kinds = ", ".join(sorted({type(_bare(leaf)).__name__ for _, leaf in taken.constant}))
             raise UnsupportedStep(

@@ -15,6 +15,7 @@ from remat.core.plan import Plan
 from remat.fit.auto_budget import auto_budget_bytes
 from remat.fit.request import Request
 from remat.jax.api.jit import Jitted
+from remat.jax.first_run import OnBroken
 from remat.jax.planned_part import PartlyPlanned, Transform
 from remat.keras import _private
 from remat.keras.jax.choose import choose_micro_batches
@@ -31,6 +32,7 @@ class Limit(ModelLimit):
 
     def __init__(self, model: keras.Model, request: Request, micro_batches: int | None, **on_broken: bool) -> None:
         super().__init__(model, request, micro_batches, **on_broken)
+        self._on_broken = OnBroken(self._replans, self._strict)
         # A step that has been compiled is not traced again, so that each number of micro-batches has one.
         self._steps: dict[int, MicroBatchedStep] = {}
         if self._micro_step is not None:
@@ -125,7 +127,9 @@ class Limit(ModelLimit):
             naming = self._kept.naming
             request = dataclasses.replace(request, checkpoints=self._kept.names)
         if count == 1:
-            return Jitted(naming(model.train_step), request, {"donate_argnums": 0, **self._jit_options})
+            return Jitted(
+                naming(model.train_step), request, {"donate_argnums": 0, **self._jit_options}, self._on_broken
+            )
         micro_step = self._steps.setdefault(count, MicroBatchedStep(model, count, warns=not self._chooses))
 
         def whole(transform: Transform) -> Callable[..., Any]:
@@ -133,4 +137,4 @@ class Limit(ModelLimit):
             return lambda state, data: micro_step(model, state, data, lambda part: transform(naming(part)))
 
         plain = model.train_step if is_share(budget) else None
-        return PartlyPlanned(whole, request, donate_argnums=(0,), plain=plain)
+        return PartlyPlanned(whole, request, donate_argnums=(0,), plain=plain, on_broken=self._on_broken)

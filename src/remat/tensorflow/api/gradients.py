@@ -14,6 +14,7 @@ from remat.core.plan import Plan
 from remat.fit.request import Request
 from remat.tensorflow import _private
 from remat.tensorflow.api.checkpoints import KNEE, Checkpoints, check_rule
+from remat.tensorflow.first_run import watch_first_run
 from remat.tensorflow.planned import rewrite
 from remat.tensorflow.trace.func_graph import FunctionToPlan
 from remat.tensorflow.trace.sizes import batch_sizes
@@ -176,11 +177,15 @@ class _Asked:
 
     def carry_out(self, graph: Any) -> None:
         """Plan and rewrite a function whose trace is about to end, or a part of a TensorFlow 1 graph."""
-        in_xla = isinstance(graph, _private.FuncGraph) and _private.in_xla_context(graph)
+        is_function = isinstance(graph, _private.FuncGraph)
+        in_xla = is_function and _private.in_xla_context(graph)
         function = FunctionToPlan(
             graph, batch_sizes(graph, self.batch_size), in_xla=in_xla, forward_ends=self.forward_ends
         )
-        _last_plan[:] = [rewrite(function, self.request).plan]
+        plan = rewrite(function, self.request).plan
+        _last_plan[:] = [plan]
+        if is_function and self.request.budget is not None:
+            watch_first_run(graph, plan)
 
 
 def _plan_when_traced(graph: Any, asked: _Asked) -> None:

@@ -13,6 +13,7 @@ from remat.fit.request import Request
 from remat.tensorflow import _private
 from remat.tensorflow.api.checkpoints import check_rule
 from remat.tensorflow.emit.emit import Rewritten
+from remat.tensorflow.first_run import watch_first_run
 from remat.tensorflow.planned import rewrite
 from remat.tensorflow.trace.func_graph import FunctionToPlan
 from remat.tensorflow.trace.sizes import batch_sizes
@@ -34,6 +35,8 @@ class GradientTape(tf.GradientTape):  # type: ignore[misc]
         batch_size: the size of dimensions that are unknown while the function is traced.
         persistent: as in ``tf.GradientTape``.
         watch_accessed_variables: as in ``tf.GradientTape``.
+        strict: raise an error, from the function's first call, where that took more than the budget by over 1 %; else
+            this is logged as a warning. What it took is ``plan.measured_peak_bytes``, where the device has a counter.
         **options: passed on to the planner.
 
     Attributes:
@@ -42,6 +45,7 @@ class GradientTape(tf.GradientTape):  # type: ignore[misc]
     Raises:
         UnsupportedStep: outside ``tf.function``, or for a loss that depends on none of the sources.
         InfeasibleBudget: when the trace ends, where no schedule fits; it names the smallest budget.
+        PlanMismatch: with ``strict``, as said there.
         ValueError: unless exactly one of ``budget``, ``plan`` and ``checkpoints`` is given.
     """
 
@@ -56,6 +60,7 @@ class GradientTape(tf.GradientTape):  # type: ignore[misc]
         planner: str = "auto",
         time_limit_s: float | None = None,
         batch_size: int | None = None,
+        strict: bool = False,
         **options: Any,
     ) -> None:
         super().__init__(persistent=persistent, watch_accessed_variables=watch_accessed_variables)
@@ -71,6 +76,7 @@ class GradientTape(tf.GradientTape):  # type: ignore[misc]
         check_rule(checkpoints)
         self._request = Request(budget, plan, checkpoints, planner, time_limit_s, options).check("GradientTape")
         self._batch_size = batch_size
+        self._strict = strict
         self._func_graph: _private.FuncGraph | None = None
         self._in_xla = False
         self._rewritten: Rewritten | None = None
@@ -130,6 +136,9 @@ class GradientTape(tf.GradientTape):  # type: ignore[misc]
         self._traced = True
         if succeeded and self._known_outputs and self._rewritten is None:
             self._rewrite(None)
+        graph = self._func_graph
+        if succeeded and self._rewritten is not None and graph is not None and not self._carried(graph):
+            watch_first_run(graph, self._rewritten.plan, strict=self._strict)
 
     def _rewrite(self, outputs: Sequence[tf.Tensor] | None) -> None:
         graph = self._func_graph
