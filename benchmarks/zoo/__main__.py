@@ -1,6 +1,6 @@
 """Every model of the zoo, each in its own process; goes on where it was stopped.
 
-    python -m benchmarks.zoo [--frameworks jax] [--only gru,decoder] [--again]   # from the project's root
+    python -m benchmarks.zoo [--frameworks jax,torch] [--only gru,decoder] [--again]   # from the project's root
 
 Writes ``benchmarks/results/zoo-<framework>.json`` after each model, and ``.md`` of it. A model that stands in the file
 is left out, unless ``--again`` is given or other versions are installed.
@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.zoo.frame.subject import models_of
+from benchmarks.zoo.frame.subject import environment_of, models_of
 from benchmarks.zoo.frame.table import as_markdown, summary
 from remat.running import machine
 
 RESULTS = Path(__file__).parent.parent / "results"
-FRAMEWORKS = ("jax",)
+FRAMEWORKS = ("jax", "torch")
 
 
 def main() -> None:
@@ -52,8 +53,11 @@ def main() -> None:
 def run(framework: str, name: str, limit_s: float) -> dict[str, Any]:
     """Measure one model in a fresh process; where that fails, how it failed is the record."""
     command = [sys.executable, "-m", "benchmarks.zoo.frame.worker", framework, name]
+    surroundings = os.environ | environment_of(framework)
     try:
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=limit_s, check=False)
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, text=True, timeout=limit_s, check=False, env=surroundings
+        )
     except subprocess.TimeoutExpired:
         return {"model": name, "error": f"took more than {limit_s:g} s"}
     if done.returncode:

@@ -12,6 +12,7 @@ import numpy as np
 
 import remat
 from benchmarks.zoo.frame.subject import PLAIN, Array, Prepared, Subject
+from remat.fit.first_step import TOLERANCE
 
 SHARES: Final = ("60%", "40%")
 SMALLEST: Final = "smallest"
@@ -107,13 +108,18 @@ def _record(line: Line, times: dict[str, float], plain: Prepared | None, wanted:
         return record | {"error": line.error}
     prepared = line.prepared
     limit = prepared.peak_bytes
-    if isinstance(line.budget, int):
+    if prepared.budget_bytes is not None:
+        limit = prepared.budget_bytes
+    elif isinstance(line.budget, int):
         limit = line.budget
     elif line.budget is not None:
         limit = int(plain.peak_bytes * float(line.budget.rstrip("%")) / 100)
     return record | {
         "peak_bytes": prepared.peak_bytes,
-        "is_over": line.budget not in (None, 1) and prepared.peak_bytes > limit,
+        "is_over": line.budget not in (None, 1) and prepared.peak_bytes > limit * (1 + TOLERANCE),
+        "of_budget": None if line.budget in (None, 1) else prepared.peak_bytes / limit,
+        "said": prepared.said,
+        "predicted_bytes": prepared.predicted_bytes,
         "step_s": times[line.method],
         "relative_time": times[line.method] / times[PLAIN],
         "predicted": prepared.predicted,

@@ -26,6 +26,9 @@ class Prepared:
         planning_s: processor seconds of planning; 0 for a peer.
         compiling_s: processor seconds of the framework's own tracing and compiling.
         predicted: the extra time that a plan predicts, as a fraction of the plain step; None for a peer.
+        predicted_bytes: the peak that a plan predicts, where that is not what ``peak_bytes`` was taken from.
+        budget_bytes: what the plan was to keep; None where the budget is one of the plain step's measured peak.
+        said: what remat warned of in the step that was measured.
     """
 
     peak_bytes: int
@@ -34,6 +37,9 @@ class Prepared:
     planning_s: float = 0.0
     compiling_s: float = 0.0
     predicted: float | None = None
+    predicted_bytes: int | None = None
+    budget_bytes: int | None = None
+    said: str = ""
 
 
 class Subject(abc.ABC):
@@ -59,6 +65,13 @@ class Subject(abc.ABC):
 
 
 Models = Mapping[str, Callable[[], Subject]]
+
+
+def environment_of(framework: str) -> dict[str, str]:
+    """Variables that a process needs which measures this framework's models, beside those that are set."""
+    own = getattr(importlib.import_module(f"benchmarks.zoo.{framework}"), "environment", dict)
+    found: dict[str, str] = own()
+    return found
 
 
 def models_of(framework: str) -> Models:

@@ -30,10 +30,12 @@ def summary(records: Sequence[dict[str, Any]]) -> str:
     lines = [line for record in records for line in record.get("lines", [])]
     planned = [line for line in lines if line["method"].startswith("remat")]
     over = sum(bool(line.get("is_over")) for line in planned)
+    silent = sum(bool(line.get("is_over")) and not line.get("said") for line in planned)
     refused = sum(line.get("error", "").startswith("refused") for line in planned if "bytes of" in line["method"])
     failed = sum("error" in record for record in records)
     return (
-        f"{len(records)} models, {failed} of which did not run; {len(planned)} plans: {over} over their budget, "
+        f"{len(records)} models, {failed} of which did not run; {len(planned)} plans: {over} over their budget by "
+        f"more than 1 %, {silent} of them without a word, "
         f"{refused} refused at the bytes of a peer."
     )
 
@@ -51,7 +53,7 @@ def _row(line: dict[str, Any], plain_bytes: int) -> str:
     predicted = "" if line["predicted"] is None else f"{line['predicted']:+.0%}"
     planning = "" if not line["planning_s"] else f"{line['planning_s']:.1f}"
     figures = [
-        f"{line['peak_bytes'] / 2**20:.2f}{' (over)' if line['is_over'] else ''}",
+        f"{line['peak_bytes'] / 2**20:.2f}{_over(line)}",
         f"{line['peak_bytes'] / plain_bytes:.0%}",
         f"{line['relative_time']:.2f}",
         predicted,
@@ -60,3 +62,9 @@ def _row(line: dict[str, Any], plain_bytes: int) -> str:
         f"{line['difference']:.1e}",
     ]
     return f"| {line['method']} | {' | '.join(figures)} |"
+
+
+def _over(line: dict[str, Any]) -> str:
+    if not line["is_over"]:
+        return ""
+    return f" ({line['of_budget']:.1%} of the budget, {'told' if line['said'] else 'without a word'})"
