@@ -15,7 +15,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from remat.cli.console import CommandError, describe_error, native_log_held_back, progress, traceback_wanted
 from remat.cli.options import Source
@@ -110,8 +110,50 @@ def make_workload(made: object, options: StepOptions) -> Workload:
     """
     framework = framework_of(made)
     module: Any = importlib.import_module(f"remat.{framework}.workload")
-    workload: Workload = module.make_workload(made, options)
+    hint = _hint_about_a_tuple(made)
+    with _errors_hint(hint):
+        workload: Workload = module.make_workload(made, options)
+    if hint:
+        hinting: Any = _Hinting(workload, hint)
+        return cast("Workload", hinting)
     return workload
+
+
+def _hint_about_a_tuple(made: object) -> str:
+    """What to write where all arguments came in one tuple, which may be meant; "" where they did not."""
+    if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[1], tuple) or not made[1]:
+        return ""
+    name = getattr(made[0], "__name__", type(made[0]).__name__).replace("<lambda>", "loss")
+    arguments = ", ".join("abcdefgh"[: len(made[1])]) if len(made[1]) > 1 else "batch"
+    in_tuple = arguments if len(made[1]) > 1 else f"{arguments},"
+    return f"return ({name}, {arguments}) in place of ({name}, ({in_tuple})), unless {name} takes one tuple"
+
+
+@contextlib.contextmanager
+def _errors_hint(hint: str) -> Iterator[None]:
+    """Let errors of what a user's function does end with a hint."""
+    try:
+        yield
+    except Exception as error:
+        if not hint or _is_framework_missing(error):
+            raise
+        raise NotAStep(f"the training step raised {type(error).__name__}: {describe_error(error)}; {hint}") from error
+
+
+class _Hinting:
+    """A workload whose arguments came in one tuple. If it cannot be traced, the error says what to write."""
+
+    def __init__(self, workload: Workload, hint: str) -> None:
+        self._workload = workload
+        self._hint = hint
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._workload, name)
+
+    def graph(self, device: str) -> Graph:
+        """See ``Workload``."""
+        with _errors_hint(self._hint):
+            return self._workload.graph(device)
 
 
 def framework_of(made: object) -> str:
