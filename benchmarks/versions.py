@@ -175,9 +175,9 @@ def run_quietly(command: Sequence[str], limit_s: float, log: Path | None = None)
 
 
 def counted(output: str) -> dict[str, int]:
-    """The numbers in the last line of pytest; empty where it did not come to its end."""
-    lines = output.strip().splitlines()
-    if not lines or not re.search(r" in \d+\.\d+s", lines[-1]):
+    """The numbers in pytest's last line, behind which libraries may print; empty where it did not come to its end."""
+    lines = [line for line in output.splitlines() if re.search(r"\d+ \w+.* in \d+\.\d+s", line)]
+    if not lines:
         return {}
     return {kind: int(number) for number, kind in re.findall(r"(\d+) (passed|failed|skipped|errors?)", lines[-1])}
 

@@ -27,6 +27,7 @@ def test_the_last_line_of_pytest_is_read():
     assert versions.counted(OUTPUT) == {"failed": 2, "passed": 119, "skipped": 3, "error": 1}
     assert versions.counted(OUTPUT.rpartition("\n2 failed")[0]) == {}
     assert versions.counted("") == {}
+    assert versions.counted(OUTPUT + "a library: leaked 514 functions!\n")["passed"] == 119
     assert versions.first_failures(OUTPUT) == "`test_torch_apply.py::test_one`, `test_torch_models.py`"
 
 

@@ -129,7 +129,9 @@ _PROFILES: Final[dict[str, DeviceProfile]] = {
             bandwidth_efficiency=0.7,
         ),
         # NVIDIA A100 80GB SXM datasheet: FP64 tensor 19.5, TF32 156, BF16 and FP16 312 TFLOPS; 2,039 GB/s.
-        _gpu("a100", {"float64": 19.5e12, "float32": 156e12, "bfloat16": 312e12, "float16": 312e12}, 2039e9, 80, (8, 0)),
+        _gpu(
+            "a100", {"float64": 19.5e12, "float32": 156e12, "bfloat16": 312e12, "float16": 312e12}, 2039e9, 80, (8, 0)
+        ),
         # NVIDIA H100 SXM datasheet: FP64 tensor 67, TF32 989 and BF16/FP16 1,979 TFLOPS with sparsity, dense half of
         # that; 3.35 TB/s.
         _gpu("h100", _HOPPER_FLOPS_PER_S, 3.35e12, 80, (9, 0)),

@@ -55,7 +55,8 @@ def traced_step(
         loss_fn: of a batch, or of a micro-batch.
         args: its arguments.
         accumulates: do gradients of earlier micro-batches exist?
-        device: profile for the predicted times; None means that of the tensors' device. A GPU's kernels run if it is one.
+        device: profile for the predicted times; None means that of the tensors' device. If it is a GPU, the step is
+            traced with the kernels of that GPU.
     """
     gpu = None if device is None else gpu_of(get_profile(device), args)
     if model.optimizer is None:

@@ -166,7 +166,9 @@ def _cudnn_knows_shapes(call: AttentionCall) -> bool:
     if max(call.query[:2]) > 65535 or size % 8 or of_value % 8 or call.key[-2] == 1:
         return False
     # The newest cuDNN knows 256 on these GPUs, too. Flash attention, which runs otherwise, keeps as much.
-    known = (size <= 128 and of_value <= 128) or (call.capability in ((9, 0), (10, 0)) and (size, of_value) == (192, 128))
+    known = (size <= 128 and of_value <= 128) or (
+        call.capability in ((9, 0), (10, 0)) and (size, of_value) == (192, 128)
+    )
     return known and (call.dropout == 0 or call.query[-2] != 1)
 
 
@@ -200,10 +202,11 @@ _ROWS: Final = 128
 
 
 def workspace_bytes(func: OpOverload, args: tuple[Any, ...], out: Any) -> int:
-    """Scratch that a kernel takes on a GPU, as far as it is known: that of the backward pass of flash attention: gradients of the query in float32, and a number for each row.
+    """Scratch that a kernel takes on a GPU, as far as it is known: that of flash attention's backward pass.
 
-    With groups it also holds the gradients of key and value for each head of the query. cuDNN does not say what it
-    takes; its algorithm is the same, and it is counted alike.
+    It holds gradients of the query in float32, and a number for each row. With groups it also holds the gradients of
+    key and value for each head of the query. cuDNN does not say what it takes; its algorithm is the same, and it is
+    counted alike.
     """
     del out
     if base_name(func) not in _FLASH_BACKWARD:

@@ -14,7 +14,7 @@ from typing import Any, Final
 from unittest import mock
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - the name that everybody gives it
+import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from remat.core.errors import UnsupportedStep
@@ -61,15 +61,12 @@ class GpuKernels(TorchFunctionMode):
         # The same under every name: who calls ``torch.nn.functional`` finds ours there, and what calls PyTorch's own
         # functions comes through the mode. That does not see what functions of ``torch.nn.functional`` call themselves.
         self._own: dict[Any, Callable[..., Any]] = {
-            _attend: self._attend,
-            _aten.scaled_dot_product_attention.default: self._attend,
+            **dict.fromkeys((_attend, *_both(_aten.scaled_dot_product_attention)), self._attend),
+            **dict.fromkeys((torch.dropout, *_both(_aten.dropout)), self._drop),
             _dropout: self._drop_of_functional,
-            torch.dropout: self._drop,
-            _aten.dropout.default: self._drop,
         }
         if _normalise is not None:
-            self._own[_normalise] = self._normalise
-            self._own[torch.rms_norm] = self._normalise
+            self._own |= dict.fromkeys((_normalise, torch.rms_norm, *_both(_aten.rms_norm)), self._normalise)
         self._patches = ExitStack()
 
     def __enter__(self) -> GpuKernels:
@@ -143,9 +140,9 @@ class GpuKernels(TorchFunctionMode):
         kernel = choose(call)
         if kernel is None:
             raise UnsupportedStep(
-                f"no kernel that sdpa_kernel allows ({', '.join(sorted(call.allowed)) or 'none'}) can attend on the GPU "
-                f"{self._profile.name} with a query of shape {call.query} and dtype {query.dtype}; allow another one, "
-                "such as SDPBackend.MATH"
+                f"no kernel that sdpa_kernel allows ({', '.join(sorted(call.allowed)) or 'none'}) can attend on the "
+                f"GPU {self._profile.name} with a query of shape {call.query} and dtype {query.dtype}; allow another "
+                "one, such as SDPBackend.MATH"
             )
         self._attention[kernel] += 1
         if kernel == "math":
@@ -269,6 +266,11 @@ _attend: Any = F.scaled_dot_product_attention
 _dropout: Any = F.dropout
 # PyTorch 2.9 has both, so that only builds without the operator lack them.
 _normalise: Any = F.rms_norm if hasattr(_aten, "_fused_rms_norm") else None
+
+
+def _both(operator: Any) -> tuple[Any, Any]:
+    """The two ways to name an operator under ``torch.ops``."""
+    return operator, operator.default
 
 
 def _first(results: Any) -> torch.Tensor:

@@ -68,7 +68,7 @@ def trace(
 def gpu_of(
     profile: DeviceProfile | None, step: Any, elsewhere: tuple[str, ...] = ("cpu", "meta")
 ) -> DeviceProfile | None:
-    """The GPU whose kernels a step is traced with: the one that is named, if all of the step's tensors are elsewhere."""
+    """The GPU whose kernels a step is traced with: the one that is named, if all tensors of the step are elsewhere."""
     if profile is None or profile.compute_capability is None:
         return None
     known = [t for t in _private.tree_leaves(step) if isinstance(t, torch.Tensor)]
