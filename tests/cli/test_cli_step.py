@@ -75,8 +75,11 @@ def torch_step(batch_size=64):
 
 
 def in_one_tuple(framework):
-    function, *arguments = {"torch": torch_step, "jax": jax_step, "tensorflow": tensorflow_step}[framework]()
-    return function, tuple(arguments)
+    loss, *arguments = {"torch": torch_step, "jax": jax_step, "tensorflow": tensorflow_step}[framework]()
+    if framework == "tensorflow":
+        # TensorFlow takes a tuple of tensors for one tensor wherever it can.
+        return (lambda x: loss(x[:, :])), tuple(arguments)
+    return loss, tuple(arguments)
 
 
 def attention():

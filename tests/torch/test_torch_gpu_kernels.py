@@ -239,8 +239,8 @@ def test_a_fused_optimizer_stays_one():
     block, loss, x = step("cpu", torch.float32)
     made = torch.optim.AdamW(block.parameters(), fused=True)
     graph = remat.torch.trace(loss, x, optimizer=made, device="a100")
-    assert [op.kind for op in graph.ops if op.phase == "update" and op.outputs] == []
-    assert kinds(graph)[-1] == "_fused_adamw_"
+    # Beside it only the step counts move.
+    assert [op.kind for op in graph.ops if op.phase == "update" and op.outputs] == ["_fused_adamw_"]
 
 
 def test_a_grouped_product_is_one_operator():

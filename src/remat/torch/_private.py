@@ -238,7 +238,12 @@ def autocast_to_lower(*values: torch.Tensor | None) -> tuple[Any, ...]:
     if device != "cpu" or not torch.is_autocast_enabled(device):
         return values
     wanted = torch.get_autocast_dtype(device)
-    return tuple(t.to(wanted) if t is not None and t.dtype is torch.float32 else t for t in values)
+
+    def lower(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        stays = tensor is None or tensor.dtype is torch.float64 or not tensor.is_floating_point()
+        return tensor if tensor is None or stays else tensor.to(wanted)
+
+    return tuple(map(lower, values))
 
 
 def enable_grad(enabled: bool) -> None:

@@ -58,6 +58,7 @@ class GpuKernels(TorchFunctionMode):
         self._capability = profile.compute_capability
         self._attention: Counter[Kernel] = Counter()
         self._has_optimizer = False
+        self._drops_in_products = False
         # The same under every name: who calls ``torch.nn.functional`` finds ours there, and what calls PyTorch's own
         # functions comes through the mode. That does not see what functions of ``torch.nn.functional`` call themselves.
         self._own: dict[Any, Callable[..., Any]] = {
@@ -103,6 +104,8 @@ class GpuKernels(TorchFunctionMode):
             )
         if self._attention["efficient"]:
             found.append("the workspace of memory-efficient attention's backward pass is not counted")
+        if self._drops_in_products:
+            found.append("dropout inside of attention that is written out is counted as on a CPU, with a larger mask")
         if self._has_optimizer:
             found.append("the optimizer updates all parameters at once (foreach), as it does on a GPU by default")
         found += [sentence for names, sentence in _UNKNOWN if not operators.isdisjoint(names)]
@@ -146,6 +149,7 @@ class GpuKernels(TorchFunctionMode):
             )
         self._attention[kernel] += 1
         if kernel == "math":
+            self._drops_in_products |= dropout_p > 0
             return _first(
                 _aten._scaled_dot_product_attention_math(
                     query, key, value, attn_mask, dropout_p, is_causal, None, **flags
