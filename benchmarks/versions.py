@@ -30,6 +30,8 @@ PAGE: Final = ROOT / "docs" / "versions.md"
 COMMON: Final = ("highspy", "hypothesis", "jinja2", "numpy", "platformdirs", "pytest", "pytest-xdist", "rich", "typer")
 INSTALL_LIMIT_S: Final = 1800  # Judgements, on two cores: CUDA's libraries arrive in ten minutes, and the longest
 TEST_LIMIT_S: Final = 1800  # quick tests, TensorFlow's, take six.
+# A test that stands still for so long prints where, for the log. The slowest quick test takes a tenth of it.
+STANDSTILL_S: Final = 300
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,12 @@ class Combination:
         """For files and for the command line: "torch-2.9.0"."""
         return self.versions[0].replace("==", "-")
 
+    @property
+    def environment(self) -> str:
+        """The folder of its environment, which combinations of the same packages share."""
+        packages = sorted({*self.versions, *self.beside, *self.without_dependencies})
+        return "with-" + "-".join(package.replace("==", "-") for package in packages)
+
 
 TESTS: Final = {
     "PyTorch": "tests/torch",
@@ -73,10 +81,11 @@ COMBINATIONS: Final = (
     *(Combination("PyTorch", (f"torch=={v}",), ("transformers",)) for v in ("2.9.0", "2.13.0", "2.15.0")),
     *(
         Combination("JAX", (f"jax=={v}", f"jaxlib=={v}"), ("equinox", "flax", "optax"))
-        for v in ("0.9.0", "0.9.2", "0.10.0", "0.10.2")
+        for v in ("0.8.0", "0.8.3", "0.9.0", "0.9.2", "0.10.0", "0.10.2")
     ),
-    *(Combination("TensorFlow", versions, (), (other,)) for versions, other in _TENSORFLOW[:3]),
-    *(Combination("Keras", tuple(reversed(versions)), (), (other,)) for versions, other in _TENSORFLOW),
+    # Keras imports JAX if it finds it, and would find the folder tests/jax where there is none.
+    *(Combination("TensorFlow", versions, ("jax",), (other,)) for versions, other in _TENSORFLOW[:3]),
+    *(Combination("Keras", tuple(reversed(versions)), ("jax",), (other,)) for versions, other in _TENSORFLOW),
     *(Combination("PaddlePaddle", (f"paddlepaddle=={v}",)) for v in ("3.3.0", "3.3.1")),
 )
 
@@ -101,8 +110,11 @@ class Outcome:
 
 
 def tested(combination: Combination, folder: Path) -> Outcome:
-    """Make the environment of a combination, unless it is there, and run the tests in it."""
-    environment = folder / combination.name
+    """Make the environment of a combination, unless it is there, and run the tests in it.
+
+    What the tests print is kept in the folder, beside the environment.
+    """
+    environment = folder / combination.environment
     python = environment / "bin" / "python"
     today = datetime.date.today().isoformat()
     if not (environment / "installed").exists():
@@ -121,12 +133,14 @@ def tested(combination: Combination, folder: Path) -> Outcome:
         "pytest",
         "-q",
         "-m",
-        "not slow",
+        "not slow and not thorough",
         "-p",
         "no:cacheprovider",
+        "-o",
+        f"faulthandler_timeout={STANDSTILL_S}",
         TESTS[combination.front_end],
     ]
-    output, failure = run_quietly(command, TEST_LIMIT_S)
+    output, failure = run_quietly(command, TEST_LIMIT_S, folder / f"{combination.name}.{combination.front_end}.log")
     counts = counted(output)
     if not counts:
         return Outcome(0, 0, 0, f"the tests did not come to their end: {failure}", today)
@@ -134,21 +148,36 @@ def tested(combination: Combination, folder: Path) -> Outcome:
     return Outcome(counts.get("passed", 0), failed, counts.get("skipped", 0), first_failures(output), today)
 
 
-def run_quietly(command: Sequence[str], limit_s: float) -> tuple[str, str]:
-    """What a command prints, and the last line of what it says where it fails."""
+def run_quietly(command: Sequence[str], limit_s: float, log: Path | None = None) -> tuple[str, str]:
+    """What a command prints, and the last line of what it says where it fails.
+
+    Args:
+        command: the program and its arguments.
+        limit_s: when it is ended.
+        log: where everything that it prints is kept, also if it is ended.
+    """
     variables = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "REMAT_ANY_VERSION": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
-    try:
-        done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=limit_s)
-    except subprocess.TimeoutExpired:
-        return "", f"it took more than {limit_s:g} s"
-    lines = (done.stderr or done.stdout).strip().splitlines()
-    return done.stdout, "" if done.returncode == 0 else (lines or ["it said nothing"])[-1]
+    failure = ""
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
+        try:
+            code = subprocess.run(
+                command, cwd=ROOT, env=variables, stdout=output, stderr=subprocess.STDOUT, timeout=limit_s
+            ).returncode
+        except subprocess.TimeoutExpired:
+            failure = f"it took more than {limit_s:g} s"
+        output.seek(0)
+        printed = output.read()
+    if log is not None:
+        log.write_text(printed, encoding="utf-8")
+    if not failure and code:
+        failure = (printed.strip().splitlines() or ["it said nothing"])[-1]
+    return printed, failure
 
 
 def counted(output: str) -> dict[str, int]:
-    """The numbers in the last line of pytest; empty where it did not come to its end."""
-    lines = output.strip().splitlines()
-    if not lines or not re.search(r" in \d+\.\d+s", lines[-1]):
+    """The numbers in pytest's last line, behind which libraries may print; empty where it did not come to its end."""
+    lines = [line for line in output.splitlines() if re.search(r"\d+ \w+.* in \d+\.\d+s", line)]
+    if not lines:
         return {}
     return {kind: int(number) for number, kind in re.findall(r"(\d+) (passed|failed|skipped|errors?)", lines[-1])}
 

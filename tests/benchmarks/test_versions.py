@@ -27,16 +27,15 @@ def test_the_last_line_of_pytest_is_read():
     assert versions.counted(OUTPUT) == {"failed": 2, "passed": 119, "skipped": 3, "error": 1}
     assert versions.counted(OUTPUT.rpartition("\n2 failed")[0]) == {}
     assert versions.counted("") == {}
+    assert versions.counted(OUTPUT + "a library: leaked 514 functions!\n")["passed"] == 119
     assert versions.first_failures(OUTPUT) == "`test_torch_apply.py::test_one`, `test_torch_models.py`"
 
 
 def test_the_ends_of_every_range_are_tried():
-    tried = [one.split("==") for combination in COMBINATIONS for one in (*combination.versions, *combination.beside)]
+    tried = [one.split("==") for combination in COMBINATIONS for one in combination.versions]
     tried += [one.split("==") for combination in COMBINATIONS for one in combination.without_dependencies]
     for framework in FRAMEWORKS:
-        found = {
-            tuple(map(int, version[0].split(".")[:2])) for package, *version in tried if package in framework.packages
-        }
+        found = {tuple(map(int, version.split(".")[:2])) for package, version in tried if package in framework.packages}
         assert {framework.oldest, framework.newest} <= found, framework.name
     assert len({(one.name, one.front_end) for one in COMBINATIONS}) == len(COMBINATIONS)
 

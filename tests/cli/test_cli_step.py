@@ -74,6 +74,20 @@ def torch_step(batch_size=64):
     return loss, torch.zeros(batch_size, 64)
 
 
+def in_one_tuple(framework):
+    loss, *arguments = {"torch": torch_step, "jax": jax_step, "tensorflow": tensorflow_step}[framework]()
+    if framework == "tensorflow":
+        # TensorFlow takes a tuple of tensors for one tensor wherever it can.
+        return (lambda x: loss(x[:, :])), tuple(arguments)
+    return loss, tuple(arguments)
+
+
+def attention():
+    import torch
+    x = torch.zeros(2, 4, 64, 32, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    return (lambda x: torch.nn.functional.scaled_dot_product_attention(x, x, x).mean()), x
+
+
 def torch_module():
     import torch
     return torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh()) for _ in range(6)])
@@ -222,6 +236,32 @@ def test_callables_that_are_no_step(fails, tmp_path, monkeypatch, source, says):
     monkeypatch.delitem(sys.modules, "no_steps", raising=False)
 
     assert says in fails("plan", f"no_steps:{source}")
+
+
+@pytest.mark.parametrize(
+    ("framework", "arguments"),
+    [
+        ("torch", "(loss, batch) in place of (loss, (batch,))"),
+        ("jax", "(loss, a, b) in place of (loss, (a, b))"),
+        ("tensorflow", "(loss, batch) in place of (loss, (batch,))"),
+    ],
+)
+def test_arguments_in_one_tuple_get_a_line_that_says_what_to_write(in_shared_process, framework, arguments):
+    given = json.dumps({"framework": framework})
+    said = mistake(in_shared_process, framework, "plan", "my_steps:in_one_tuple", "--kwargs", given)
+    assert said.endswith(f"; return {arguments}, unless loss takes one tuple")
+
+
+def test_a_plan_for_a_gpu_says_what_it_assumed(in_shared_process):
+    arguments = ("--budget", "120%", "--device", "h100")
+    printed = json.loads(in_shared_process("torch", "plan", "my_steps:attention", *arguments, "--json").stdout)
+    assert "runs on the GPU h100: cuDNN's attention 1 times" in printed["assumed"][0]
+    shown = " ".join(in_shared_process("torch", "plan", "my_steps:attention", *arguments).stdout.split())
+    assert f"Assumed: {printed['assumed'][0]}." in shown
+    printed = json.loads(in_shared_process("jax", "plan", "my_steps:jax_step", *arguments, "--json").stdout)
+    assert "the workspaces of cuDNN and cuBLAS there, are not known" in printed["assumed"][0]
+    printed = json.loads(in_shared_process("jax", "plan", "my_steps:jax_step", "--budget", "120%", "--json").stdout)
+    assert printed["assumed"] == []
 
 
 @pytest.mark.slow

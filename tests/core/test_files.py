@@ -79,6 +79,16 @@ def test_missing_keys_take_their_defaults() -> None:
     assert graph.ops[0].recomputable
 
 
+def test_what_a_trace_assumed_stays_with_the_graph(tmp_path: Path) -> None:
+    assumed = chain(3)
+    graph = dataclasses.replace(assumed, notes=("the kernels are those of a GPU",))
+    graph.save(tmp_path / "graph.json")
+    assert load_graph(tmp_path / "graph.json") == graph
+    assert graph.fingerprint == assumed.fingerprint
+    with pytest.raises(InvalidFile, match="'notes' of the file is 3, not a list of texts"):
+        graph_from_json({**graph.to_json(), "notes": 3})
+
+
 def test_null_means_absent() -> None:
     tensor = {"size_bytes": 4, "shape": None, "dtype": None, "alias_of": None}
     assert graph_from_json({**GRAPH, "tensors": [tensor, tensor]}).tensors == (Tensor(4), Tensor(4))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -86,3 +88,18 @@ def test_a_mistake_in_the_loss_is_not_hidden():
         remat.jax.value_and_grad(broken, budget="50%")(jnp.ones(3))
     with pytest.raises(TypeError, match="scalar-output functions"):
         remat.jax.value_and_grad(jnp.sin, budget="50%")(jnp.ones(3))
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="a GPU can trace it")
+def test_cudnns_attention_without_a_gpu_gets_one_line():
+    def loss(x, implementation):
+        return jax.nn.dot_product_attention(x, x, x, implementation=implementation).astype(jnp.float32).mean()
+
+    x = jax.ShapeDtypeStruct((2, 64, 4, 32), jnp.bfloat16)
+    with pytest.raises(remat.UnsupportedStep, match="can be traced only where a GPU with cuDNN is"):
+        remat.jax.trace(jax.grad(functools.partial(loss, implementation="cudnn")), x)
+    # Without a choice it is what XLA makes of products, in every version that is supported.
+    chosen, left_out = (
+        remat.jax.trace(jax.grad(functools.partial(loss, implementation=which)), x) for which in ("xla", None)
+    )
+    assert chosen.fingerprint == left_out.fingerprint

@@ -27,6 +27,7 @@ from accumulation import (
 from keras import layers, optimizers
 
 import remat
+from remat.keras import _private
 
 UPDATES = EPOCHS * -(-SAMPLES // BATCH)
 
@@ -99,7 +100,7 @@ def _constrained(optimizer):
         activation="tanh",
         kernel_constraint=keras.constraints.MaxNorm(0.5),
         kernel_regularizer="l1l2",
-        activity_regularizer=keras.regularizers.L2(0.1),
+        activity_regularizer=None if _private.sums_activity_losses() else keras.regularizers.L2(0.1),
     )(data)
     return compiled(keras.Model(data, layers.Dense(3, bias_regularizer="l2")(hidden)), optimizer=optimizer)
 
@@ -107,6 +108,15 @@ def _constrained(optimizer):
 @pytest.mark.parametrize("count", [3, 7])
 def test_constraints_and_regularisers(count):
     assert_equal_training(constrained(), on_samples, count)
+
+
+def test_activity_regularisers_that_are_sums_are_refused(monkeypatch):
+    monkeypatch.setattr(_private, "sums_activity_losses", lambda: True)
+    data = keras.Input((6,))
+    hidden = layers.Dense(8, activity_regularizer="l2", name="hidden")(data)
+    model = compiled(keras.Model(data, layers.Dense(3)(hidden)))
+    with pytest.raises(remat.UnsupportedStep, match="activity_regularizer of 'hidden' over the samples of a batch"):
+        remat.keras.limit_memory(model, micro_batches=3)
 
 
 @functools.cache

@@ -231,3 +231,17 @@ def test_what_is_no_layer_is_refused():
         remat.paddle.plan_of(Net(1))
     with pytest.raises(remat.InvalidBudget, match="plenty"):
         remat.paddle.limit_memory(Net(1), "plenty")
+
+
+def test_arguments_in_one_tuple_get_a_line_that_says_what_to_write():
+    from remat.cli.source import make_workload
+    from remat.running.workload import NotAStep, StepOptions
+
+    weight = paddle.ones([64, 64])
+    weight.stop_gradient = False
+
+    def loss(x):
+        return paddle.matmul(x, weight).mean()
+
+    with pytest.raises(NotAStep, match=r"return \(loss, batch\) in place of \(loss, \(batch,\)\)"):
+        make_workload((loss, (batch(),)), StepOptions()).graph("cpu")

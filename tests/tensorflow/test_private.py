@@ -5,6 +5,10 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import os
+import platform
+import subprocess
+import sys
 
 import pytest
 import tensorflow as tf
@@ -34,6 +38,7 @@ SYMBOLS = [
     ("tensorflow.python.ops.handle_data_util", "copy_handle_data"),
     ("tensorflow.python.ops.handle_data_util", "get_resource_handle_data"),
     ("tensorflow.python.client.device_lib", "list_local_devices"),
+    ("tensorflow.python.util._pywrap_util_port", "IsMklEnabled"),
 ]
 METHODS = [
     (type(_private._context.context()), "call_function", ["name", "tensor_inputs", "num_outputs"]),
@@ -175,3 +180,24 @@ def test_shape_of_a_variable_behind_its_handle():
 
 def test_memory_of_the_device_is_known():
     assert _private.memory_limit_bytes(current_device().name) > 0
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_whether_onednn_is_on_is_asked_of_tensorflow(is_on):
+    """A counter that works is no proof of it."""
+    found = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import remat.tensorflow.probe\n"
+            "from remat.tensorflow.peak.device import Device\n"
+            "Device.has_counter = property(lambda self: True)\n"
+            "print(remat.tensorflow.probe.probe().onednn)",
+        ],
+        env={**os.environ, "TF_ENABLE_ONEDNN_OPTS": str(int(is_on)), "TF_CPP_MIN_LOG_LEVEL": "3"},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    assert found.stdout.strip() == str(is_on and platform.machine() == "x86_64")

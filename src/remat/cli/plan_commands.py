@@ -88,6 +88,8 @@ def plan_command(
     console.print(text.plan_table(graph, plan, title=f"Plan for {source.name}"))
     if (fits := fits_device(source.device, plan)) is not None:
         console.print(fits["sentence"], markup=False, highlight=False)
+    for note in graph.notes:
+        console.print(f"Assumed: {note}.", markup=False, highlight=False)
     console.print(text.breakdown_table(plain, planned if plan.recomputed else None))
     which = "planned" if plan.recomputed else "plain"
     console.print(text.largest_tensors_table(graph, planned, title=f"Largest tensors at the peak of the {which} step"))
@@ -212,6 +214,7 @@ def _plan_as_json(
         "fits": None if fits is None else {key: value for key, value in fits.items() if key != "sentence"},
         "breakdown": {"plain": plain.size_bytes, "planned": planned.size_bytes},
         "largest_at_peak": _largest_as_json(graph, planned),
+        "assumed": list(graph.notes),
         "max_batch": None if batches is None else dataclasses.asdict(batches),
         "schedule": list(plan.schedule),
     }

@@ -7,6 +7,7 @@ its framework's objects into a step by one function, ``remat.<framework>.workloa
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import inspect
 import json
@@ -15,19 +16,30 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from remat.cli.console import CommandError, describe_error, native_log_held_back, progress, traceback_wanted
 from remat.cli.options import Source
 from remat.core.errors import RematError
 from remat.core.graph import Graph, load_graph
-from remat.running.cost_model import device_here
+from remat.running.cost_model import device_here, get_profile
 from remat.running.workload import NotAStep, StepOptions, Workload
 
 _CALLABLE: Final = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 _FRAMEWORKS: Final = ("jax", "keras", "paddle", "tensorflow", "torch")
 # The front end for the package that an object's class, or a module that a function uses, comes from.
 _FRONT_ENDS: Final = {"jax": "jax", "jaxlib": "jax", "paddle": "paddle", "tensorflow": "tensorflow", "torch": "torch"}
+# PyTorch's front end chooses by the GPU, and says so itself.
+_ASSUMED_OF_GPUS: Final = {
+    "jax": "the operations are those of the JAX program (attention as its implementation= says; none means products "
+    "written out); what XLA fuses on a GPU, and the workspaces of cuDNN and cuBLAS there, are not known",
+    "tensorflow": "the operations are the same on a GPU; the workspaces of cuDNN and cuBLAS there are not known, and "
+    "not counted",
+    "paddle": "the operators are the same on a GPU; the workspaces of cuDNN and cuBLAS there are not known, and not "
+    "counted",
+}
+"""What a plan for a GPU takes for granted, by framework, where the trace itself says nothing."""
+
 _WHAT_TO_RETURN: Final = (
     "return a Keras model, a PyTorch module, a layer of Paddle, or a tuple of a loss function and its arguments, such "
     "as (loss, params, batch)"
@@ -97,8 +109,22 @@ def traced(source: Source, workload: Workload) -> Graph:
     """
     samples = "" if workload.batch_size is None else f" at batch size {workload.batch_size}"
     doing = f"Tracing a training step of {source.name}{samples}"
+    device = source.device or device_here("cpu")
     with quiet_frameworks(), progress(doing), _errors_name(source, "tracing its training step"):
-        return workload.graph(source.device or device_here("cpu"))
+        graph = workload.graph(device)
+    is_for_gpu = get_profile(device).compute_capability is not None
+    if is_for_gpu and not graph.notes and (note := _ASSUMED_OF_GPUS.get(computing_framework(workload))):
+        return dataclasses.replace(graph, notes=(note,))
+    return graph
+
+
+def computing_framework(workload: Workload) -> str:
+    """The framework that runs the operations: for a Keras model that of its backend."""
+    if workload.framework != "keras":
+        return workload.framework
+    import keras
+
+    return str(keras.backend.backend())
 
 
 def make_workload(made: object, options: StepOptions) -> Workload:
@@ -110,8 +136,50 @@ def make_workload(made: object, options: StepOptions) -> Workload:
     """
     framework = framework_of(made)
     module: Any = importlib.import_module(f"remat.{framework}.workload")
-    workload: Workload = module.make_workload(made, options)
+    hint = _hint_about_a_tuple(made)
+    with _errors_hint(hint):
+        workload: Workload = module.make_workload(made, options)
+    if hint:
+        hinting: Any = _Hinting(workload, hint)
+        return cast("Workload", hinting)
     return workload
+
+
+def _hint_about_a_tuple(made: object) -> str:
+    """What to write where all arguments came in one tuple, which may be meant; "" where they did not."""
+    if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[1], tuple) or not made[1]:
+        return ""
+    name = getattr(made[0], "__name__", type(made[0]).__name__).replace("<lambda>", "loss")
+    arguments = ", ".join("abcdefgh"[: len(made[1])]) if len(made[1]) > 1 else "batch"
+    in_tuple = arguments if len(made[1]) > 1 else f"{arguments},"
+    return f"return ({name}, {arguments}) in place of ({name}, ({in_tuple})), unless {name} takes one tuple"
+
+
+@contextlib.contextmanager
+def _errors_hint(hint: str) -> Iterator[None]:
+    """Let errors of what a user's function does end with a hint."""
+    try:
+        yield
+    except Exception as error:
+        if not hint or _is_framework_missing(error):
+            raise
+        raise NotAStep(f"the training step raised {type(error).__name__}: {describe_error(error)}; {hint}") from error
+
+
+class _Hinting:
+    """A workload whose arguments came in one tuple. If it cannot be traced, the error says what to write."""
+
+    def __init__(self, workload: Workload, hint: str) -> None:
+        self._workload = workload
+        self._hint = hint
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._workload, name)
+
+    def graph(self, device: str) -> Graph:
+        """See ``Workload``."""
+        with _errors_hint(self._hint):
+            return self._workload.graph(device)
 
 
 def framework_of(made: object) -> str:

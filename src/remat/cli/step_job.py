@@ -17,7 +17,7 @@ import numpy as np
 
 from remat.cli.console import describe_error, traceback_wanted
 from remat.cli.options import Source
-from remat.cli.source import workload_from_source
+from remat.cli.source import computing_framework, workload_from_source
 from remat.core.files import read_json, write_json
 from remat.core.plan import Plan, load_plan
 from remat.running.calibration import op_samples
@@ -99,7 +99,7 @@ def _check(request: dict[str, Any], workload: Workload, folder: Path) -> dict[st
 
 
 def _calibrate(request: dict[str, Any], workload: Workload, folder: Path) -> dict[str, Any]:
-    framework = _computing_framework(workload)
+    framework = computing_framework(workload)
     ops: Any = importlib.import_module(f"remat.{framework}.timed_ops").TimedOps()
     samples = op_samples(ops)
     profile = calibrate(samples, f"measured by {framework}", memory_bytes=memory_bytes())
@@ -113,15 +113,6 @@ def _calibrate(request: dict[str, Any], workload: Workload, folder: Path) -> dic
         "overhead_s": profile.overhead_s,
         "plain_time_s": graph.time_s,
     }
-
-
-def _computing_framework(workload: Workload) -> str:
-    """The framework whose operations are timed: for a Keras model that of its backend."""
-    if workload.framework != "keras":
-        return workload.framework
-    import keras
-
-    return str(keras.backend.backend())
 
 
 if __name__ == "__main__":

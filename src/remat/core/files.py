@@ -75,6 +75,13 @@ class JsonReader:
             self._wrong(key, value, "a text")
         return str(value)
 
+    def texts(self, key: str) -> tuple[str, ...]:
+        """A list of strings; none where the key is missing."""
+        value = self._get(key, [])
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            self._wrong(key, value, "a list of texts")
+        return tuple(value)
+
     def flag(self, key: str, default: object = _MISSING) -> bool:
         """True or false."""
         value = self._get(key, default)

@@ -97,6 +97,7 @@ class Graph:
         inputs: ids of pinned tensors, resident for the whole step (parameters, optimizer slots, batch).
         outputs: ids of tensors that live to the end of the step.
         free_order: may a plan move first computations, within the dependencies?
+        notes: for people: what the trace had to assume, a sentence each.
 
     Raises:
         InvalidGraph: where a structural rule is broken; the message names the op or tensor.
@@ -107,6 +108,7 @@ class Graph:
     inputs: tuple[int, ...] = ()
     outputs: tuple[int, ...] = ()
     free_order: bool = True
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _check(self)
@@ -190,6 +192,7 @@ class Graph:
             "inputs": list(self.inputs),
             "outputs": list(self.outputs),
             "free_order": self.free_order,
+            **({"notes": list(self.notes)} if self.notes else {}),
         }
 
 
@@ -221,8 +224,9 @@ def graph_from(reader: JsonReader) -> Graph:
     ops = tuple(_op_from(item) for item in reader.objects("ops", "op"))
     inputs, outputs = reader.integers("inputs"), reader.integers("outputs")
     free_order = reader.flag("free_order", True)
+    notes = reader.texts("notes")
     try:
-        return Graph(ops, tensors, inputs, outputs, free_order)
+        return Graph(ops, tensors, inputs, outputs, free_order, notes)
     except InvalidGraph as error:
         raise InvalidGraph(f"{reader.source}: {error}") from None
 

@@ -1,21 +1,19 @@
 """Every symbol of JAX that is not documented as public, in one place; ``tests/jax/test_jax_private.py`` checks each.
 
-This file finds all of them in JAX 0.9 and 0.10. Where the two versions differ, a comment says how. docs/versions.md
-says why JAX 0.9 is not supported nevertheless. JAX 0.8 cannot be supported: its ``VJPHiPrimitive`` is not told which
-arguments are differentiated, and ``recompute`` needs to know.
+This file finds all of them in JAX 0.8 to 0.10. Where the versions differ, a comment says how.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import jax.extend.core.primitives as known_primitives
 from jax._src import core, effects, source_info_util
 from jax._src.interpreters import batching, partial_eval
+from jax._src.interpreters.ad import Zero, instantiate_zeros
 from jax._src.named_sharding import UNSPECIFIED
-from jax.experimental.hijax import VJPHiPrimitive, Zero, instantiate_zeros
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
 __all__ = [
@@ -32,10 +30,60 @@ __all__ = [
 
 Array: TypeAlias = Any
 
+# JAX 0.8 has ``VJPHiPrimitive`` by another name, which is not told which arguments are differentiated.
+HAS_OWN_CALLS = jax.__version_info__ >= (0, 9)
+
+if TYPE_CHECKING or HAS_OWN_CALLS:
+    from jax.experimental.hijax import VJPHiPrimitive
+else:
+
+    class VJPHiPrimitive:
+        """What ``recompute`` needs of the class in JAX 0.9, made of ``jax.custom_vjp``, which has no forward mode."""
+
+        def __init__(self) -> None:
+            self.__dict__.update(self.params)
+
+        def __call__(self, *args: Any) -> Any:
+            """One call, with the backward pass of ``vjp_fwd`` and ``vjp_bwd``."""
+
+            def remat_recomputed_call(*args: Any) -> Any:
+                return self.expand(*args)
+
+            def forward(*given: Any) -> Any:
+                return self.vjp_fwd([one.perturbed for one in given], *(one.value for one in given))
+
+            def backward(residuals: Any, gradients: Any) -> tuple[Any, ...]:
+                totals = [_Total() for _ in self.in_avals]
+                self.vjp_bwd(residuals, list(map(_with_zeros, gradients)), *totals)
+                return tuple(total.value for total in totals)
+
+            call = jax.custom_vjp(remat_recomputed_call)
+            call.defvjp(forward, backward, symbolic_zeros=True)
+            return call(*args)
+
+
+class _Total:
+    """A gradient that is added up; None stands for zero."""
+
+    def __init__(self) -> None:
+        self.value: Any = None
+
+    def accum(self, gradient: Any) -> None:
+        """Add to it."""
+        if not isinstance(gradient, Zero):
+            self.value = gradient if self.value is None else self.value + gradient
+
+
+def _with_zeros(gradient: Any) -> Any:
+    is_zero = isinstance(gradient, jax.custom_derivatives.SymbolicZero)
+    return Zero(gradient.aval) if is_zero else gradient
+
+
 # Pure, and missing from the list of primitives that JAX exports.
 _ALSO_KNOWN = frozenset(
     {
         "add_any",
+        "name",
         "optimization_barrier",
         "random_unwrap",
         "random_wrap",
@@ -127,6 +175,10 @@ def effects_that_forbid_recomputation(closed: ClosedJaxpr) -> list[str]:
 
 def body_of_recomputed_call(eqn: JaxprEqn) -> ClosedJaxpr | None:
     """The function of a call under ``remat.jax.recompute``; None for every other equation."""
+    if not HAS_OWN_CALLS:
+        inner = eqn.params.get("call_jaxpr") if eqn.primitive.name == "custom_vjp_call" else None
+        is_ours = inner is not None and inner.jaxpr.debug_info.func_name == "remat_recomputed_call"
+        return inner if is_ours else None
     if eqn.primitive.name != "call_hi_primitive":
         return None
     own = eqn.params.get("_prim", eqn.params.get("prim"))  # "prim" in JAX 0.9.0

@@ -64,7 +64,8 @@ def recompute(
     On a CPU, XLA undoes ``jax.checkpoint`` unless its region is the body of a loop. Here the second computation hangs
     on the incoming gradient, which no compiler undoes. Works under ``jit``, ``grad``, ``vmap``, ``scan`` and
     ``shard_map``, in forward mode and for higher derivatives; calls may be nested. What must not run twice
-    (collectives, callbacks, kernels of one's own) runs once, and its results are kept.
+    (collectives, callbacks, kernels of one's own) runs once, and its results are kept. JAX 0.8 has no forward mode
+    here, and under ``vmap`` the gradient of a shared argument is there once for each example.
 
     Inside a function that remat plans (``value_and_grad`` or ``jit`` with a budget, ``trace``) the region dissolves, as
     those of ``jax.checkpoint`` do: the plan decides what is computed again.

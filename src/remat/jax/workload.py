@@ -13,7 +13,7 @@ from remat.core.graph import Graph
 from remat.jax.api.jit import jit as planned_jit
 from remat.jax.measure import measure
 from remat.jax.trace.graph import graph_of_program, label_graph
-from remat.jax.trace.program import program_of, trace_jaxpr
+from remat.jax.trace.program import program_of, telling_of_cudnn, trace_jaxpr
 from remat.running.check import CheckResult, check_workload
 from remat.running.cost_model import get_profile
 from remat.running.workload import Array, NotAStep, StepOptions, Training, Workload, nudge
@@ -124,7 +124,8 @@ class JaxFunction:
 
 def _check_is_loss(function: Callable[..., Any], args: list[Any]) -> None:
     name = getattr(function, "__name__", repr(function))
-    result = jax.eval_shape(function, *args)
+    with telling_of_cudnn():
+        result = jax.eval_shape(function, *args)
     leaves = jax.tree.leaves(result)
     if len(leaves) == 1 and leaves[0].shape == () and jnp.issubdtype(leaves[0].dtype, jnp.floating):
         return

@@ -29,6 +29,7 @@ __all__ = [
     "of_one_replica",
     "reductions_recorded",
     "stateless_call_in_training",
+    "sums_activity_losses",
     "unbuilt_parts",
     "update_loss_tracker",
 ]
@@ -57,6 +58,12 @@ class Reduction:
         weight = None if self.sample_weight is None else keras.ops.copy(keras.ops.cast(self.sample_weight, dtype))
         mask = None if self.mask is None else keras.ops.cast(self.mask, dtype)
         return _loss.apply_mask(weight, mask, dtype=dtype, reduction=self.kind)
+
+
+def sums_activity_losses() -> bool:
+    """Is the loss of an activity regulariser a sum over the batch, as in Keras 3.12 and 3.13, and not a mean?"""
+    major, minor = keras.__version__.split(".")[:2]
+    return (int(major), int(minor)) < (3, 14)
 
 
 def is_trained_itself(layer: Any) -> bool:

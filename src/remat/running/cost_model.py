@@ -53,6 +53,7 @@ class DeviceProfile:
         compute_efficiency: the part of ``flops_per_s`` that dense kernels reach.
         bandwidth_efficiency: the part of ``bytes_per_s`` that streaming kernels reach.
         memory_bytes: what the device holds, None where unknown.
+        compute_capability: of an NVIDIA GPU, such as (9, 0); None for every other device. It decides which kernels run.
     """
 
     name: str
@@ -62,6 +63,7 @@ class DeviceProfile:
     compute_efficiency: float = 1.0
     bandwidth_efficiency: float = 1.0
     memory_bytes: int | None = None
+    compute_capability: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         if _FALLBACK_DTYPE not in self.flops_per_s:
@@ -92,7 +94,9 @@ class OpSample:
     time_s: float
 
 
-def _gpu(name: str, flops_per_s: Mapping[str, float], bytes_per_s: float, memory_gib: int) -> DeviceProfile:
+def _gpu(
+    name: str, flops_per_s: Mapping[str, float], bytes_per_s: float, memory_gib: int, capability: tuple[int, int]
+) -> DeviceProfile:
     # Estimates, not measured here: a kernel starts about 3 us after the one before; large matrix products reach some
     # 60 % of the dense peak, and kernels that stream memory some 80 % of the bandwidth.
     return DeviceProfile(
@@ -103,6 +107,7 @@ def _gpu(name: str, flops_per_s: Mapping[str, float], bytes_per_s: float, memory
         compute_efficiency=0.6,
         bandwidth_efficiency=0.8,
         memory_bytes=memory_gib * 2**30,
+        compute_capability=capability,
     )
 
 
@@ -124,12 +129,14 @@ _PROFILES: Final[dict[str, DeviceProfile]] = {
             bandwidth_efficiency=0.7,
         ),
         # NVIDIA A100 80GB SXM datasheet: FP64 tensor 19.5, TF32 156, BF16 and FP16 312 TFLOPS; 2,039 GB/s.
-        _gpu("a100", {"float64": 19.5e12, "float32": 156e12, "bfloat16": 312e12, "float16": 312e12}, 2039e9, 80),
+        _gpu(
+            "a100", {"float64": 19.5e12, "float32": 156e12, "bfloat16": 312e12, "float16": 312e12}, 2039e9, 80, (8, 0)
+        ),
         # NVIDIA H100 SXM datasheet: FP64 tensor 67, TF32 989 and BF16/FP16 1,979 TFLOPS with sparsity, dense half of
         # that; 3.35 TB/s.
-        _gpu("h100", _HOPPER_FLOPS_PER_S, 3.35e12, 80),
+        _gpu("h100", _HOPPER_FLOPS_PER_S, 3.35e12, 80, (9, 0)),
         # NVIDIA H200 SXM datasheet: arithmetic of the H100, 4.8 TB/s. Its driver shows 140 GiB of the 141 GB.
-        _gpu("h200", _HOPPER_FLOPS_PER_S, 4.8e12, 140),
+        _gpu("h200", _HOPPER_FLOPS_PER_S, 4.8e12, 140, (9, 0)),
     )
 }
 

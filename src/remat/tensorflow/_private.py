@@ -26,6 +26,7 @@ from tensorflow.python.ops import control_flow_util as _control_flow_util
 from tensorflow.python.ops import gradients_impl as _gradients_impl
 from tensorflow.python.ops import handle_data_util as _handle_data_util
 from tensorflow.python.ops import resource_variable_ops as _resource_variable_ops
+from tensorflow.python.util import _pywrap_util_port
 
 from remat.core.errors import RematError
 
@@ -39,6 +40,11 @@ _ENABLED = _ag_ctx.ControlStatusCtx(_ag_ctx.Status.ENABLED)
 
 # AutoGraph replaces every exception that leaves the code it converted, unless the exception says not to.
 RematError.ag_pass_through = True  # type: ignore[attr-defined]
+
+
+def uses_onednn() -> bool:
+    """Does TensorFlow run oneDNN's kernels on the CPU? It decides when it is loaded, by the CPU and by a variable."""
+    return bool(_pywrap_util_port.IsMklEnabled())
 
 
 def copy_operation(

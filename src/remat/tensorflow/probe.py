@@ -13,8 +13,7 @@ from remat.tensorflow.peak.device import Device
 def probe() -> Probe:
     """The devices of this process."""
     devices = [_facts(kind, number) for kind in ("CPU", "GPU") for number in range(len(_logical_devices(kind)))]
-    # TensorFlow does not say whether oneDNN is on; the counter of the CPU is there when it is.
-    return Probe(tuple(devices), onednn=Device("CPU:0").has_counter)
+    return Probe(tuple(devices), onednn=_private.uses_onednn())
 
 
 def _logical_devices(kind: str) -> list[tf.config.LogicalDevice]:

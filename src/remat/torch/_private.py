@@ -115,6 +115,11 @@ def is_access_to_data(error: RuntimeError) -> bool:
     return "Cannot access data pointer of Tensor" in str(error)
 
 
+def is_mix_of_devices(error: Exception) -> bool:
+    """Is it what PyTorch says of tensors without memory on two devices? PyTorch 2.13 words it in another way."""
+    return any(words in str(error) for words in ("found at least two devices", "found two different devices"))
+
+
 def fake_tensor(mode: FakeTensorMode, meta: torch.Tensor, like: torch.Tensor) -> FakeTensor:
     """A fake tensor on the device of ``like`` in the storage of a meta tensor; called outside of modes."""
     fake: Any = FakeTensor(mode, meta, like.device)
@@ -225,6 +230,20 @@ class BelowAutograd:
         enable_grad(self._grad_mode)
         for device in self._autocasts:
             torch.set_autocast_enabled(device, True)
+
+
+def autocast_to_lower(*values: torch.Tensor | None) -> tuple[Any, ...]:
+    """Tensors as autocast hands them to an operator that runs in lower precision; None stays None."""
+    device = next(t.device.type for t in values if t is not None)
+    if device != "cpu" or not torch.is_autocast_enabled(device):
+        return values
+    wanted = torch.get_autocast_dtype(device)
+
+    def lower(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        stays = tensor is None or tensor.dtype is torch.float64 or not tensor.is_floating_point()
+        return tensor if tensor is None or stays else tensor.to(wanted)
+
+    return tuple(map(lower, values))
 
 
 def enable_grad(enabled: bool) -> None:

@@ -10,7 +10,8 @@ The ids of values are the tensor ids of the graph, the numbers of instructions a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import contextlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
@@ -357,13 +358,32 @@ def name_of(equation: Equation) -> str | None:
     return equation.eqn.params["name"] if equation.eqn.primitive.name == "name" else None
 
 
+@contextlib.contextmanager
+def telling_of_cudnn() -> Iterator[None]:
+    """Inside, an operation that only a GPU can trace raises an error that says what to write.
+
+    Raises:
+        UnsupportedStep: in place of JAX's own error.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "cuDNN is not detected" not in str(error):
+            raise
+        raise UnsupportedStep(
+            "jax.nn.dot_product_attention(implementation='cudnn') can be traced only where a GPU with cuDNN is: plan "
+            "there, or leave implementation out, which counts the products of attention that cuDNN never keeps"
+        ) from error
+
+
 def trace_jaxpr(function: Any, arguments: Sequence[Any]) -> tuple[ClosedJaxpr, Any]:
     """The jaxpr of ``function(*arguments)``, and the structure of what it returns. Nothing runs.
 
     Raises:
-        UnsupportedStep: where a policy of ``jax.checkpoint`` offloads values, which a plan would undo.
+        UnsupportedStep: where a policy of ``jax.checkpoint`` offloads values, which a plan would undo, and for cuDNN's
+            attention without a GPU.
     """
-    with for_a_plan():
+    with for_a_plan(), telling_of_cudnn():
         closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
     offloaded = op_facts.offloaded_values(closed.jaxpr)
     if offloaded:

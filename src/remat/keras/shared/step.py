@@ -30,7 +30,8 @@ class CheckedStep:
             possibilities does not warn; ``warn`` is called when it has been chosen.
 
     Raises:
-        UnsupportedStep: for a model with its own ``train_step``, ``compute_loss`` or ``compute_metrics``.
+        UnsupportedStep: for a model with its own ``train_step``, ``compute_loss`` or ``compute_metrics``, and for
+            activity regularisers where Keras sums them over the batch.
     """
 
     _instead: ClassVar[str]
@@ -53,6 +54,13 @@ class CheckedStep:
                     f"{model.name!r} has its own {name}, of which micro_batches={self._count} cannot know what it does "
                     f"to a part of a batch; {advice}, or leave micro_batches at 1"
                 )
+        regularised = [layer.name for layer in _private.all_layers(model) if layer.activity_regularizer is not None]
+        if regularised and _private.sums_activity_losses():
+            raise UnsupportedStep(
+                f"Keras {keras.__version__} sums the activity_regularizer of {regularised[0]!r} over the samples of a "
+                f"batch, so that micro_batches={self._count} would weigh it otherwise; Keras 3.14 takes the mean: "
+                "pip install 'keras>=3.14', or leave micro_batches at 1"
+            )
 
     def _statistics(self, model: keras.Model) -> BatchStatistics:
         """The layers that couple the samples of a batch. The first call warns of them."""

@@ -10,8 +10,10 @@ import torch
 
 from remat.core.graph import Graph
 from remat.keras import _private
+from remat.running.cost_model import get_profile
 from remat.torch.api.plan import EagerCandidate
 from remat.torch.trace.fake_step import record_step
+from remat.torch.trace.trace import gpu_of
 
 
 def graph_of_step(model: keras.Model, spec: tuple[Any, Any], device: str) -> Graph:
@@ -53,14 +55,16 @@ def traced_step(
         loss_fn: of a batch, or of a micro-batch.
         args: its arguments.
         accumulates: do gradients of earlier micro-batches exist?
-        device: profile for the predicted times; None means that of the tensors' device.
+        device: profile for the predicted times; None means that of the tensors' device. If it is a GPU, the step is
+            traced with the kernels of that GPU.
     """
+    gpu = None if device is None else gpu_of(get_profile(device), args)
     if model.optimizer is None:
-        return EagerCandidate(record_step(loss_fn, args, accumulates=accumulates), device)
+        return EagerCandidate(record_step(loss_fn, args, accumulates=accumulates, gpu=gpu), device)
     if not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
     state = [variable.value for variable in model.optimizer.variables]
-    recording = record_step(loss_fn, args, update=update_of(model), accumulates=accumulates, resident=state)
+    recording = record_step(loss_fn, args, update=update_of(model), accumulates=accumulates, resident=state, gpu=gpu)
     return EagerCandidate(recording, device)
 
 

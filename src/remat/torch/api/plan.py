@@ -21,7 +21,7 @@ from remat.running.cost_model import get_profile
 from remat.torch.emit.eager_order import Directions, Units, directions_of, in_eager_order
 from remat.torch.trace.fake_step import record_step
 from remat.torch.trace.recording import Recording
-from remat.torch.trace.trace import TracedStep, default_profile, traced_step
+from remat.torch.trace.trace import TracedStep, default_profile, gpu_of, traced_step
 
 _RESERVE: Final = 0.02
 """The share of a peak that is left for scratch memory of kernels that ``trace.cpu_scratch`` does not know.
@@ -84,7 +84,8 @@ def plan(
         planner: a planner's name.
         time_limit_s: wall seconds for each round of planning; there are up to ten.
         device: profile for the predicted times: "cpu", "a100", "h100", "h200" or "measured"; None means that of the
-            device of the tensors.
+            device of the tensors. If it is a GPU and the step is on the meta device, the plan is for that GPU's
+            kernels, as in ``trace``.
         **options: passed on to the planner.
 
     Returns:
@@ -103,8 +104,15 @@ def plan(
     request = request.check("remat.torch.plan", takes_auto=False)
     if not request.plans:
         request = dataclasses.replace(request, budget="60%")
+    named = None if device is None else get_profile(device)
     recording = record_step(
-        loss_fn, args, optimizer, accumulates=accumulates, resident=resident, resident_bytes=resident_bytes
+        loss_fn,
+        args,
+        optimizer,
+        accumulates=accumulates,
+        resident=resident,
+        resident_bytes=resident_bytes,
+        gpu=gpu_of(named, args, ("meta",)),
     )
     candidate = EagerCandidate(recording, device)
     return candidate.fitted(request) if plan is None else candidate.following(plan)

@@ -20,7 +20,9 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from remat.core.errors import UnsupportedStep
+from remat.running.cost_model import DeviceProfile
 from remat.torch import _private
+from remat.torch.trace.gpu_kernels import GpuKernels, operators_of
 from remat.torch.trace.recording import Recording
 from remat.torch.trace.watcher import StepWatcher
 
@@ -37,6 +39,7 @@ def record_step(
     accumulates: bool = False,
     resident: Sequence[torch.Tensor] = (),
     resident_bytes: int = 0,
+    gpu: DeviceProfile | None = None,
 ) -> Recording:
     """Run the loss, its gradients and the optimizer's update without memory.
 
@@ -51,15 +54,23 @@ def record_step(
         accumulates: do gradients of earlier micro-batches exist, to which those of this step are added?
         resident: tensors that count although the step does not touch them.
         resident_bytes: memory that counts although no tensor of it is known.
+        gpu: whose kernels the step is to run although its tensors are not there; None for those of its own device.
 
     Raises:
         UnsupportedStep: where Python needs the number in a tensor, or the loss cannot be differentiated.
     """
 
     def run(watcher: StepWatcher) -> Recording:
-        return _recorded(watcher, loss_fn, args, optimizer, update, accumulates, resident, resident_bytes)
+        if gpu is None:
+            return _recorded(watcher, loss_fn, args, optimizer, update, accumulates, resident, resident_bytes, None)
+        with GpuKernels(gpu) as kernels:
+            recording = _recorded(
+                watcher, loss_fn, args, optimizer, update, accumulates, resident, resident_bytes, kernels
+            )
+        recording.notes = kernels.notes(operators_of(op.func for op in recording.ops))
+        return recording
 
-    hears_no, hears_yes = StepWatcher(), StepWatcher(guess=True)
+    hears_no, hears_yes = (StepWatcher(guess, on_gpu=gpu is not None) for guess in (False, True))
     try:
         return run(hears_no)
     except Exception:
@@ -82,6 +93,7 @@ def _recorded(
     accumulates: bool,
     resident: Sequence[torch.Tensor],
     resident_bytes: int,
+    kernels: GpuKernels | None,
 ) -> Recording:
     with undisturbed(), ExitStack() as stack:
         stack.enter_context(watcher)
@@ -102,7 +114,7 @@ def _recorded(
         kept = None if accumulates else loss  # Of a micro-batch nothing but gradients is left when the update comes.
         del loss
         if optimizer is not None:
-            _run_optimizer(watcher, optimizer)
+            _run_optimizer(watcher, optimizer, kernels)
         elif update is not None:
             _run_update(watcher, update)
         del kept
@@ -119,6 +131,8 @@ def _loss_of(loss_fn: Callable[..., Any], args: Sequence[Any]) -> torch.Tensor:
             "result in, or replace it by operations on tensors"
         ) from error
     except RuntimeError as error:
+        if _private.is_mix_of_devices(error):
+            raise UnsupportedStep(_mix_of_devices(args, str(error))) from error
         if not _private.is_access_to_data(error):
             raise
         raise UnsupportedStep(
@@ -133,6 +147,19 @@ def _loss_of(loss_fn: Callable[..., Any], args: Sequence[Any]) -> torch.Tensor:
             what += " that depends on no parameter"
         raise UnsupportedStep(f"the loss function returned {what}; it returns a loss of one element to differentiate")
     return loss
+
+
+def _mix_of_devices(args: Sequence[Any], said: str) -> str:
+    """What to write where the model is on the meta device and the batch is not, or the other way round."""
+    message = "the step computes with tensors of two devices"
+    for tensor in (t for t in _private.tree_leaves(args) if isinstance(t, torch.Tensor)):
+        if "meta" in said and tensor.device.type != "meta":
+            sizes = ", ".join(map(str, tensor.shape))
+            return (
+                f"{message}: the model is on the meta device, and an argument of shape {tuple(tensor.shape)} on "
+                f"{tensor.device}. Put that there too: torch.empty({sizes}, dtype={tensor.dtype}, device='meta')"
+            )
+    return f"{message} ({' '.join(said.split())}); put the model and every argument on one"
 
 
 def _differentiate(watcher: StepWatcher, loss: torch.Tensor, accumulates: bool) -> None:
@@ -167,7 +194,7 @@ def _run_update(watcher: StepWatcher, update: Update) -> None:
     gc.collect()  # The error's frames hold on to fake tensors.
 
 
-def _run_optimizer(watcher: StepWatcher, optimizer: torch.optim.Optimizer) -> None:
+def _run_optimizer(watcher: StepWatcher, optimizer: torch.optim.Optimizer, kernels: GpuKernels | None) -> None:
     """Run ``optimizer.step()`` on fake parameters and the gradients of the step; nothing of the optimizer changes.
 
     State that the optimizer makes at its first step counts as resident: it is there from the second step on.
@@ -178,6 +205,8 @@ def _run_optimizer(watcher: StepWatcher, optimizer: torch.optim.Optimizer) -> No
             for parameter in group["params"]:
                 fakes[id(parameter)] = torch.nn.Parameter(watcher.stand_in(parameter), parameter.requires_grad)
         clone = _clone(optimizer, fakes, watcher)
+        if kernels is not None:
+            kernels.prepare(clone)
         for parameter in _parameters(clone):
             parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
         if not clone.state:

@@ -113,6 +113,7 @@ class Recording:
         loss: its storage.
         device: the type of the device.
         marked: storages of tensors that were given to ``mark``, by what they were marked with.
+        notes: what was assumed, a sentence each.
     """
 
     ops: list[RecordedOp] = field(default_factory=list)
@@ -122,6 +123,7 @@ class Recording:
     loss: int | None = None
     device: str = "cpu"
     marked: dict[Hashable, list[int]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
 
 class KnownStorages:

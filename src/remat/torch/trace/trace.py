@@ -10,6 +10,7 @@ import torch
 
 from remat.core.graph import Graph, Op, Tensor
 from remat.running.cost_model import DeviceProfile, device_here, get_profile, op_time_s
+from remat.torch import _private
 from remat.torch.trace.fake_step import record_step
 from remat.torch.trace.op_facts import kind
 from remat.torch.trace.recording import RecordedOp, Recording
@@ -49,7 +50,9 @@ def trace(
         *args: its arguments: tensors, also on the meta device, and anything else.
         optimizer: whose state and update are counted.
         device: profile for the predicted times: "cpu", "a100", "h100", "h200" or "measured"; None means that of the
-            device of the tensors.
+            device of the tensors. If it is a GPU and the tensors are not on one, the step is traced with the kernels of
+            that GPU (attention, dropout, RMS normalisation, the optimizer), and ``notes`` of the graph says what was
+            assumed.
 
     Returns:
         The graph, its order fixed; sizes in bytes, times in seconds. Views are part of the storage that they share.
@@ -57,8 +60,19 @@ def trace(
     Raises:
         UnsupportedStep: where the trace would need a tensor's values, or the loss cannot be differentiated.
     """
-    recording = record_step(fn, args, optimizer)
-    return traced_step(recording, get_profile(device or default_profile(recording.device))).graph
+    named = None if device is None else get_profile(device)
+    recording = record_step(fn, args, optimizer, gpu=gpu_of(named, args))
+    return traced_step(recording, named or get_profile(default_profile(recording.device))).graph
+
+
+def gpu_of(
+    profile: DeviceProfile | None, step: Any, elsewhere: tuple[str, ...] = ("cpu", "meta")
+) -> DeviceProfile | None:
+    """The GPU whose kernels a step is traced with: the one that is named, if all tensors of the step are elsewhere."""
+    if profile is None or profile.compute_capability is None:
+        return None
+    known = [t for t in _private.tree_leaves(step) if isinstance(t, torch.Tensor)]
+    return profile if known and all(t.device.type in elsewhere for t in known) else None
 
 
 def default_profile(device_type: str) -> str:
@@ -113,7 +127,12 @@ class _Builder:
         outputs = tuple(dict.fromkeys(self._newest[n] for n in made if n in self._newest))
         tiny = tuple(t for n, t in self._root.items() if recording.storages[n].made_by is None)
         graph = Graph(
-            tuple(self._ops), tuple(self._tensors), tuple(dict.fromkeys((*pinned, *tiny))), outputs, free_order=False
+            tuple(self._ops),
+            tuple(self._tensors),
+            tuple(dict.fromkeys((*pinned, *tiny))),
+            outputs,
+            free_order=False,
+            notes=recording.notes,
         )
         return TracedStep(graph, recording, tuple(graph_ops), forward_ops, dict(self._root))
 

@@ -19,7 +19,7 @@ from torch.nn.modules import module as module_hooks
 
 from remat.core.labels import shown_path
 from remat.torch import _private
-from remat.torch.trace import cpu_scratch, op_facts
+from remat.torch.trace import cpu_scratch, gpu_attention, op_facts
 from remat.torch.trace.known_values import are_small
 from remat.torch.trace.recording import (
     KnownStorages,
@@ -67,6 +67,7 @@ class StepWatcher(_private.TorchDispatchMode):
 
     Args:
         guess: what Python hears where it asks for a truth value that nobody knows.
+        on_gpu: are the kernels those of a GPU, wherever the tensors are?
 
     Attributes:
         guesses: how often it did.
@@ -76,8 +77,9 @@ class StepWatcher(_private.TorchDispatchMode):
         phase: the part of the step that runs.
     """
 
-    def __init__(self, guess: bool = False) -> None:
+    def __init__(self, guess: bool = False, on_gpu: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._on_gpu = on_gpu
         self.guesses = 0
         self._guess = guess
         self.recording = Recording()
@@ -202,7 +204,7 @@ class StepWatcher(_private.TorchDispatchMode):
         if outputs_are_views or op_facts.base_name(func) == "aten::lift_fresh":
             return
         statistics = {self.storages.of(t) for t in op_facts.running_statistics(func, args)}
-        on_gpu = any(t.device.type not in ("cpu", "meta") for t in inputs)
+        on_gpu = self._on_gpu or any(t.device.type not in ("cpu", "meta") for t in inputs)
         all_strided = all(is_plain(t) for t in (*inputs, *outputs))
         everything = [*inputs, *outputs]
         name, layer, source = self._origin(func)
@@ -219,7 +221,7 @@ class StepWatcher(_private.TorchDispatchMode):
             moved_bytes=sum(t.numel() * t.element_size() for t in everything),
             dtype=str((outputs or inputs)[0].dtype).removeprefix("torch.") if everything else "float32",
             repeatable=self.phase == "forward" and all_strided and self._may_repeat(func, args, kwargs, on_gpu),
-            workspace_bytes=0 if on_gpu else cpu_scratch.workspace_bytes(func, args, out),
+            workspace_bytes=(gpu_attention if on_gpu else cpu_scratch).workspace_bytes(func, args, out),
         )
         if not on_gpu:
             with self.paused():
