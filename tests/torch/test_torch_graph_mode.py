@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ import remat
 import remat.torch
 from remat.core.plan import plan_for_schedule
 from remat.torch.graph_mode.candidate import GraphCandidate
+from remat.torch.trace import cpu_scratch
 
 
 @pytest.fixture(autouse=True)
@@ -446,16 +447,68 @@ def test_an_optimizers_state_counts():
     assert not optimizer.state
 
 
-def test_a_first_step_over_its_budget(caplog, monkeypatch):
+@pytest.fixture
+def scratch_memory(monkeypatch):
+    """A step takes 20 kB more than its trace says: the scratch memory of operators."""
+    knows = mock.Mock(wraps=cpu_scratch)
+    knows.workspace_bytes = lambda func, args, out: 20_000
+    monkeypatch.setattr("remat.torch.emit.first_step.cpu_scratch", knows)
+
+
+def test_a_first_step_over_its_budget_is_planned_again(scratch_memory, caplog):
     case = mlp(4)
-    fitted = GraphCandidate.fitted
-    few = lambda self, request: dataclasses.replace(fitted(self, request), budget_bytes=1000)  # noqa: E731
-    monkeypatch.setattr(GraphCandidate, "fitted", few)
-    loud = remat.torch.compile(case.loss, budget="100%", backend="aten", strict=True)
+    expected = outcome(case.module, case.loss, *case.args)
+    limited = remat.torch.limit_memory(case.loss, "90%", mode="graph", strict=True, **QUICK)
+    with caplog.at_level(logging.WARNING, "remat"):
+        for _ in range(3):
+            assert outcome(case.module, limited, *case.args).same_as(expected)
+    first, second = limited.plans
+    assert first.measured_peak_bytes > 1.01 * first.budget_bytes
+    assert second.budget_bytes == first.budget_bytes
+    assert second.measured_peak_bytes <= second.budget_bytes
+    # The excess counts as there from the start.
+    excess = first.measured_peak_bytes - first.peak_bytes
+    assert second.peak_bytes == remat.simulate(second.graph, second.schedule).peak_bytes + excess
+    assert not caplog.records
+    # Other shapes are planned by themselves, and those from before keep their plan.
+    (x,) = case.args
+    limited(x[:128]).backward()
+    limited(x).backward()
+    assert limited.plans[:2] == [first, second]
+    assert len(limited.plans) == 3
+
+
+def test_a_first_step_over_its_budget_where_no_plan_leaves_room(scratch_memory, caplog):
+    case = mlp(4)
+    tight = remat.torch.compile(case.loss, budget=1, backend="aten", **QUICK)
+    with pytest.raises(remat.InfeasibleBudget) as caught:
+        tight(*case.args)
+    smallest = caught.value.minimum_bytes
+    torch._dynamo.reset()
+    quiet = remat.torch.compile(case.loss, budget=smallest, backend="aten", **QUICK)
+    with caplog.at_level(logging.WARNING, "remat"):
+        for _ in range(3):
+            quiet(*case.args).backward()
+    assert len(quiet.plans) == 1
+    (said,) = [one.getMessage() for one in caplog.records if one.name == "remat"]
+    assert "no plan leaves so much room" in said
+    torch._dynamo.reset()
+    loud = remat.torch.compile(case.loss, budget=smallest, backend="aten", strict=True, **QUICK)
+    loud(*case.args).backward()
+    with pytest.raises(remat.InfeasibleBudget):
+        loud(*case.args)
+
+
+def test_a_first_step_over_the_budget_of_a_plan_that_was_given(scratch_memory, caplog):
+    case = mlp(4)
+    planned = remat.torch.compile(case.loss, budget="90%", backend="aten", **QUICK)
+    planned(*case.args)
+    torch._dynamo.reset()
+    loud = remat.torch.compile(case.loss, plan=planned.plan, backend="aten", strict=True)
     with pytest.raises(remat.PlanMismatch, match="took"):
         loud(*case.args).backward()
     torch._dynamo.reset()
-    quiet = remat.torch.compile(case.loss, budget="100%", backend="aten")
+    quiet = remat.torch.compile(case.loss, plan=planned.plan, backend="aten")
     with caplog.at_level(logging.WARNING, "remat"):
         quiet(*case.args).backward()
         quiet(*case.args).backward()

@@ -51,3 +51,17 @@ def broken_budget(plan: Plan, measured_bytes: int, first_difference: str | None,
         f"{format_bytes(plan.budget_bytes)}; {format_bytes(plan.peak_bytes)} were predicted. {why}. Plan with a batch "
         "as this one, or for a smaller budget"
     )
+
+
+def no_room_for_excess(excess_bytes: int, minimum_bytes: int) -> str:
+    """What to say where a step that took more than its budget cannot be planned again within it.
+
+    Args:
+        excess_bytes: what it took more than was predicted.
+        minimum_bytes: the smallest budget that would do.
+    """
+    return (
+        f"The first step took {format_bytes(excess_bytes)} more than was predicted, and no plan leaves so much room; "
+        f"the smallest budget that would do is {format_bytes(minimum_bytes)}. The step runs on under its first plan, "
+        "over its budget."
+    )

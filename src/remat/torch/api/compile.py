@@ -53,7 +53,8 @@ def compile(
     With ``backend="aten"``, which is graph mode, eager PyTorch's own operators run in the order of the plan: the
     numbers are those of eager PyTorch to the last bit on a CPU, nothing is built, and no operator is watched. What
     cannot be captured as one graph runs eagerly, as under ``limit_memory``, and a warning says where and why. What
-    cannot be traced eagerly either, since it asks for values (``.item()``), runs in pieces, each planned by itself.
+    cannot be traced eagerly either, since it asks for values (``.item()``), runs in pieces, each planned by itself. A
+    step whose first run takes more than the budget is captured and planned once more, for what it really took.
 
     With ``backend="inductor"``, the numbers are those of ``torch.compile``. Inductor is asked what its kernels need
     under each plan before any is built. Random draws are the same in a recomputation, since Inductor derives them from
@@ -71,8 +72,8 @@ def compile(
             not changed.
         accumulates: with ``backend="aten"``: do gradients exist already when the step starts, as they do for every
             micro-batch but the first? They count beside the new ones, which arrive together at the end of the step.
-        strict: with ``backend="aten"``: raise an error, from the backward pass of the first step, where it takes more
-            than the budget; else this is logged as a warning, once.
+        strict: with ``backend="aten"``: raise an error where a step takes more than the budget also after it was
+            planned again for what its first run took; else this is logged as a warning, once.
         resident_bytes: what lies on the device beside the step and counts too.
         planner: a planner's name.
         time_limit_s: wall seconds for each round of planning; there are up to seven for each combination of shapes.

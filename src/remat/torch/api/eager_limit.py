@@ -9,8 +9,8 @@ from typing import Any, Final
 
 import torch
 
-from remat.core.budget import format_bytes
 from remat.core.errors import InfeasibleBudget
+from remat.fit.first_step import no_room_for_excess
 from remat.torch.api.apply import Applied
 from remat.torch.api.plan import StepPlan, plan
 
@@ -98,13 +98,7 @@ class _Limit:
         except InfeasibleBudget as error:
             if not excess_bytes:
                 raise
-            smallest = error.minimum_bytes
-            _log.warning(
-                "The first step took %s more than was predicted, and no plan leaves so much room; the "
-                "smallest budget that would do is %s. The step runs on under its first plan, over its budget.",
-                format_bytes(excess_bytes),
-                format_bytes(smallest),
-            )
+            _log.warning("%s", no_room_for_excess(excess_bytes, error.minimum_bytes))
             return Applied(self.plans[-1], strict=self._strict)
         return Applied(found, strict=self._strict, uncounted_bytes=excess_bytes, plans_again=plans_again)
 

@@ -43,8 +43,7 @@ def limit_memory(
             branch: "replan" plans such steps too, up to three plans for the same shapes; "keep" runs them under the
             first plan, where they keep what plain PyTorch keeps from the place on where they depart. "replan" also
             plans once more, for what it really took, a step whose first run takes more than the budget.
-        strict: raise an error, from the backward pass, where the budget does not hold then either; else this is logged
-            as a warning, once.
+        strict: raise an error where the budget does not hold then either; else this is logged as a warning, once.
         **options: passed on to ``plan``; with mode="graph" to ``compile``.
 
     Returns:
@@ -54,6 +53,7 @@ def limit_memory(
     Raises:
         InvalidBudget: if the budget cannot be read.
         PlanMismatch: with ``strict``, from the backward pass of a step that takes more than the budget.
+        InfeasibleBudget: if no plan fits; with ``strict``, also where none leaves room for what a first step took.
         ValueError: for another ``on_change`` or ``mode``, and for "keep" in graph mode, which plans what it captures.
     """
     if mode not in ("eager", "graph"):

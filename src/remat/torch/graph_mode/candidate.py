@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 from torch import fx
 
+from remat.core.errors import InfeasibleBudget
 from remat.core.graph import Graph
 from remat.core.plan import Plan
 from remat.core.simulator import simulate
@@ -20,6 +22,11 @@ from remat.torch.graph_mode import nodes
 from remat.torch.graph_mode.joint_step import joint_step
 from remat.torch.graph_mode.program import Program, program_of
 from remat.torch.trace.trace import default_profile
+
+_LARGE: Final = 1000
+"""Ops from which on a plan is not sought thoroughly at first, since a user waits for it. Measured on a GPT-2 of 24
+layers (2,013 ops) at 60 %: 4.1 s in place of 11.3, for 5.56 % in place of 5.54 %. Smaller steps are planned in a few
+seconds; with a larger number, the first call of a deep model takes half a minute."""
 
 
 class GraphCandidate(Candidate):
@@ -78,6 +85,16 @@ class GraphCandidate(Candidate):
     def first_guess(self, target_bytes: int) -> int:
         """The planner counts what runs."""
         return target_bytes
+
+    def find(self, budget_bytes: int, request: Request) -> Plan:
+        """The planner's plan; for a large step a thorough search comes only after a quick one in vain."""
+        if len(self.graph.ops) < _LARGE or request.planner != "auto" or "thorough" in request.options:
+            return super().find(budget_bytes, request)
+        quick = dataclasses.replace(request, options={**request.options, "thorough": False})
+        try:
+            return super().find(budget_bytes, quick)
+        except InfeasibleBudget:
+            return super().find(budget_bytes, request)
 
     def fitted(self, request: Request) -> Plan:
         """The cheapest plan found that stays within the budget of a request, or the plan that it brings.

@@ -18,7 +18,7 @@ from torch import fx
 from remat.core.errors import InfeasibleBudget, PlanMismatch, RematError
 from remat.core.graph import Graph
 from remat.core.plan import Plan
-from remat.fit.first_step import broken_budget, exceeds
+from remat.fit.first_step import broken_budget, exceeds, no_room_for_excess
 from remat.fit.request import Request
 from remat.torch import _private
 from remat.torch.emit.first_step import StorageMeter
@@ -61,7 +61,7 @@ class Captured:
         resident_bytes: what lies on the device beside the step, given the bytes of the step's gradients.
         device: profile for the predicted times.
         plans: where the plan of each capture that has a backward pass is added.
-        strict: is a step over its budget an error?
+        strict: is a step over its budget an error, once it was planned again?
         first_share: is a share one of the first plan's plain step?
         in_pieces: may the function be captured as several graphs, with what cannot be captured in between? Each is then
             planned by itself, as well as it can be.
@@ -90,8 +90,17 @@ class Captured:
         self._calls = Calls()
         self._error: RematError | None = None
         self._steps: list[_PlannedStep] = []
+        self._fn = fn
+        # By the fingerprint of a step: its plan, and what its first step took more than was predicted.
+        self._planned: dict[str, GraphPlan] = {}
+        self._excess_bytes: dict[str, int] = {}
+        self._compiled = self._captured_anew()
+
+    def _captured_anew(self) -> Callable[..., Any]:
+        """The function for Dynamo, with a backend of its own: nothing that was captured before is taken."""
+        self._is_outdated = False
         backend = _aot.backend(self._partition, self._compile_forward, self._compile_backward, self._compile_alone)
-        self._compiled = torch.compile(fn, backend=backend, fullgraph=not in_pieces, dynamic=False)
+        return torch.compile(self._fn, backend=backend, fullgraph=not self._in_pieces, dynamic=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the function.
@@ -118,6 +127,8 @@ class Captured:
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._error = None
+        if self._is_outdated:
+            self._compiled = self._captured_anew()
         try:
             with _aot.capturing(self._says_compiled):
                 return self._compiled(*args, **kwargs)
@@ -130,23 +141,54 @@ class Captured:
     def _partition(
         self, joint: fx.GraphModule, joint_inputs: Any, **options: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        request = self._request
-        if self._first_share and self._plans:
-            request = dataclasses.replace(request, budget=self._plans[0].budget_bytes)
         try:
             candidate = GraphCandidate(joint, options, self._resident_bytes, self._device)
-            found = self._fitted(candidate, request)
-            program = candidate.program(found)
+            plan = self._plan_for(candidate)
+            program = candidate.program(plan)
         except RematError as error:
             self._error = error
             raise
-        values = {one.name: getattr(found, one.name) for one in dataclasses.fields(Plan)}
-        plan = GraphPlan(**{**values, "mode": "graph", "measured_peak_bytes": None}, graph=candidate.graph)
-        self._plans.append(plan)
         for module in (program.forward, program.backward):
             module.meta[_NUMBER] = len(self._steps)
-        self._steps.append(_PlannedStep(plan, program.donated, candidate.resident_bytes, self._strict))
+        over_budget = self._over_budget if self._may_plan_again(plan) else None
+        self._steps.append(_PlannedStep(plan, program.donated, candidate.resident_bytes, self._strict, over_budget))
         return program.forward, program.backward
+
+    def _plan_for(self, candidate: GraphCandidate) -> GraphPlan:
+        """The plan of a captured step: that from before, unless it took more than its budget."""
+        name = candidate.graph.fingerprint
+        known = self._planned.get(name)
+        excess_bytes = self._excess_bytes.get(name, 0)
+        if known is not None and not (excess_bytes and known.measured_peak_bytes is not None):
+            return known
+        request = self._request
+        if self._first_share and self._plans:
+            request = dataclasses.replace(request, budget=self._plans[0].budget_bytes)
+        resident_bytes = candidate.resident_bytes
+        candidate.resident_bytes += excess_bytes
+        try:
+            found = self._fitted(candidate, request)
+        except InfeasibleBudget as error:
+            if known is None or self._strict:
+                raise
+            _log.warning("%s", no_room_for_excess(excess_bytes, error.minimum_bytes))
+            return known
+        finally:
+            candidate.resident_bytes = resident_bytes
+        values = {one.name: getattr(found, one.name) for one in dataclasses.fields(Plan)}
+        plan = GraphPlan(**{**values, "mode": "graph", "measured_peak_bytes": None}, graph=candidate.graph)
+        self._planned[name] = plan
+        self._plans.append(plan)
+        return plan
+
+    def _may_plan_again(self, plan: GraphPlan) -> bool:
+        """Is a first step over its budget followed by another plan? In pieces the budget is not promised."""
+        return self._request.plan is None and not self._in_pieces and plan.fingerprint not in self._excess_bytes
+
+    def _over_budget(self, plan: GraphPlan, excess_bytes: int) -> None:
+        """The next call is captured anew. What the step took more than was predicted counts as there before it."""
+        self._excess_bytes[plan.fingerprint] = excess_bytes
+        self._is_outdated = True
 
     def _fitted(self, candidate: GraphCandidate, request: Request) -> Plan:
         try:
@@ -185,11 +227,21 @@ class _PlannedStep:
         donated: places of saved tensors that the backward pass writes over.
         resident_bytes: what lies on the device beside the step.
         strict: is a first step over its budget an error?
+        over_budget: called in place of that with what a first step took more than was predicted, where the step will be
+            planned again.
     """
 
-    def __init__(self, plan: GraphPlan, donated: tuple[int, ...], resident_bytes: int, strict: bool) -> None:
+    def __init__(
+        self,
+        plan: GraphPlan,
+        donated: tuple[int, ...],
+        resident_bytes: int,
+        strict: bool,
+        over_budget: Callable[[GraphPlan, int], None] | None,
+    ) -> None:
         self.plan = plan
         self._strict = strict
+        self._over_budget = over_budget
         self._resident_bytes = resident_bytes
         self._donated = donated
         self._meter: StorageMeter | None = None
@@ -231,8 +283,13 @@ class _PlannedStep:
         plan = self.plan
         measured_bytes = plan.graph.pinned_bytes + self._resident_bytes + meter.peak_bytes
         plan.set_measured_peak(measured_bytes)
-        if exceeds(plan, measured_bytes):
-            message = broken_budget(plan, measured_bytes, None)
-            if self._strict:
-                raise PlanMismatch(message)
+        if not exceeds(plan, measured_bytes):
+            return
+        message = broken_budget(plan, measured_bytes, None)
+        if self._over_budget is not None:
+            _log.info("%s. The next step is planned again.", message)
+            self._over_budget(plan, measured_bytes - plan.peak_bytes)
+        elif self._strict:
+            raise PlanMismatch(message)
+        else:
             _log.warning("%s. This is said once.", message)
