@@ -121,7 +121,7 @@ class Captured:
         candidate = ProgramCandidate(traced, self._resident_bytes, "to_static")
         plan = candidate.planned(self._request, share_of_bytes=self.share_of_bytes)
         last = ops[forward_end - 1]
-        copies = candidate.carry_out(plan, between=ops[forward_end:backward_start])
+        copies = candidate.carry_out(plan)
         self.plans.append(plan)
         _log.info("Planned %d operators: %d copies, peak %s.", len(ops), copies, format_bytes(plan.peak_bytes))
         return next(n for n, op in enumerate(program.global_block().ops) if op == last) + 1
