@@ -96,8 +96,8 @@ class UNet(nn.Layer):
             skips.append(down(h))
             h = F.max_pool2d(skips[-1], 2)
         h = self.turn(h)
-        for grow, up in zip(self.grow, self.up, strict=True):
-            h = up(paddle.concat([grow(h), skips.pop()], axis=1))
+        for number, grow in enumerate(self.grow):
+            h = self.up[number](paddle.concat([grow(h), skips.pop()], axis=1))
         return self.head(h).transpose([0, 2, 3, 1])
 
 

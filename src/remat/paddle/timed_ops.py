@@ -42,4 +42,3 @@ class TimedOps:
     def wait(self, result: Any) -> None:
         """Until the device is done."""
         _private.wait()
-

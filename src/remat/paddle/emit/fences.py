@@ -83,9 +83,7 @@ def _between_ops(graph: Graph, order: Sequence[int]) -> tuple[Any, Any]:
     return between, freed
 
 
-def _needed(
-    alive: Any, freed: Any, limit_bytes: int, starts: Collection[int], joined: Collection[int]
-) -> list[int]:
+def _needed(alive: Any, freed: Any, limit_bytes: int, starts: Collection[int], joined: Collection[int]) -> list[int]:
     """The positions before which everything must be freed that was not read any more since the fence before."""
     found: list[int] = []
     late_bytes = 0

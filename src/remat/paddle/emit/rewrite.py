@@ -109,8 +109,12 @@ class _Rewriter:
             if newest.id != value.id:
                 operand.set_source(newest)
 
-    def _value(self, value: Any) -> Any:
-        """The newest instance of a value; a list of which a part is newer is made again."""
+    def _value(self, value: Any, is_copied: bool = False) -> Any:
+        """The newest instance of a value; a list of which a part is newer is made again.
+
+        A list for a copy is made again wherever the program will be cut: Paddle hands tensors from one half to the
+        other, and crashes over a list.
+        """
         if (found := self._newest.get(value.id)) is not None:
             return found
         op = value.get_defining_op()
@@ -118,7 +122,8 @@ class _Rewriter:
             return value
         parts = list(op.operands_source())
         newest = [self._value(part) for part in parts]
-        if all(new.id == old.id for new, old in zip(newest, parts, strict=True)):
+        is_cut = is_copied and self._traced.cut is not None
+        if not is_cut and all(new.id == old.id for new, old in zip(newest, parts, strict=True)):
             return value
         key = value.id, tuple(new.id for new in newest)
         if key not in self._lists:
@@ -143,7 +148,7 @@ class _Rewriter:
             kept = frozenset(op_facts.STATISTICS_RESULTS)
             places = op_facts.STATISTICS_OPERANDS
         reads = [
-            (value, _private.copy_of_value(value) if place in places else self._value(value))
+            (value, _private.copy_of_value(value) if place in places else self._value(value, is_copied=True))
             for place, value in enumerate(op.operands_source())
             if value.initialized()
         ]
