@@ -1,6 +1,6 @@
 """Every table beside the peers, made again by one command: memory, time and gradients, each line in its own process.
 
-    python -m benchmarks.peers [--frameworks tensorflow,jax,torch] [--small]   # from the project's root
+    python -m benchmarks.peers [--frameworks tensorflow,jax,torch,paddle] [--small]   # from the project's root
 
 Writes ``benchmarks/results/peers-<framework>.md``, ``.json`` and ``.png``. All lines of a table are of the same model
 from the same weights on the same batch; "difference" is the largest difference of a gradient from the plain one's,
@@ -23,7 +23,7 @@ import numpy as np
 from remat.running import machine
 
 RESULTS = Path(__file__).parent.parent / "results"
-FRAMEWORKS = ("tensorflow", "jax", "torch")
+FRAMEWORKS = ("tensorflow", "jax", "torch", "paddle")
 TIME_LIMIT_S = 1800
 
 

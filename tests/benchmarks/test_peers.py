@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("framework", ["tensorflow", "jax", "torch"])
+@pytest.mark.parametrize("framework", ["tensorflow", "jax", "torch", "paddle"])
 def test_tables_are_written_whole(framework: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.peers", "--small", "--frameworks", framework, "--out", tmp_path]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800, env={**os.environ})

@@ -19,7 +19,7 @@ from remat.paddle import _private
         ),
         (core, ("host_memory_stat_current_value", "host_memory_stat_peak_value", "host_memory_stat_reset_peak_value")),
         (core.eager, ("register_saved_tensors_hooks", "reset_saved_tensors_hooks")),
-        (paddle._C_ops, ("assign", "dropout_grad", "batch_norm")),
+        (paddle._C_ops, ("assign", "dropout_grad", "batch_norm", "_run_python_op")),
         (_private.executor_module._ExecutorCache, ("_CachedData", "get_pir_program_and_executor")),
         (_private.PartialProgramLayerHook, ("before_append_backward", "after_append_backward", "after_infer")),
     ],

@@ -27,11 +27,11 @@ def free_ports(count):
     return ports
 
 
-def run_two(how):
+def run_two(kind, how):
     ends = [f"127.0.0.1:{port}" for port in free_ports(2)]
     processes = [
         subprocess.Popen(
-            [sys.executable, str(SCRIPT), how],
+            [sys.executable, str(SCRIPT), kind, how],
             env={
                 **os.environ,
                 "PYTHONPATH": ROOT,
@@ -55,14 +55,17 @@ def run_two(how):
     return found
 
 
-@pytest.mark.slow  # Four processes, each of which imports Paddle.
-def test_two_processes_train_alike_and_to_the_bit():
-    plain, planned = run_two("plain"), run_two("planned")
+@pytest.mark.thorough  # Four processes each, all of which import Paddle.
+@pytest.mark.parametrize("kind", ["fleet", "layers"])
+def test_two_processes_train_alike_and_to_the_bit(kind):
+    plain, planned = run_two(kind, "plain"), run_two(kind, "planned")
     assert [one["extra"] for one in plain] == [0, 0]
     assert all(one["extra"] > 0 for one in planned)
     assert plain[0]["losses"] != plain[1]["losses"]
     assert len({one["digest"] for one in (*plain, *planned)}) == 1
     assert [one["losses"] for one in planned] == [one["losses"] for one in plain]
+    for before, after in zip(plain, planned, strict=True):
+        assert after["peak_bytes"] < before["peak_bytes"]
 
 
 # A module of TensorFlow's name stands for it: what counts is who was imported first, and the real one takes seconds.

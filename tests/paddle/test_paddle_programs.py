@@ -41,8 +41,8 @@ def test_a_planned_program_trains_to_the_bit_within_its_budget(plain, budget):
     assert copies_in(built.main) >= plan.recomputed - sum(1 for op in plan.graph.ops if op.kind == "held")
     found = train(built)
     assert found.equals(expected)
-    assert found.peak_bytes <= plan.budget_bytes
-    assert found.peak_bytes == pytest.approx(plan.peak_bytes, rel=0.05)
+    assert found.highest_bytes <= plan.budget_bytes  # Of every step: none is late.
+    assert found.highest_bytes == pytest.approx(plan.peak_bytes, rel=0.05)
     assert found.peak_bytes < 0.9 * expected.peak_bytes
 
 
@@ -57,6 +57,37 @@ def test_without_the_order_nothing_is_saved(monkeypatch):
     found = train(built)
     assert found.equals(expected)
     assert found.peak_bytes > plan.budget_bytes
+
+
+def test_a_step_waits_for_what_is_freed_late(monkeypatch):
+    from remat.paddle.emit import fences
+
+    waited = []
+    wait_for = fences._wait_for
+    monkeypatch.setattr(fences, "_wait_for", lambda bytes_: waited.append(wait_for(bytes_)) or waited[-1])
+    built = build("attention")
+    plan = remat.paddle.plan_program(built.main, "80%", fetch_list=[built.loss], planner="peak_greedy")
+    found = train(built)
+    assert waited
+    assert all(waited), "what is alive at a fence is what the plan says"
+    assert found.highest_bytes <= plan.budget_bytes
+
+
+def test_a_fence_gives_up_where_more_is_allocated_than_planned(monkeypatch, caplog):
+    from remat.paddle.emit import fences
+
+    monkeypatch.setattr(fences, "_LONGEST_WAIT_S", 0.001)
+    half = fences._Half([1000, 1000], slack_bytes=10)
+    half.start()
+    held = paddle.zeros([1 << 14])
+    tries = []
+    monkeypatch.setattr(fences, "_wait_for", lambda bytes_, plain=fences._wait_for: tries.append(1) or plain(bytes_))
+    with caplog.at_level("INFO", logger="remat"):
+        for _ in range(6):
+            half.wait()
+    assert len(tries) == 3
+    assert "where the plan says 1000" in caplog.text
+    del held
 
 
 def test_statistics_move_once_and_a_broken_rewriting_is_found(monkeypatch):

@@ -60,6 +60,33 @@ def dropout_by_mask(mask: Any, value: Any, rate: Any, attributes: Mapping[str, A
     return paddle._C_ops.dropout_grad(mask, value, rate, attributes["is_test"], attributes["mode"])
 
 
+class PythonOp:
+    """An operator that calls a function of Python's, takes nothing and returns nothing.
+
+    Args:
+        name: which no other such operator of the process has.
+        function: what it calls; it lives as long as the process, since the operator holds no reference to it.
+    """
+
+    def __init__(self, name: str, function: Callable[[], None]) -> None:
+        def run() -> tuple[()]:
+            function()
+            return ()
+
+        self._name = name
+        self._attributes = {"infer_meta_fn_ptr": tuple, "fn_ptr": run}
+        _called_by_operators.append(self._attributes)
+
+    def insert(self) -> None:
+        """Insert it at the insertion point."""
+        paddle._C_ops._run_python_op(
+            name=self._name, input_names=[], output_names=[], attrs=self._attributes, inplace_map={}
+        )
+
+
+_called_by_operators: list[Any] = []
+
+
 def needs_no_bytes(op: Any, value: Any) -> bool:
     """Does an operator need of a value no more than its shape?"""
     return bool(op.is_no_need_buffer(value))
@@ -106,9 +133,14 @@ def persists(op: Any) -> bool:
     return any(bool(one) for one in op.attrs().get("persistable", ()))
 
 
+def is_on_gpu() -> bool:
+    """Does Paddle run what comes next on a GPU?"""
+    return str(paddle.get_device()).startswith("gpu")
+
+
 def wait() -> None:
     """Until the device has done what it was given."""
-    if str(paddle.get_device()).startswith("gpu"):
+    if is_on_gpu():
         paddle.device.synchronize()
 
 

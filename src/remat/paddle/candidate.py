@@ -103,6 +103,6 @@ class ProgramCandidate(Candidate):
         values = {one.name: getattr(found, one.name) for one in dataclasses.fields(Plan)}
         return ProgramPlan(**{**values, "mode": self._mode}, graph=self.graph)
 
-    def carry_out(self, plan: Plan, between: Collection[Any] = ()) -> int:
+    def carry_out(self, plan: Plan) -> int:
         """Rewrite the program by a plan for it, as ``rewrite`` does; returns how many ops were copied."""
-        return rewrite(self.traced, plan.schedule, between)
+        return rewrite(self.traced, plan.schedule)

@@ -8,7 +8,6 @@ first stays as it was.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from typing import Any
 
 import paddle
@@ -21,11 +20,25 @@ from remat.paddle.candidate import ProgramCandidate, ProgramPlan
 from remat.paddle.emit.shape_reads import redirect_shape_reads
 from remat.paddle.recompute import layers_of
 from remat.paddle.sequential import BackwardOrder, in_program_order
+from remat.paddle.tensors import tensors_in
 from remat.paddle.trace.program import Cut, TracedProgram, trace_program
 from remat.paddle.trace.sizes import Sizes
 from remat.running.cost_model import device_here, get_profile
 
 _log = logging.getLogger("remat")
+
+
+class CannotCapture(UnsupportedStep):
+    """Paddle's ``to_static`` cannot make a program of a function.
+
+    Args:
+        message: what to do instead.
+        reason: what Paddle says, in one line.
+    """
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class Captured:
@@ -84,9 +97,10 @@ class Captured:
                 made = self._static.make_program(args, kwargs, self._modes(args))
         except Exception as error:
             name = getattr(self._target, "__qualname__", type(self._target).__name__)
-            raise UnsupportedStep(
+            raise CannotCapture(
                 f"paddle.jit.to_static cannot capture {name}: {_last_line(error)!r}. Give tensors as arguments where "
-                "the function closes over them, or wrap the model's blocks in remat.paddle.recompute, which is eager"
+                "the function closes over them, or wrap the model's blocks in remat.paddle.recompute, which is eager",
+                _last_line(error),
             ) from error
         if (refused := self._error) is not None:
             self._error = None
@@ -121,7 +135,7 @@ class Captured:
         candidate = ProgramCandidate(traced, self._resident_bytes, "to_static")
         plan = candidate.planned(self._request, share_of_bytes=self.share_of_bytes)
         last = ops[forward_end - 1]
-        copies = candidate.carry_out(plan, between=ops[forward_end:backward_start])
+        copies = candidate.carry_out(plan)
         self.plans.append(plan)
         _log.info("Planned %d operators: %d copies, peak %s.", len(ops), copies, format_bytes(plan.peak_bytes))
         return next(n for n, op in enumerate(program.global_block().ops) if op == last) + 1
@@ -129,12 +143,3 @@ class Captured:
 
 def _last_line(error: Exception) -> str:
     return next((line.strip() for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)
-
-
-def tensors_in(value: Any) -> list[Any]:
-    """The tensors in nested lists, tuples and dictionaries."""
-    if isinstance(value, paddle.Tensor):
-        return [value]
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    return [leaf for one in value for leaf in tensors_in(one)] if isinstance(value, list | tuple) else []

@@ -19,8 +19,9 @@ from remat.fit.request import Request
 from remat.micro_batches.cut import batch_places, check_count, count_samples, cut
 from remat.micro_batches.reduce import MEAN, RATIO, check_reduction, sum_and_denominator, trained_denominator
 from remat.paddle import _private
-from remat.paddle.captured import Captured, tensors_in
+from remat.paddle.captured import Captured
 from remat.paddle.recompute import layers_of
+from remat.paddle.tensors import tensors_in
 
 
 def value_and_grad(

@@ -116,8 +116,7 @@ class _Region:
             with (
                 paddle.enable_grad(),
                 _private.autocast_like(self._autocast),
-                _private.statistics_left_alone(),
-                _buffers_left_alone(self._function, self._args),
+                statistics_kept(self._function, self._args),
                 _private.saved_tensors_hooks(note, _not_read),
             ):
                 self._function(*self._args, **self._kwargs)
@@ -142,6 +141,24 @@ def _unpack(slot: _Slot) -> Any:
 
 def _not_read(_: Any) -> Any:
     raise AssertionError("the second run of a recomputed function is never differentiated itself")
+
+
+@contextlib.contextmanager
+def side_effects_left_alone(function: Callable[..., Any], args: Sequence[Any]) -> Iterator[None]:
+    """A run inside moves no statistics, and the random state afterwards is that of before."""
+    before = paddle.get_rng_state()
+    try:
+        with statistics_kept(function, args):
+            yield
+    finally:
+        paddle.set_rng_state(before)
+
+
+@contextlib.contextmanager
+def statistics_kept(function: Callable[..., Any], args: Sequence[Any]) -> Iterator[None]:
+    """A run inside moves no statistics of batch normalisations, and no buffer of the layers that it uses."""
+    with _private.statistics_left_alone(), _buffers_left_alone(function, args):
+        yield
 
 
 @contextlib.contextmanager

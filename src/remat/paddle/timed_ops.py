@@ -15,7 +15,7 @@ class TimedOps:
 
     def dtypes(self) -> Sequence[str]:
         """Half precision where the device computes in it."""
-        return ("float32", "float16", "bfloat16") if _on_gpu() else ("float32",)
+        return ("float32", "float16", "bfloat16") if _private.is_on_gpu() else ("float32",)
 
     def product(self, edge: int, dtype: str) -> Callable[[], Any]:
         """A product of two square matrices."""
@@ -42,7 +42,3 @@ class TimedOps:
     def wait(self, result: Any) -> None:
         """Until the device is done."""
         _private.wait()
-
-
-def _on_gpu() -> bool:
-    return str(paddle.get_device()).startswith("gpu")

@@ -10,10 +10,10 @@ import numpy as np
 import paddle
 
 from remat.core.graph import Graph
-from remat.paddle.captured import tensors_in
 from remat.paddle.measure import measure
 from remat.paddle.micro_batches import value_and_grad
 from remat.paddle.recompute import layers_of
+from remat.paddle.tensors import tensors_in
 from remat.paddle.trace.trace import trace
 from remat.running.workload import Array, NotAStep, StepOptions, Training, Workload, nudge
 

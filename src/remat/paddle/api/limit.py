@@ -13,7 +13,8 @@ import paddle
 from remat.core.errors import UnsupportedStep
 from remat.fit.request import Request
 from remat.paddle.candidate import ProgramPlan
-from remat.paddle.captured import Captured
+from remat.paddle.captured import CannotCapture, Captured
+from remat.paddle.layerwise import Layerwise
 
 _limits: weakref.WeakKeyDictionary[Any, Limit] = weakref.WeakKeyDictionary()
 
@@ -38,6 +39,8 @@ def limit_memory(
     The layer is captured by ``paddle.jit.to_static``. Each signature (shapes, data types, training or not) is planned
     when it is first called. Operators that run again are copied into the program of the backward pass; dropout repeats
     by the mask that it drew, and a batch normalisation moves its statistics once. Calls in evaluation are left alone.
+    Where Paddle cannot capture the layer, it runs eagerly: those of the layers in it that the plan chooses are
+    recomputed as ``remat.paddle.recompute`` does it, and a warning says so.
 
     Args:
         layer_or_model: a layer, whose ``forward`` is replaced on the instance, or a ``paddle.Model``. With
@@ -57,7 +60,7 @@ def limit_memory(
         TypeError: for something else.
         InvalidBudget: if the budget cannot be read.
         InfeasibleBudget: at the first call of a signature, if no schedule fits; it names the smallest budget.
-        UnsupportedStep: at the first call, where ``to_static`` cannot capture the layer.
+        UnsupportedStep: at the first call, where ``to_static`` cannot capture the layer, and it calls no other layers.
     """
     layer = layer_or_model.network if isinstance(layer_or_model, paddle.Model) else layer_or_model
     if isinstance(layer, paddle.DataParallel):
@@ -91,7 +94,7 @@ def plan_of(layer_or_model: Any) -> ProgramPlan | None:
             f"the memory of this {type(layer_or_model).__name__} is not limited; call "
             "remat.paddle.limit_memory(it, budget) first"
         )
-    plans = limit.captured.plans
+    plans = limit.plans
     return plans[-1] if plans else None
 
 
@@ -106,12 +109,16 @@ class Limit:
 
     Attributes:
         captured: the layer's programs.
+        layerwise: what runs in their place where the layer cannot be captured.
     """
 
     def __init__(self, layer: Any, request: Request, resident_bytes: int, device: str | None) -> None:
         self._plain = layer.forward
         self._layer = weakref.ref(layer)
+        self._request = request
+        self._resident_bytes = resident_bytes
         self.captured = Captured(layer.forward, request, resident_bytes, device)
+        self.layerwise: Layerwise | None = None
 
         plain = type(layer).forward
 
@@ -126,5 +133,16 @@ class Limit:
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward pass of the layer."""
         layer = self._layer()
-        trains = layer is not None and layer.training and paddle.is_grad_enabled() and paddle.in_dynamic_mode()
-        return self.captured(*args, **kwargs) if trains else self._plain(*args, **kwargs)
+        if layer is None or not (layer.training and paddle.is_grad_enabled() and paddle.in_dynamic_mode()):
+            return self._plain(*args, **kwargs)
+        if self.layerwise is None:
+            try:
+                return self.captured(*args, **kwargs)
+            except CannotCapture as error:
+                self.layerwise = Layerwise(layer, self._plain, self._request, self._resident_bytes, error.reason)
+        return self.layerwise(*args, **kwargs)
+
+    @property
+    def plans(self) -> list[ProgramPlan]:
+        """The plans made so far, the newest last."""
+        return self.captured.plans if self.layerwise is None else self.layerwise.plans

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Final
 
 from remat.paddle import _private
+from remat.paddle.emit.fences import Fences
 from remat.paddle.trace import op_facts
 from remat.paddle.trace.program import COMBINE, How, TracedProgram, Unit, all_operands
 
@@ -17,53 +18,88 @@ MARK: Final = "remat_recomputed"
 """The attribute that marks an operator as a copy, for whoever reads the program."""
 
 
-def rewrite(traced: TracedProgram, schedule: Sequence[int], between: Collection[Any] = ()) -> int:
+def rewrite(traced: TracedProgram, schedule: Sequence[int]) -> int:
     """Rewrite a program so that it runs its ops in the order of a schedule.
 
     Args:
         traced: the program and its graph; the program must be as it was when it was traced.
         schedule: a valid schedule of the graph, first runs in the order of the program.
-        between: operators before which no copy may stand.
 
     Returns:
         How many ops were copied.
     """
     with _private.insertion_point_kept():
-        return _Rewriter(traced, between).run(schedule)
+        return _Rewriter(traced).run(schedule)
 
 
 class _Rewriter:
-    def __init__(self, traced: TracedProgram, between: Collection[Any]) -> None:
+    def __init__(self, traced: TracedProgram) -> None:
         self._traced = traced
-        self._between = {_private.op_id(op) for op in between}
         self._newest: dict[str, Any] = {}
         self._lists: dict[tuple[str, tuple[str, ...]], Any] = {}
         self._replaced_lists: dict[str, Any] = {}
-        self._copies = 0
 
     def run(self, schedule: Sequence[int]) -> int:
         units = self._traced.units
+        order, starts = self._order_of(schedule)
+        has_copies = len(order) > len(units)
+        fences: dict[int, _private.PythonOp] = {}
+        if has_copies and not _private.is_on_gpu():
+            first_runs = {index: position for position, index in reversed(list(enumerate(order)))}
+            joined = [first_runs[index] for index, unit in enumerate(units) if unit.how is How.APPLY]
+            fences = Fences(self._traced.graph, order, starts, joined).before
         started: set[int] = set()
-        pending: list[Unit] = []
-        for index in schedule:
-            unit = units[index]
+        pending: list[int] = []
+        for position, index in enumerate(order):
+            pending.append(position)
             if index in started:
-                pending.append(unit)
-                continue
+                continue  # A copy is inserted before the next operator of the program.
             started.add(index)
+            unit = units[index]
             if unit.how is How.APPLY:
-                continue  # The dropout's own first run, with what it drew.
+                pending.pop()  # The dropout's own first run, with what it drew.
+                continue
             _private.insert_before(unit.op)
-            if _private.op_id(unit.op) not in self._between:
-                for waiting in pending:
-                    self._copy(waiting)
-                self._copies += len(pending)
-                pending.clear()
+            for waiting in pending:
+                if (fence := fences.get(waiting)) is not None:
+                    fence.insert()
+                if waiting != position:
+                    self._copy(units[order[waiting]])
+            pending.clear()
             self._redirect(unit.op)
         for value in self._replaced_lists.values():
             if value.use_empty():
                 value.get_defining_op().erase()
-        return self._copies
+        return len(order) - len(units)
+
+    def _order_of(self, schedule: Sequence[int]) -> tuple[list[int], list[int]]:
+        """The order in which the program will run, and the positions at which its halves start.
+
+        What stands between two halves is cut out, so no copy may stand there: it moves behind.
+        """
+        cut = self._traced.cut
+        if cut is None:
+            return list(schedule), [0]
+        places = {_private.op_id(op): n for n, op in enumerate(self._traced.program.global_block().ops)}
+        order: list[int] = []
+        moved: list[int] = []
+        start = 0
+        started: set[int] = set()
+        for index in schedule:
+            place = places[_private.op_id(self._traced.units[index].op)]
+            if index in started:
+                moved.append(index)
+                continue
+            started.add(index)
+            if place < cut.forward_end:
+                order += moved
+                moved = []
+            elif place >= cut.backward_start:
+                start = start or len(order)
+                order += moved
+                moved = []
+            order.append(index)
+        return order + moved, [0, start] if start else [0]
 
     def _redirect(self, op: Any) -> None:
         """Let an operator that runs for the first time read the newest instances."""
@@ -73,8 +109,12 @@ class _Rewriter:
             if newest.id != value.id:
                 operand.set_source(newest)
 
-    def _value(self, value: Any) -> Any:
-        """The newest instance of a value; a list of which a part is newer is made again."""
+    def _value(self, value: Any, is_copied: bool = False) -> Any:
+        """The newest instance of a value; a list of which a part is newer is made again.
+
+        A list for a copy is made again wherever the program will be cut: Paddle hands tensors from one half to the
+        other, and crashes over a list.
+        """
         if (found := self._newest.get(value.id)) is not None:
             return found
         op = value.get_defining_op()
@@ -82,7 +122,8 @@ class _Rewriter:
             return value
         parts = list(op.operands_source())
         newest = [self._value(part) for part in parts]
-        if all(new.id == old.id for new, old in zip(newest, parts, strict=True)):
+        is_cut = is_copied and self._traced.cut is not None
+        if not is_cut and all(new.id == old.id for new, old in zip(newest, parts, strict=True)):
             return value
         key = value.id, tuple(new.id for new in newest)
         if key not in self._lists:
@@ -107,7 +148,7 @@ class _Rewriter:
             kept = frozenset(op_facts.STATISTICS_RESULTS)
             places = op_facts.STATISTICS_OPERANDS
         reads = [
-            (value, _private.copy_of_value(value) if place in places else self._value(value))
+            (value, _private.copy_of_value(value) if place in places else self._value(value, is_copied=True))
             for place, value in enumerate(op.operands_source())
             if value.initialized()
         ]

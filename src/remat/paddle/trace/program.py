@@ -89,12 +89,14 @@ class TracedProgram:
         graph: the ops of its main block.
         units: what each op of the graph is in the program.
         tensors: for each value of the program, by its id, the tensors that it names: one, or those of a list.
+        cut: where the program will be cut in two; None for one that runs as a whole.
     """
 
     program: Any
     graph: Graph
     units: tuple[Unit, ...]
     tensors: dict[str, tuple[int, ...]] = field(repr=False)
+    cut: Cut | None = None
 
     def tensor_of(self, value: Any) -> int | None:
         """The tensor of a value; None where the program does not make it, or it is a list."""
@@ -195,7 +197,7 @@ class _Builder:
             tuple(dict.fromkeys(self._outputs)),
             free_order=False,
         )
-        return TracedProgram(self._program, graph, tuple(self._units), self._values)
+        return TracedProgram(self._program, graph, tuple(self._units), self._values, self._cut)
 
     def _what_takes_apart(self) -> dict[int, tuple[Any, ...]]:
         """For each operator with a list of results, by its position, what takes the list apart."""

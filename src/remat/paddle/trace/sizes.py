@@ -13,6 +13,7 @@ from typing import Any, Final
 from remat.core.errors import UnsupportedStep
 from remat.paddle import _private
 from remat.paddle.trace import op_facts
+from remat.paddle.trace.scratch import bytes_unsaid
 
 _SAME_ELEMENTS: Final = frozenset(
     {"reshape", "reshape_", "flatten", "flatten_", "squeeze", "squeeze_", "unsqueeze", "unsqueeze_", "transpose"}
@@ -36,10 +37,15 @@ class Sizes:
         self._batch_size = batch_size
         self._feeds = dict(feeds or {})
         self._shapes: dict[str, tuple[int, ...]] = {}
+        self._unsaid: dict[str, int] = {}
         for op in program.global_block().ops:
             for value in op.results():
                 if value.initialized() and (shape := _static_shape(value)) is not None and -1 in shape:
                     self._shapes[value.id] = self._followed(op, value, shape)
+            operands = op.operands_source()
+            first = self.shape_of(operands[0]) if operands and operands[0].initialized() else None
+            for place, size_bytes in bytes_unsaid(op, first).items():
+                self._unsaid[op.results()[place].id] = size_bytes
 
     def shape_of(self, value: Any) -> tuple[int, ...] | None:
         """The shape of a value; None for a list of tensors, or what is no dense tensor."""
@@ -47,6 +53,8 @@ class Sizes:
 
     def bytes_of(self, value: Any) -> int:
         """Bytes of a value, those of all its tensors for a list."""
+        if (unsaid := self._unsaid.get(value.id)) is not None:
+            return unsaid
         elements = self.elements_of(value)
         if elements is not None:
             return sum(elements)

@@ -1,0 +1,165 @@
+"""Fences: places in a program where a step waits until what it no longer reads is freed.
+
+On a CPU Paddle's executor hands a tensor that nothing reads any more to a thread that frees it. Where operators are
+short or cores are few this thread falls behind, by many operators at times: steps of a small Transformer took up to
+30 % more than was planned. So a planned program has an operator that calls a function of ours wherever a late release
+would break the plan's peak. It reads Paddle's counter, and goes on as soon as the counter has fallen to what the plan
+says. On a GPU the executor frees at once, and there are no fences.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import time
+from collections.abc import Collection, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from remat.core.graph import Graph
+from remat.core.simulator import bytes_alive, simulate, storage_lifetimes
+from remat.paddle import _private
+
+_log = logging.getLogger("remat")
+
+_SLACK: Final = 0.005
+"""The share of the peak that may still wait to be freed: the allocator rounds small tensors up. Much less, and a fence
+waits for what never comes; more, and it takes from the reserve of ``ProgramCandidate``."""
+_LONGEST_WAIT_S: Final = 0.05
+"""Other processes may hold a core for some milliseconds. A fence that waited so long was told something wrong, or
+another thread of the program allocates."""
+_MISSES: Final = 3  # In a row; a judgement. Then the fences of this half of the program wait no more.
+_YIELDS: Final = 20  # About 10 us, in which the thread that frees is mostly done; after that the step sleeps.
+_NAP_S: Final = 20e-6
+
+_numbers = itertools.count()
+
+
+class Fences:
+    """The fences of a program in its new order.
+
+    Args:
+        graph: the traced program.
+        order: its ops as they will run, recomputations included.
+        starts: the positions at which a half of the program starts; the first is 0.
+        joined: the positions that are one operator with the position before them.
+
+    Attributes:
+        before: the positions before which a fence stands, those of ``starts`` included.
+    """
+
+    def __init__(self, graph: Graph, order: Sequence[int], starts: Collection[int], joined: Collection[int]) -> None:
+        alive = np.array(simulate(graph, order).bytes, dtype=np.int64)
+        between, freed = _between_ops(graph, order)
+        for position in sorted(joined, reverse=True):
+            alive[position - 1] = max(alive[position - 1], alive[position])
+        limit_bytes = int(alive.max(initial=0))
+        needed = _needed(alive, freed, limit_bytes, starts, joined)
+        self.before: dict[int, _private.PythonOp] = {}
+        ends = [*sorted(starts)[1:], len(order)]
+        for start, end in zip(sorted(starts), ends, strict=True):
+            inside = [position for position in needed if start < position < end]
+            if inside:
+                half = _Half([int(between[p] - between[start]) for p in inside], int(_SLACK * limit_bytes))
+                number = next(_numbers)
+                self.before[start] = _private.PythonOp(f"remat_start_{number}", half.start)
+                wait = _private.PythonOp(f"remat_wait_{number}", half.wait)
+                self.before.update(dict.fromkeys(inside, wait))
+
+
+def _between_ops(graph: Graph, order: Sequence[int]) -> tuple[Any, Any]:
+    """The bytes alive just before each position, pinned ones left out, and those that each position frees."""
+    lives = storage_lifetimes(graph, order)
+    count = len(order)
+    # A storage is there from the position behind its birth up to its last use.
+    gone = np.where(lives.kept, count, lives.last + 1)
+    between = bytes_alive(np.minimum(lives.birth + 1, count), gone, lives.size_bytes, count)
+    freed = np.zeros(count, dtype=np.int64)
+    is_freed = ~lives.kept
+    is_freed[lives.taken_over[lives.taken_over >= 0]] = False
+    np.add.at(freed, lives.last[is_freed], lives.size_bytes[is_freed])
+    return between, freed
+
+
+def _needed(alive: Any, freed: Any, limit_bytes: int, starts: Collection[int], joined: Collection[int]) -> list[int]:
+    """The positions before which everything must be freed that was not read any more since the fence before."""
+    found: list[int] = []
+    late_bytes = 0
+    for position, (bytes_here, freed_here) in enumerate(zip(alive.tolist(), freed.tolist(), strict=True)):
+        if position in starts:
+            late_bytes = 0
+        if late_bytes and position not in joined and bytes_here + late_bytes > limit_bytes:
+            found.append(position)
+            late_bytes = 0
+        late_bytes += freed_here
+    return found
+
+
+class _Half:
+    """What the fences of one half of a program do, which pass one after the other.
+
+    Args:
+        expected: for each fence, the bytes that are alive there beyond those at the start.
+        slack_bytes: how many more may be alive.
+    """
+
+    def __init__(self, expected: Sequence[int], slack_bytes: int) -> None:
+        self._expected = expected
+        self._slack_bytes = slack_bytes
+        self._passed = 0
+        self._misses = 0
+        self._at_start = 0
+
+    def start(self) -> None:
+        """Note what is allocated before the first operator."""
+        self._passed = 0
+        self._at_start = _settled_bytes()
+
+    def wait(self) -> None:
+        """Let the step go on when nothing waits to be freed."""
+        expected = self._expected[self._passed % len(self._expected)]
+        self._passed += 1
+        if self._misses >= _MISSES:
+            return
+        if _wait_for(self._at_start + expected + self._slack_bytes):
+            self._misses = 0
+            return
+        self._misses += 1
+        if self._misses == _MISSES:
+            _log.info(
+                "%d bytes are allocated where the plan says %d; from here on the step does not wait for Paddle to free",
+                _private.allocated_bytes() - self._at_start,
+                expected,
+            )
+
+
+def _wait_for(bytes_: int) -> bool:
+    """Wait until no more than so many bytes are allocated; False where that takes too long."""
+    for _ in range(_YIELDS):
+        if _private.allocated_bytes() <= bytes_:
+            return True
+        _let_others_run()
+    until = time.monotonic() + _LONGEST_WAIT_S
+    while time.monotonic() < until:
+        if _private.allocated_bytes() <= bytes_:
+            return True
+        time.sleep(_NAP_S)
+    return False
+
+
+def _settled_bytes() -> int:
+    """The allocated bytes, when the release of what went before is over."""
+    found = _private.allocated_bytes()
+    for _ in range(_YIELDS):
+        _let_others_run()
+        found = min(found, _private.allocated_bytes())
+    return found
+
+
+def _let_others_run() -> None:
+    if hasattr(os, "sched_yield"):
+        os.sched_yield()
+    else:
+        time.sleep(0)

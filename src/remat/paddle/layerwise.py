@@ -1,0 +1,343 @@
+"""Layer-wise recomputation, chosen by a plan: what ``limit_memory`` does where ``to_static`` cannot capture a layer.
+
+The forward pass runs once under hooks that note what autograd saves in each part of the layer, and keep nothing of it.
+That makes a graph of parts: a part's result is kept, what it saves may be made again. The parts that the plan runs
+twice are run by ``recompute`` from then on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import time
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from remat.core.budget import format_bytes
+from remat.core.errors import UnsupportedStep
+from remat.core.graph import Graph, Op, Tensor
+from remat.core.plan import Plan
+from remat.core.simulator import simulate
+from remat.fit.candidate import Candidate
+from remat.fit.fit import fit
+from remat.fit.peaks import PeakRange
+from remat.fit.request import Request
+from remat.paddle import _private
+from remat.paddle.candidate import ProgramPlan
+from remat.paddle.recompute import recompute, side_effects_left_alone
+from remat.paddle.tensors import tensors_in
+
+_log = logging.getLogger("remat")
+
+_RESERVE: Final = 0.05
+"""The share of a peak that is left for kernels' scratch memory, and for gradients inside of a part of which only the
+largest tensors are known. Too small, a step breaks its budget; too large, it recomputes more than it has to."""
+_LARGEST_SHARE: Final = 1 / 8
+"""A part that saves a larger share of all is taken apart into its own parts, so that little is made again at once. A
+judgement: much less, and parts are single operators, which save little; much more, and one part binds the budget."""
+_COVERED_SHARE: Final = 0.8
+"""A part is taken apart only where its own parts save so much of what it saves: the rest of it could not be dropped."""
+
+
+@dataclass(eq=False)
+class Part:
+    """A call of a layer in a forward pass, and what autograd saved in it.
+
+    Attributes:
+        layer: that was called.
+        name: its name in the whole.
+        given: where its inputs lie, and their bytes.
+        saved_bytes: of what autograd saved, the layer's inputs and parameters left out.
+        results: where its results lie, and their bytes.
+        largest_bytes: the largest tensor of these.
+        time_s: seconds that it took.
+        inner: the layers that it called itself.
+    """
+
+    layer: Any
+    name: str
+    saved_bytes: int = 0
+    largest_bytes: int = 0
+    time_s: float = 0.0
+    inner: list[Part] = field(default_factory=list)
+    given: dict[int, int] = field(default_factory=dict)
+    results: dict[int, int] = field(default_factory=dict)
+    held: dict[int, Any] = field(default_factory=dict)
+
+
+class Layerwise:
+    """A layer that runs eagerly, some of its parts recomputed.
+
+    Args:
+        layer: whose memory is limited.
+        plain: its own ``forward``.
+        request: with a budget.
+        resident_bytes: memory that counts beside the layer's.
+        reason: why the layer was not captured, for the line that says so.
+
+    Attributes:
+        plans: one for each signature, the newest last.
+    """
+
+    def __init__(
+        self, layer: Any, plain: Callable[..., Any], request: Request, resident_bytes: int, reason: str
+    ) -> None:
+        self.plans: list[ProgramPlan] = []
+        self._layer = layer
+        self._plain = plain
+        self._request = request
+        self._resident_bytes = resident_bytes
+        self._reason = reason
+        self._chosen_of: dict[Any, frozenset[int]] = {}
+        self._chosen: frozenset[int] = frozenset()
+        self._switched: set[int] = set()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward pass; a call of a new signature is planned first.
+
+        Raises:
+            InfeasibleBudget: where no choice of parts fits; it names the smallest budget.
+            UnsupportedStep: where the layer calls no other layers.
+        """
+        key = _signature(args, kwargs)
+        if key not in self._chosen_of:
+            self._chosen_of[key] = self._plan(args, kwargs)
+        self._chosen = self._chosen_of[key]
+        return self._plain(*args, **kwargs)
+
+    def _plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> frozenset[int]:
+        whole = observe(self._layer, self._plain, args, kwargs)
+        parts = parts_of(whole)
+        name = type(self._layer).__name__
+        if not parts:
+            raise UnsupportedStep(
+                f"paddle.jit.to_static cannot capture {name} ({self._reason}), and {name} calls no layers that could "
+                "be recomputed one by one; put its parts into layers of their own"
+            )
+        candidate = _PartsCandidate(self._layer, parts, whole, args, kwargs, self._resident_bytes)
+        plan = fit(candidate, self._request)
+        schedule = candidate.as_it_runs(plan.schedule)
+        again = [n for n in range(len(parts)) if schedule.count(candidate.saves(n)) > 1]
+        values = {one.name: getattr(plan, one.name) for one in dataclasses.fields(Plan)}
+        self.plans.append(ProgramPlan(**{**values, "schedule": schedule, "mode": "layers"}, graph=candidate.graph))
+        for number in again:
+            self._switch(parts[number].layer)
+        _log.warning(
+            "paddle.jit.to_static cannot capture %s (%s): it runs eagerly, %d of its %d parts recomputed; peak %s.",
+            name,
+            self._reason,
+            len(again),
+            len(parts),
+            format_bytes(plan.peak_bytes),
+        )
+        return frozenset(id(parts[number].layer) for number in again)
+
+    def _switch(self, layer: Any) -> None:
+        """Let a part be recomputed by the calls whose plan says so."""
+        if id(layer) in self._switched:
+            return
+        self._switched.add(id(layer))
+        plain = layer.forward
+        again = recompute(plain)
+
+        def forward(_: Any, *args: Any, **kwargs: Any) -> Any:
+            return (again if id(layer) in self._chosen else plain)(*args, **kwargs)
+
+        layer.forward = types.MethodType(forward, layer)
+
+
+def observe(layer: Any, forward: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Part:
+    """Run a forward pass that keeps nothing, moves no statistics and draws nothing; return what its parts save."""
+    whole = Part(layer, "", given=_places((list(args), kwargs)))
+    stack = [whole]
+    parameters = {p.data_ptr() for p in layer.parameters()}
+
+    def pack(tensor: Any) -> Any:
+        place, size_bytes = tensor.data_ptr(), tensor.size * tensor.element_size()
+        if place not in parameters:
+            for part in stack:
+                if place not in part.given and place not in part.held:
+                    # Held while the part runs, so that nothing else is given its place.
+                    part.held[place] = tensor.detach()
+                    part.saved_bytes += size_bytes
+                    part.largest_bytes = max(part.largest_bytes, size_bytes)
+        return None
+
+    with _calls_noted(layer, stack), side_effects_left_alone(forward, args):
+        started = time.perf_counter()
+        with _private.saved_tensors_hooks(pack, lambda _: None):
+            forward(*args, **kwargs)
+        whole.time_s = time.perf_counter() - started
+    whole.held.clear()
+    return whole
+
+
+@contextlib.contextmanager
+def _calls_noted(layer: Any, stack: list[Part]) -> Iterator[None]:
+    """Inside, every call of a layer within another one is a part of the newest one on the stack."""
+    removers = []
+    whole = stack[0]
+
+    def enter(name: str) -> Callable[..., None]:
+        def before(called: Any, inputs: Any) -> None:
+            part = Part(called, name, given=_places(list(inputs)), time_s=-time.perf_counter())
+            stack[-1].inner.append(part)
+            stack.append(part)
+
+        return before
+
+    def leave(called: Any, inputs: Any, result: Any) -> None:
+        part = stack.pop()
+        part.time_s += time.perf_counter()
+        part.results = _places(result)
+        part.held.clear()
+        if len(stack) == 1:
+            whole.held.clear()
+
+    for name, inner in layer.named_sublayers():
+        removers.append(inner.register_forward_pre_hook(enter(name)))
+        removers.append(inner.register_forward_post_hook(leave))
+    try:
+        yield
+    finally:
+        for remover in removers:
+            remover.remove()
+
+
+def parts_of(whole: Part) -> list[Part]:
+    """The parts to choose from, in the order of their calls: none within another, none that is called twice."""
+    calls: dict[int, int] = {}
+
+    def count(part: Part) -> None:
+        calls[id(part.layer)] = calls.get(id(part.layer), 0) + 1
+        for inner in part.inner:
+            count(inner)
+
+    def taken_apart(part: Part) -> list[Part]:
+        covered = sum(inner.saved_bytes + sum(inner.results.values()) for inner in part.inner)
+        is_large = part.saved_bytes > _LARGEST_SHARE * whole.saved_bytes and len(part.inner) > 1
+        is_large = is_large and covered >= _COVERED_SHARE * part.saved_bytes
+        if not is_large and calls[id(part.layer)] == 1:
+            return [part] if part.saved_bytes else []
+        return [one for inner in part.inner for one in taken_apart(inner)]
+
+    count(whole)
+    return [one for inner in whole.inner for one in taken_apart(inner)]
+
+
+class _PartsCandidate(Candidate):
+    """The parts of a layer as a graph: for each, what it returns, what it saves, and its backward pass."""
+
+    reserve = _RESERVE
+
+    def __init__(
+        self,
+        layer: Any,
+        parts: Sequence[Part],
+        whole: Part,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        resident_bytes: int,
+    ) -> None:
+        self.resident_bytes = resident_bytes
+        self._count = len(parts)
+        self._graph = _graph_of(layer, parts, whole, args, kwargs)
+        self._plain_peak = PeakRange.exactly(simulate(self._graph, self._graph.plain_schedule).peak_bytes)
+
+    @property
+    def graph(self) -> Graph:
+        """The parts."""
+        return self._graph
+
+    @property
+    def plain_peak(self) -> PeakRange:
+        """What the observed forward pass says."""
+        return self._plain_peak
+
+    def real_peak(self, plan: Plan) -> PeakRange:
+        """That of the order in which ``recompute`` makes things again."""
+        return PeakRange.exactly(simulate(self._graph, self.as_it_runs(plan.schedule)).peak_bytes)
+
+    def saves(self, part: int) -> int:
+        """The op that makes what a part saves."""
+        return 2 * part + 2
+
+    def as_it_runs(self, schedule: Sequence[int]) -> tuple[int, ...]:
+        """The schedule with each recomputation just before the backward pass of its part."""
+        found = list(range(2 * self._count + 2))
+        for part in reversed(range(self._count)):
+            if schedule.count(self.saves(part)) > 1:
+                found.append(self.saves(part))
+            found.append(2 * self._count + 2 + self._count - 1 - part)
+        return tuple(found)
+
+
+def _graph_of(layer: Any, parts: Sequence[Part], whole: Part, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
+    tensors: list[Tensor] = []
+    ops: list[Op] = []
+    outputs: list[int] = []
+
+    def tensor(size_bytes: int, name: str) -> int:
+        tensors.append(Tensor(size_bytes, name))
+        return len(tensors) - 1
+
+    def op(name: str, kind: str, inputs: Iterable[int], made: Sequence[int], time_s: float, **more: Any) -> None:
+        phase = "backward" if kind in ("loss", "backward") else "forward"
+        ops.append(Op(name, kind, tuple(inputs), tuple(made), time_s, phase=phase, **more))
+
+    pinned = [
+        tensor(sum(p.size * p.element_size() for p in (*layer.parameters(), *layer.buffers())), "parameters"),
+        tensor(sum(t.size * t.element_size() for t in tensors_in((list(args), kwargs))), "batch"),
+    ]
+    known = sum(part.saved_bytes + sum(part.results.values()) for part in parts)
+    rest = tensor(max(0, whole.saved_bytes - known), "saved between the parts")
+    op("between the parts", "forward", pinned, [rest], 0.0, recomputable=False)
+    lies_at = dict.fromkeys(whole.given, pinned[1])
+    reads, saved = [], []
+    for part in parts:
+        made = []
+        for place, size_bytes in part.given.items():
+            if place not in lies_at:
+                lies_at[place] = tensor(size_bytes, f"{part.name}, given")
+                made.append(lies_at[place])
+        reads.append([lies_at[place] for place in part.given])
+        before = [t for t in reads[-1] if t not in made] or [rest]
+        results = []
+        for place, size_bytes in part.results.items():
+            if place not in part.given:
+                lies_at[place] = tensor(size_bytes, part.name)
+                results.append(lies_at[place])
+        op(part.name, "forward", before, [*made, *results], 0.0, recomputable=False)
+        saved.append(tensor(part.saved_bytes, f"{part.name}, saved"))
+        op(f"{part.name}, saved", "forward", reads[-1], [saved[-1]], part.time_s)
+    gradient = tensor(sum(parts[-1].results.values()), "gradient of the result")
+    op("loss", "loss", [ops[-2].outputs[-1] if ops[-2].outputs else rest], [gradient], 0.0, recomputable=False)
+    for number in reversed(range(len(parts))):
+        part = parts[number]
+        before_part = tensor(sum(part.given.values()) if number else 0, f"gradient before {part.name}")
+        trained = sum(p.size * p.element_size() for p in part.layer.parameters() if not p.stop_gradient)
+        outputs.append(tensor(trained, f"gradients of {part.name}"))
+        op(
+            f"{part.name}, backward",
+            "backward",
+            dict.fromkeys([saved[number], *reads[number], gradient, *([rest] if number == 0 else [])]),
+            [before_part, outputs[-1]],
+            2 * part.time_s,
+            recomputable=False,
+            # Two gradients inside of the part, of which no more is known than what they are gradients of.
+            workspace_bytes=2 * part.largest_bytes,
+        )
+        gradient = before_part
+    return Graph(tuple(ops), tuple(tensors), tuple(pinned), tuple(outputs), free_order=False)
+
+
+def _places(value: Any) -> dict[int, int]:
+    """Where tensors lie, and their bytes."""
+    return {t.data_ptr(): t.size * t.element_size() for t in tensors_in(value)}
+
+
+def _signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return tuple((tuple(t.shape), str(t.dtype)) for t in tensors_in((list(args), kwargs)))
