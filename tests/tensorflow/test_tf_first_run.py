@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import tensorflow as tf
 from small_steps import Chain, inputs
 
 import remat
+from blind_allocator import misses_three_tenths
 from remat.tensorflow import GradientTape
 from remat.tensorflow.api.gradients import gradients, last_plan
-from remat.tensorflow.peak.allocator import AllocatorModel
 
 LARGE = 4096
 """Samples: the first calls of other functions, such as initial values, are small beside such a step."""
@@ -19,16 +17,7 @@ LARGE = 4096
 
 @pytest.fixture
 def blind(monkeypatch):
-    """A memory model that misses three tenths of a step."""
-    own = AllocatorModel.peak_range
-
-    def too_low(self, graph, schedule):
-        found = own(self, graph, schedule)
-        return dataclasses.replace(
-            found, expected_bytes=int(0.7 * found.expected_bytes), highest_bytes=int(0.7 * found.highest_bytes)
-        )
-
-    monkeypatch.setattr(AllocatorModel, "peak_range", too_low)
+    misses_three_tenths(monkeypatch)
 
 
 def stepping(chain, tapes, **options):
