@@ -191,8 +191,10 @@ class GpuKernels(TorchFunctionMode):
             "math": torch.backends.cuda.math_sdp_enabled(),
         }
         return AttentionCall(
-            tuple(t.dtype for t in tensors[:3]),
-            *(tuple(t.shape) for t in tensors[:3]),
+            dtypes=tuple(t.dtype for t in tensors[:3]),
+            query=tuple(query.shape),
+            key=tuple(key.shape),
+            value=tuple(value.shape),
             mask=None if mask is None else tuple(mask.shape),
             mask_is_differentiated=mask is not None and mask.requires_grad,
             is_dense=all(t.stride(-1) == 1 for t in tensors if t.dim()),
@@ -232,7 +234,8 @@ class GpuKernels(TorchFunctionMode):
             assert _normalise is not None
             plain: torch.Tensor = _normalise(input, normalized_shape, weight, eps)
             return plain
-        result: torch.Tensor = FusedRmsNorm.apply(input, weight, list(normalized_shape), eps)
+        apply: Any = FusedRmsNorm.apply
+        result: torch.Tensor = apply(input, weight, list(normalized_shape), eps)
         return result
 
 
@@ -252,7 +255,7 @@ class FusedRmsNorm(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         """One operator, too."""
         input, weight, reciprocals = ctx.saved_tensors
         wanted = [ctx.needs_input_grad[0], weight is not None and ctx.needs_input_grad[1]]
