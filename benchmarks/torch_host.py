@@ -1,8 +1,9 @@
 """What plans cost the host, per operator and per recomputation: ``python -m benchmarks.torch_host``.
 
-A chain of 100 layers of 16 units, whose kernels take a few microseconds. Prints the least processor time of many steps,
-taken in turns, for plain PyTorch, for a mode and hooks of PyTorch's own that do nothing, and, under ``apply`` and in
-graph mode, for a plan that recomputes nothing and for the smallest plan, which recomputes operators several times.
+A chain of 100 layers of 16 units, whose kernels take a few microseconds. Prints, and keeps in ``benchmarks/results``,
+the least processor time of many steps, taken in turns, for plain PyTorch, for a mode and hooks of PyTorch's own that do
+nothing, and, under ``apply`` and in graph mode, for a plan that recomputes nothing and for the smallest plan, which
+recomputes operators several times.
 
 An operator that is recomputed has a cost of its own, whatever calls it. Two lines say what the same operators cost in
 plain PyTorch without gradients: called by their modules, and called one after another by PyTorch's functions.
@@ -13,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,7 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import remat
 import remat.torch
+from remat.running import machine
 
+RESULT = Path(__file__).parent / "results" / "torch-host.md"
 LAYERS, UNITS, BATCH, STEPS = 100, 16, 256, 60
 
 
@@ -100,11 +104,26 @@ def table(device: str = "cpu") -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    lines = table()
-    print(f"{lines[0]['ops']} operators in the forward pass; us per operator, forward and backward")
+    text = written(table())
+    RESULT.write_text(text)
+    print(text)
+
+
+def written(lines: list[dict[str, Any]]) -> str:
+    """The table as Markdown."""
+    where = machine.described()
+    text = [
+        f"# What plans cost the host: {lines[0]['ops']} operators in the forward pass, us per operator",
+        "",
+        f"{where['system']} {where['processor']}, {where['cores']} cores, one thread; torch {torch.__version__}.",
+        "",
+        "| | forward | backward |",
+        "|---|---|---|",
+    ]
     for line in lines:
-        figures = [f"{line[name]:8.1f}" if name in line else " " * 8 for name in ("forward_us", "backward_us")]
-        print(f"{line['name']:40s}{''.join(figures)}")
+        figures = [f"{line[name]:.1f}" if name in line else "" for name in ("forward_us", "backward_us")]
+        text.append(f"| {line['name']} | {' | '.join(figures)} |")
+    return "\n".join(text) + "\n"
 
 
 def operators_of(model: nn.Sequential) -> Any:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from steps import QUICK, Outcome, made_again_at_every_read, made_again_once
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch_models import CASES, gpt2, mlp, resnet
 
 import remat
@@ -321,6 +322,8 @@ def test_what_cannot_be_captured_runs_eagerly_and_says_why(caplog):
     (message,) = [record.getMessage() for record in caplog.records if "cannot be captured" in record.getMessage()]
     assert "loss_fn" in message
     assert "graph_break" in message
+    assert "test_torch_graph_mode.py:" in message  # Where it broke.
+    assert "Hint" not in message
     assert "\n" not in message
     assert planned.reason in message
     assert planned.plan.mode == "eager"
@@ -544,6 +547,14 @@ def test_what_asks_for_values_runs_in_pieces(caplog):
     fixed = remat.torch.compile(loss_fn, budget=10**6, backend="aten", **QUICK)
     with pytest.raises(remat.UnsupportedStep, match="share"):
         fixed(x)
+
+
+def test_a_sharded_module_is_refused_in_one_line():
+    layer = nn.Linear(4, 4)
+    layer.__class__ = type("FSDPLinear", (FSDPModule, nn.Linear), {})
+    planned = remat.torch.compile(lambda x: layer(x).sum(), backend="aten")
+    with pytest.raises(remat.UnsupportedStep, match=r"fully_shard.*remat.torch.apply"):
+        planned(torch.ones(2, 4))
 
 
 def test_captures_may_come_before_backward_passes(under):

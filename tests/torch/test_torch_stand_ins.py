@@ -91,6 +91,37 @@ def test_values_follow_from_constants_and_from_the_batch():
         assert ("tanh" in kinds) == wanted
 
 
+def test_a_ctc_loss_is_as_wide_as_its_longest_target():
+    layer = nn.Linear(8, 20)
+    labels = torch.tensor([[3, 4, 5, -100], [7, 8, 9, 1]])
+
+    def loss(x, labels):
+        log_probabilities = layer(x).log_softmax(-1).transpose(0, 1)
+        is_label = labels >= 0
+        lengths = torch.full((2,), 12), is_label.sum(-1)
+        return nn.functional.ctc_loss(log_probabilities, labels.masked_select(is_label), *lengths)
+
+    assert_traced_as_run(loss, torch.randn(2, 12, 8), labels)
+    graph = remat.torch.trace(loss, torch.randn(2, 12, 8), labels)
+    (table,) = [t for t in graph.tensors if t.shape == (2, 12, 9)]
+    assert table.size_bytes == 4 * 2 * 12 * 9
+    assert any(op.kind.startswith("_ctc_loss_backward") for op in graph.ops)
+
+
+def test_an_index_that_autograd_saves_is_known_in_the_backward_pass():
+    layer, filling = nn.Linear(8, 8), nn.Parameter(torch.randn(8))
+
+    def loss(x, mask):
+        y = layer(x)
+        y[~mask] = filling
+        return y[mask.transpose(0, 1).contiguous().transpose(0, 1)].square().sum() + y.square().sum()
+
+    mask = torch.rand(4, 6) > 0.5
+    assert_traced_as_run(loss, torch.randn(4, 6, 8), mask)
+    graph = remat.torch.trace(loss, torch.randn(4, 6, 8), mask)
+    assert any(op.phase == "backward" and op.kind.startswith("index") for op in graph.ops)
+
+
 def test_what_the_step_writes_is_known_and_what_it_was_given_stays():
     count, mask = torch.tensor([1, 2]), torch.zeros(3, dtype=torch.bool)
 

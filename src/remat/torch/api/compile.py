@@ -5,15 +5,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 from torch import fx
 
 from remat.core.errors import RematError, UnsupportedStep
 from remat.core.graph import Graph
+from remat.core.labels import shown_path
 from remat.core.plan import Plan
 from remat.fit.request import Request
 from remat.torch.api.eager_limit import eagerly, loss_in
@@ -24,6 +26,10 @@ if TYPE_CHECKING:
     from remat.torch.graph_mode.capture import GraphPlan
 
 _log = logging.getLogger("remat")
+
+# In Dynamo's messages: what comes behind the reason, and the lines of the function that was captured.
+_ADVICE: Final = re.compile(r"\n\s*(?:Hint:|Developer debug context:|For more |For C\+\+|User Stack|Caused by:)|\n\n\n")
+_LINE_OF_CODE: Final = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 
 
 def compile(
@@ -53,8 +59,9 @@ def compile(
     With ``backend="aten"``, which is graph mode, eager PyTorch's own operators run in the order of the plan: the
     numbers are those of eager PyTorch to the last bit on a CPU, nothing is built, and no operator is watched. What
     cannot be captured as one graph runs eagerly, as under ``limit_memory``, and a warning says where and why. What
-    cannot be traced eagerly either, since it asks for values (``.item()``), runs in pieces, each planned by itself. A
-    step whose first run takes more than the budget is captured and planned once more, for what it really took.
+    cannot be traced eagerly either, since it asks for values (``.item()``), runs in pieces, each planned by itself;
+    gradients to which several pieces add then differ by rounding. A step whose first run takes more than the budget is
+    captured and planned once more, for what it really took.
 
     With ``backend="inductor"``, the numbers are those of ``torch.compile``. Inductor is asked what its kernels need
     under each plan before any is built. Random draws are the same in a recomputation, since Inductor derives them from
@@ -180,12 +187,15 @@ class GraphCompiled:
         Raises:
             InfeasibleBudget: at the first call with new shapes, if no plan fits; it names the smallest budget.
             PlanMismatch: where the plan that was given is for another step.
+            UnsupportedStep: for a module under ``fully_shard``; for a step that cannot be planned as a whole and has a
+                budget in bytes.
         """
         if not torch.is_grad_enabled():
             return self._fn(*args, **kwargs)
         if self._beside.optimizer is not None and self._optimizer_bytes is None:
             self._optimizer_bytes = _optimizer_bytes(self._fn, args, kwargs, self._beside.optimizer)
         if self._eager is None:
+            self._reducers.find(args, kwargs)
             try:
                 return self._reducers.run(self._captured, args, kwargs)
             except (UnsupportedStep, *self._capture.NOT_CAPTURED) as error:
@@ -203,7 +213,7 @@ class GraphCompiled:
         return found + gradients_bytes if self._beside.accumulates else found
 
     def _run_eagerly(self, error: Exception) -> None:
-        self.reason = " ".join(str(error).split("\n\nfrom user code")[0].split())
+        self.reason = _reason(error)
         name = getattr(self._fn, "__qualname__", type(self._fn).__name__)
         if self._request.plan is not None:
             raise UnsupportedStep(
@@ -235,6 +245,15 @@ class GraphCompiled:
         self._in_pieces = self._capture.Captured(
             self._fn, request, self._resident_bytes, self._device, self.plans, in_pieces=True
         )
+
+
+def _reason(error: Exception) -> str:
+    """Why Dynamo, or AOTAutograd, could not capture a function, and at which line of it: one line of text."""
+    why, _, where = str(error).partition("from user code")
+    why = _ADVICE.split(why, maxsplit=1)[0]
+    lines = _LINE_OF_CODE.findall(where or str(error))
+    place = "" if not lines else " ({}:{} in {})".format(shown_path(lines[-1][0]), *lines[-1][1:])
+    return " ".join(why.split()) + place
 
 
 def _optimizer_bytes(

@@ -91,6 +91,8 @@ _WHILE_CAPTURING = {
     # Combinations of shapes, each with a plan of its own. A judgement: Dynamo's own limit, 8, is soon reached where the
     # length of sequences varies. Beyond the limit all calls run eagerly.
     "recompile_limit": 64,
+    # Dynamo would turn NumPy into PyTorch, whose random numbers are others: transformers' Wav2Vec2 draws a mask so.
+    "trace_numpy": False,
 }
 
 

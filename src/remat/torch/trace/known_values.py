@@ -64,6 +64,32 @@ class KnownValues:
         place = (tensor.storage_offset(), tensor.shape, tensor.stride())
         return empty.set_(known[1].untyped_storage(), *place)
 
+    def copy_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """A copy of the storage of a tensor of whole numbers or truth values; None where it is not known.
+
+        Such a tensor may be an index, and how much a mask selects is known by its values only.
+        """
+        value = None if tensor.dtype.is_floating_point or tensor.dtype.is_complex else self.of(tensor)
+        if value is None:
+            return None
+        with _private.no_modes():
+            return _private.copy_of_storage(value)
+
+    def known_again(self, values: torch.Tensor, place: Any) -> torch.Tensor:
+        """A tensor with known values, in a new storage.
+
+        Args:
+            values: what ``copy_of`` returned.
+            place: where the tensor lies in its storage: shape, strides, offset.
+        """
+        shape, stride, offset = place
+        with _private.no_modes():
+            copied = _private.copy_of_storage(values)
+            tensor = torch.empty(0, dtype=values.dtype, device=values.device)
+            tensor.set_(copied.untyped_storage(), offset, shape, stride)
+        self._learn(tensor)
+        return tensor
+
     def may_run(self, func: OpOverload, inputs: list[torch.Tensor]) -> bool:
         """Do the results of an operator follow from values that are known?"""
         name = op_facts.base_name(func)

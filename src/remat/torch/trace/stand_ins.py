@@ -7,7 +7,9 @@ that carry shapes exist only while one operator runs, where no code of a user or
 
 from __future__ import annotations
 
+import math
 import weakref
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Final
 
@@ -34,6 +36,16 @@ class StandIns:
         shape, stride, offset = place
         with _private.no_modes():
             return _in_storage(_storage(size_bytes, device), offset, shape, stride, dtype)
+
+    def contiguous(self, shapes: Sequence[tuple[int, ...]], like: torch.Tensor) -> Any:
+        """What an operator returns that makes contiguous tensors of these shapes, like another in dtype and device."""
+        made = []
+        for shape in shapes:
+            strides = torch.empty(shape, device="meta").stride()
+            size_bytes = math.prod(shape) * like.element_size()
+            made.append(self.at(size_bytes, (shape, strides, 0), like.dtype, like.device))
+        self.note(made)
+        return tuple(made) if len(made) > 1 else made[0]
 
     def run(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What an operator returns; called where no mode sees operators.

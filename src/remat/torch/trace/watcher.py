@@ -19,7 +19,7 @@ from torch.nn.modules import module as module_hooks
 
 from remat.core.labels import shown_path
 from remat.torch import _private
-from remat.torch.trace import cpu_scratch, gpu_attention, op_facts
+from remat.torch.trace import cpu_scratch, gpu_attention, op_facts, result_shapes
 from remat.torch.trace.known_values import are_small
 from remat.torch.trace.recording import (
     KnownStorages,
@@ -52,12 +52,14 @@ class _Packed:
     Attributes:
         number: of the saved tensor in the recording.
         geometry: where the tensor lies in its storage, and how large that is.
+        values: a copy of what is in that storage, where it is known and may decide what the backward pass computes.
     """
 
-    __slots__ = ("__weakref__", "geometry", "number")
+    __slots__ = ("__weakref__", "geometry", "number", "values")
 
-    def __init__(self, number: int, tensor: torch.Tensor) -> None:
+    def __init__(self, number: int, tensor: torch.Tensor, values: torch.Tensor | None) -> None:
         self.number = number
+        self.values = values
         place = (tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
         self.geometry = (tensor.untyped_storage().nbytes(), place, tensor.dtype, tensor.device)
 
@@ -134,9 +136,19 @@ class StepWatcher(_private.TorchDispatchMode):
                 return self._guess
             out = stand_ins.run(func, args, kwargs)
         else:
-            out = stand_ins.run(func, args, kwargs)
+            shapes = result_shapes.shapes_of(func, args, self._lengths_in)
+            if shapes is None:
+                out = stand_ins.run(func, result_shapes.with_positions(func, args, self.storages.value_of), kwargs)
+            else:
+                out = stand_ins.contiguous(shapes, args[0])
         values.forget(op_facts.written(func, args, kwargs))
         return out
+
+    def _lengths_in(self, argument: Any) -> list[int] | None:
+        if not isinstance(argument, torch.Tensor):
+            return list(argument)
+        value = self.storages.value_of(argument)
+        return None if value is None else [int(one) for one in value.flatten().unbind()]
 
     def pin(self, tensors: Sequence[torch.Tensor], role: str = "") -> None:
         """Count tensors that exist before the step, whether it touches them or not."""
@@ -262,7 +274,7 @@ class StepWatcher(_private.TorchDispatchMode):
         if self.recording.storages[number].made_by is None:
             return tensor
         saved[-1].storage, saved[-1].version = number, len(self.recording.storages[number].writes)
-        packed = _Packed(len(saved) - 1, tensor)
+        packed = _Packed(len(saved) - 1, tensor, self.storages.values.copy_of(tensor))
         weakref.finalize(packed, self._packed_died, number).atexit = False
         return packed
 
@@ -274,7 +286,10 @@ class StepWatcher(_private.TorchDispatchMode):
         if saved.unpacked is None:
             saved.unpacked = len(self.recording.ops)
         assert saved.storage is not None
-        tensor = self.storages.stand_ins.at(*packed.geometry)
+        if packed.values is None:
+            tensor = self.storages.stand_ins.at(*packed.geometry)
+        else:
+            tensor = self.storages.values.known_again(packed.values, packed.geometry[1])
         # An operator that reads this tensor reads what was saved.
         self.storages.stands_for(tensor, saved.storage, until_it_dies=True)
         return tensor
