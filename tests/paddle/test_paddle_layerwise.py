@@ -101,12 +101,12 @@ def test_a_tighter_budget_recomputes_more_and_the_smallest_is_named(plain):
 
 
 def test_each_signature_is_planned_and_other_parts_run_once():
-    net = remat.paddle.limit_memory(Uncapturable(4), 7_000_000, planner="peak_greedy")
+    net = remat.paddle.limit_memory(Uncapturable(4), 7_400_000, planner="peak_greedy")
     calls = []
     net.blocks[0].widen.register_forward_post_hook(lambda *_: calls.append(1))
     for samples in (64, 1024):
         net(paddle.ones([samples, 64])).mean().backward()
-        assert remat.paddle.plan_of(net).peak_bytes <= 7_000_000
+        assert remat.paddle.plan_of(net).peak_bytes <= 7_400_000
     assert remat.paddle.plan_of(net).recomputed > 0
     calls.clear()
     net(paddle.ones([64, 64])).mean().backward()

@@ -12,6 +12,7 @@ import dataclasses
 import logging
 import time
 import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -53,19 +54,25 @@ class Part:
         saved_bytes: of what autograd saved, the layer's inputs and parameters left out.
         results: where its results lie, and their bytes.
         largest_bytes: the largest tensor of these.
+        scratch_bytes: more bytes than at its end were allocated at once while it ran: what kernels need by the way.
         time_s: seconds that it took.
         inner: the layers that it called itself.
+        started: how many calls began before it.
+        died: how many calls had begun when nothing held its results any more.
     """
 
     layer: Any
     name: str
     saved_bytes: int = 0
     largest_bytes: int = 0
+    scratch_bytes: int = 0
     time_s: float = 0.0
     inner: list[Part] = field(default_factory=list)
     given: dict[int, int] = field(default_factory=dict)
     results: dict[int, int] = field(default_factory=dict)
     held: dict[int, Any] = field(default_factory=dict)
+    started: int = 0
+    died: int = 0
 
 
 class Layerwise:
@@ -180,19 +187,37 @@ def _calls_noted(layer: Any, stack: list[Part]) -> Iterator[None]:
     """Inside, every call of a layer within another one is a part of the newest one on the stack."""
     removers = []
     whole = stack[0]
+    begun = 0
+    _private.reset_peak()
 
     def enter(name: str) -> Callable[..., None]:
         def before(called: Any, inputs: Any) -> None:
-            part = Part(called, name, given=_places(list(inputs)), time_s=-time.perf_counter())
+            nonlocal begun
+            begun += 1
+            note_peak()
+            part = Part(called, name, given=_places(list(inputs)), time_s=-time.perf_counter(), started=begun)
             stack[-1].inner.append(part)
             stack.append(part)
 
         return before
 
+    def note_peak() -> None:
+        peak_bytes = _private.peak_bytes()
+        for part in stack:
+            part.scratch_bytes = max(part.scratch_bytes, peak_bytes)
+        _private.reset_peak()
+
+    def note_death(part: Part) -> None:
+        part.died = begun
+
     def leave(called: Any, inputs: Any, result: Any) -> None:
+        note_peak()
         part = stack.pop()
+        part.scratch_bytes = max(0, part.scratch_bytes - _private.allocated_bytes())
         part.time_s += time.perf_counter()
         part.results = _places(result)
+        for tensor in tensors_in(result):
+            weakref.finalize(tensor, note_death, part).atexit = False
         part.held.clear()
         if len(stack) == 1:
             whole.held.clear()
@@ -313,24 +338,30 @@ def _graph_of(layer: Any, parts: Sequence[Part], whole: Part, args: tuple[Any, .
         op(part.name, "forward", before, [*made, *results], 0.0, recomputable=False)
         saved.append(tensor(part.saved_bytes, f"{part.name}, saved"))
         op(f"{part.name}, saved", "forward", reads[-1], [saved[-1]], part.time_s)
-    gradient = tensor(sum(parts[-1].results.values()), "gradient of the result")
-    op("loss", "loss", [ops[-2].outputs[-1] if ops[-2].outputs else rest], [gradient], 0.0, recomputable=False)
+    gradients = [tensor(sum(part.results.values()), f"gradient of {part.name}") for part in parts]
+    # The gradient of a result is there from the backward pass of the last part that may read the result.
+    last_readers = [
+        max((n for n in range(number + 1, len(parts)) if parts[n].started <= part.died), default=number + 1)
+        for number, part in enumerate(parts)
+    ]
+    made_by = [
+        [gradients[n] for n, last in enumerate(last_readers) if last == number] for number in range(len(parts) + 1)
+    ]
+    op("loss", "loss", [ops[-2].outputs[-1] if ops[-2].outputs else rest], made_by[-1], 0.0, recomputable=False)
     for number in reversed(range(len(parts))):
         part = parts[number]
-        before_part = tensor(sum(part.given.values()) if number else 0, f"gradient before {part.name}")
         trained = sum(p.size * p.element_size() for p in part.layer.parameters() if not p.stop_gradient)
         outputs.append(tensor(trained, f"gradients of {part.name}"))
         op(
             f"{part.name}, backward",
             "backward",
-            dict.fromkeys([saved[number], *reads[number], gradient, *([rest] if number == 0 else [])]),
-            [before_part, outputs[-1]],
+            dict.fromkeys([saved[number], *reads[number], gradients[number], *([rest] if number == 0 else [])]),
+            [*made_by[number], outputs[-1]],
             2 * part.time_s,
             recomputable=False,
             # Two gradients inside of the part, of which no more is known than what they are gradients of.
-            workspace_bytes=2 * part.largest_bytes,
+            workspace_bytes=2 * part.largest_bytes + part.scratch_bytes,
         )
-        gradient = before_part
     return Graph(tuple(ops), tuple(tensors), tuple(pinned), tuple(outputs), free_order=False)
 
 
