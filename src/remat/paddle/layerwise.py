@@ -255,7 +255,7 @@ def parts_of(whole: Part) -> list[Part]:
         is_large = part.total_bytes > _LARGEST_SHARE * whole_bytes and len(part.inner) > 1
         is_large = is_large and covered >= _COVERED_SHARE * part.total_bytes
         if not is_large and calls[id(part.layer)] == 1:
-            return [part] if part.total_bytes else []
+            return [part]  # Also one that saves nothing of its own: its inputs are kept for it.
         return [one for inner in part.inner for one in taken_apart(inner)]
 
     count(whole)
