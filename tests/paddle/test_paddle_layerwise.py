@@ -82,7 +82,7 @@ def test_it_keeps_the_budget_with_the_same_numbers_and_says_so_once(plain, budge
     plan = remat.paddle.plan_of(found[3])
     assert plan.mode == "layers"
     assert 0 < plan.recomputed <= 8
-    assert plan.baseline_peak_bytes == pytest.approx(plain[2], rel=0.1)
+    assert plain[2] <= plan.baseline_peak_bytes <= 1.25 * plain[2]  # Results that nobody saves count, too.
     assert found[2] <= plan.budget_bytes
     said = [record.getMessage() for record in caplog.records if "runs eagerly" in record.getMessage()]
     assert len(said) == 1
@@ -101,12 +101,12 @@ def test_a_tighter_budget_recomputes_more_and_the_smallest_is_named(plain):
 
 
 def test_each_signature_is_planned_and_other_parts_run_once():
-    net = remat.paddle.limit_memory(Uncapturable(4), 7_000_000, planner="peak_greedy")
+    net = remat.paddle.limit_memory(Uncapturable(4), 10_500_000, planner="peak_greedy")
     calls = []
     net.blocks[0].widen.register_forward_post_hook(lambda *_: calls.append(1))
     for samples in (64, 1024):
         net(paddle.ones([samples, 64])).mean().backward()
-        assert remat.paddle.plan_of(net).peak_bytes <= 7_000_000
+        assert remat.paddle.plan_of(net).peak_bytes <= 10_500_000
     assert remat.paddle.plan_of(net).recomputed > 0
     calls.clear()
     net(paddle.ones([64, 64])).mean().backward()
@@ -144,11 +144,12 @@ def test_results_that_late_parts_read_are_counted():
             peaks.append(_private.peak_bytes() - before)
         return [p.grad.numpy() for p in net.parameters() if not p.stop_gradient], max(peaks), net
 
-    expected, _, _ = trained(None)
-    found, peak_bytes, net = trained("80%")
+    expected, plain_bytes, _ = trained(None)
+    found, peak_bytes, net = trained("90%")
     plan = remat.paddle.plan_of(net)
     assert plan.recomputed > 0
     assert all(np.array_equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert plain_bytes <= plan.baseline_peak_bytes
     assert peak_bytes <= plan.budget_bytes
 
 

@@ -83,15 +83,15 @@ def to_static(name: str, budget: int | str | None) -> Trained:
         inputs, labels = map(paddle.to_tensor, model.batch(step))
         gc.collect()
         before = _private.allocated_bytes() - held - inputs.size * inputs.element_size()
+        _private.reset_peak()
         output = net(inputs)
-        _private.reset_peak()  # What the loss itself takes lies outside of the layer, and is small: see below.
+        forward_bytes = _private.peak_bytes() - before
         loss = loss_of(output, labels)
-        del output
-        loss_peak = _private.peak_bytes()
         _private.reset_peak()
         loss.backward()
-        peaks.append(_private.peak_bytes() - before)
-        assert loss_peak - before <= peaks[-1] * 1.05
+        # The loss lies outside of the layer; by then nothing of it is left but the gradient of the layer's result.
+        del output
+        peaks.append(max(forward_bytes, _private.peak_bytes() - before))
         losses.append(float(loss))
         del loss
         optimizer.step()

@@ -125,10 +125,12 @@ class Captured:
         profile = get_profile(self._device or device_here("cpu"))
         ops = list(program.global_block().ops)
         gradients = [v for op in ops[backward_start:] for v in op.results() if v.initialized() and v.use_empty()]
+        # Whoever starts the backward pass holds the gradients of the results until it is over.
+        given = [v for op in ops[forward_end:backward_start] for v in op.results() if v.initialized()]
         sizes = Sizes(program)
         held = redirect_shape_reads(ops, backward_start, sizes)
         cut = Cut(forward_end, backward_start, held)
-        traced = trace_program(program, profile, sizes, kept=gradients, cut=cut)
+        traced = trace_program(program, profile, sizes, kept=[*gradients, *given], cut=cut)
         self.traced = traced
         if not self._request.plans:
             return forward_end

@@ -12,7 +12,8 @@ import dataclasses
 import logging
 import time
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -50,22 +51,38 @@ class Part:
         layer: that was called.
         name: its name in the whole.
         given: where its inputs lie, and their bytes.
-        saved_bytes: of what autograd saved, the layer's inputs and parameters left out.
+        saved_bytes: of what autograd saved outside of inner calls; the layer's inputs, results and parameters left out.
         results: where its results lie, and their bytes.
         largest_bytes: the largest tensor of these.
+        scratch_bytes: more bytes than at its end were allocated at once while it ran: what kernels need by the way.
         time_s: seconds that it took.
         inner: the layers that it called itself.
+        started: how many calls began before it.
+        died: how many calls had begun when nothing held its results any more.
     """
 
     layer: Any
     name: str
     saved_bytes: int = 0
     largest_bytes: int = 0
+    scratch_bytes: int = 0
     time_s: float = 0.0
     inner: list[Part] = field(default_factory=list)
     given: dict[int, int] = field(default_factory=dict)
     results: dict[int, int] = field(default_factory=dict)
     held: dict[int, Any] = field(default_factory=dict)
+    started: int = 0
+    died: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        """What autograd saved in the call and in all inner ones."""
+        inner = (one.total_bytes + one.result_bytes(without=self.results) for one in self.inner)
+        return self.saved_bytes + sum(inner)
+
+    def result_bytes(self, without: Collection[int] = ()) -> int:
+        """Bytes of the results, those left out that lie at some places."""
+        return sum(size_bytes for place, size_bytes in self.results.items() if place not in without)
 
 
 class Layerwise:
@@ -155,16 +172,14 @@ def observe(layer: Any, forward: Callable[..., Any], args: Sequence[Any], kwargs
     stack = [whole]
     parameters = {p.data_ptr() for p in layer.parameters()}
 
-    def pack(tensor: Any) -> Any:
-        place, size_bytes = tensor.data_ptr(), tensor.size * tensor.element_size()
-        if place not in parameters:
-            for part in stack:
-                if place not in part.given and place not in part.held:
-                    # Held while the part runs, so that nothing else is given its place.
-                    part.held[place] = tensor.detach()
-                    part.saved_bytes += size_bytes
-                    part.largest_bytes = max(part.largest_bytes, size_bytes)
-        return None
+    def pack(tensor: Any) -> None:
+        part, place = stack[-1], tensor.data_ptr()
+        if place not in parameters and place not in part.given and place not in part.held:
+            # Held until the next call begins or ends, so that nothing else is given its place.
+            part.held[place] = tensor.detach()
+            size_bytes = tensor.size * tensor.element_size()
+            part.saved_bytes += size_bytes
+            part.largest_bytes = max(part.largest_bytes, size_bytes)
 
     with _calls_noted(layer, stack), side_effects_left_alone(forward, args):
         started = time.perf_counter()
@@ -179,23 +194,41 @@ def observe(layer: Any, forward: Callable[..., Any], args: Sequence[Any], kwargs
 def _calls_noted(layer: Any, stack: list[Part]) -> Iterator[None]:
     """Inside, every call of a layer within another one is a part of the newest one on the stack."""
     removers = []
-    whole = stack[0]
+    begun = 0
+    _private.reset_peak()
 
     def enter(name: str) -> Callable[..., None]:
         def before(called: Any, inputs: Any) -> None:
-            part = Part(called, name, given=_places(list(inputs)), time_s=-time.perf_counter())
+            nonlocal begun
+            begun += 1
+            stack[-1].held.clear()
+            note_peak()
+            part = Part(called, name, given=_places(list(inputs)), time_s=-time.perf_counter(), started=begun)
             stack[-1].inner.append(part)
             stack.append(part)
 
         return before
 
+    def note_peak() -> None:
+        peak_bytes = _private.peak_bytes()
+        for part in stack:
+            part.scratch_bytes = max(part.scratch_bytes, peak_bytes)
+        _private.reset_peak()
+
+    def note_death(part: Part) -> None:
+        part.died = begun
+
     def leave(called: Any, inputs: Any, result: Any) -> None:
+        note_peak()
         part = stack.pop()
+        part.scratch_bytes = max(0, part.scratch_bytes - _private.allocated_bytes())
         part.time_s += time.perf_counter()
         part.results = _places(result)
+        for tensor in tensors_in(result):
+            weakref.finalize(tensor, note_death, part).atexit = False
+        part.saved_bytes -= sum(size for place, size in part.results.items() if place in part.held)
+        part.largest_bytes = max([part.largest_bytes, *(inner.largest_bytes for inner in part.inner)])
         part.held.clear()
-        if len(stack) == 1:
-            whole.held.clear()
 
     for name, inner in layer.named_sublayers():
         removers.append(inner.register_forward_pre_hook(enter(name)))
@@ -210,6 +243,7 @@ def _calls_noted(layer: Any, stack: list[Part]) -> Iterator[None]:
 def parts_of(whole: Part) -> list[Part]:
     """The parts to choose from, in the order of their calls: none within another, none that is called twice."""
     calls: dict[int, int] = {}
+    whole_bytes = whole.total_bytes
 
     def count(part: Part) -> None:
         calls[id(part.layer)] = calls.get(id(part.layer), 0) + 1
@@ -217,11 +251,11 @@ def parts_of(whole: Part) -> list[Part]:
             count(inner)
 
     def taken_apart(part: Part) -> list[Part]:
-        covered = sum(inner.saved_bytes + sum(inner.results.values()) for inner in part.inner)
-        is_large = part.saved_bytes > _LARGEST_SHARE * whole.saved_bytes and len(part.inner) > 1
-        is_large = is_large and covered >= _COVERED_SHARE * part.saved_bytes
+        covered = part.total_bytes - part.saved_bytes
+        is_large = part.total_bytes > _LARGEST_SHARE * whole_bytes and len(part.inner) > 1
+        is_large = is_large and covered >= _COVERED_SHARE * part.total_bytes
         if not is_large and calls[id(part.layer)] == 1:
-            return [part] if part.saved_bytes else []
+            return [part]  # Also one that saves nothing of its own: its inputs are kept for it.
         return [one for inner in part.inner for one in taken_apart(inner)]
 
     count(whole)
@@ -275,6 +309,13 @@ class _PartsCandidate(Candidate):
         return tuple(found)
 
 
+def _rest_bytes(part: Part, chosen_from: Collection[int]) -> int:
+    """What autograd saved outside of the parts to choose from."""
+    if id(part) in chosen_from:
+        return 0
+    return part.saved_bytes + sum(_rest_bytes(inner, chosen_from) for inner in part.inner)
+
+
 def _graph_of(layer: Any, parts: Sequence[Part], whole: Part, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
     tensors: list[Tensor] = []
     ops: list[Op] = []
@@ -292,8 +333,7 @@ def _graph_of(layer: Any, parts: Sequence[Part], whole: Part, args: tuple[Any, .
         tensor(sum(p.size * p.element_size() for p in (*layer.parameters(), *layer.buffers())), "parameters"),
         tensor(sum(t.size * t.element_size() for t in tensors_in((list(args), kwargs))), "batch"),
     ]
-    known = sum(part.saved_bytes + sum(part.results.values()) for part in parts)
-    rest = tensor(max(0, whole.saved_bytes - known), "saved between the parts")
+    rest = tensor(_rest_bytes(whole, {id(part) for part in parts}), "saved between the parts")
     op("between the parts", "forward", pinned, [rest], 0.0, recomputable=False)
     lies_at = dict.fromkeys(whole.given, pinned[1])
     reads, saved = [], []
@@ -311,26 +351,32 @@ def _graph_of(layer: Any, parts: Sequence[Part], whole: Part, args: tuple[Any, .
                 lies_at[place] = tensor(size_bytes, part.name)
                 results.append(lies_at[place])
         op(part.name, "forward", before, [*made, *results], 0.0, recomputable=False)
-        saved.append(tensor(part.saved_bytes, f"{part.name}, saved"))
+        saved.append(tensor(part.total_bytes, f"{part.name}, saved"))
         op(f"{part.name}, saved", "forward", reads[-1], [saved[-1]], part.time_s)
-    gradient = tensor(sum(parts[-1].results.values()), "gradient of the result")
-    op("loss", "loss", [ops[-2].outputs[-1] if ops[-2].outputs else rest], [gradient], 0.0, recomputable=False)
+    gradients = [tensor(sum(part.results.values()), f"gradient of {part.name}") for part in parts]
+    # The gradient of a result is there from the backward pass of the last part that may read the result.
+    last_readers = [
+        max((n for n in range(number + 1, len(parts)) if parts[n].started <= part.died), default=number + 1)
+        for number, part in enumerate(parts)
+    ]
+    made_by = [
+        [gradients[n] for n, last in enumerate(last_readers) if last == number] for number in range(len(parts) + 1)
+    ]
+    op("loss", "loss", [ops[-2].outputs[-1] if ops[-2].outputs else rest], made_by[-1], 0.0, recomputable=False)
     for number in reversed(range(len(parts))):
         part = parts[number]
-        before_part = tensor(sum(part.given.values()) if number else 0, f"gradient before {part.name}")
         trained = sum(p.size * p.element_size() for p in part.layer.parameters() if not p.stop_gradient)
         outputs.append(tensor(trained, f"gradients of {part.name}"))
         op(
             f"{part.name}, backward",
             "backward",
-            dict.fromkeys([saved[number], *reads[number], gradient, *([rest] if number == 0 else [])]),
-            [before_part, outputs[-1]],
+            dict.fromkeys([saved[number], *reads[number], gradients[number], *([rest] if number == 0 else [])]),
+            [*made_by[number], outputs[-1]],
             2 * part.time_s,
             recomputable=False,
             # Two gradients inside of the part, of which no more is known than what they are gradients of.
-            workspace_bytes=2 * part.largest_bytes,
+            workspace_bytes=2 * part.largest_bytes + part.scratch_bytes,
         )
-        gradient = before_part
     return Graph(tuple(ops), tuple(tensors), tuple(pinned), tuple(outputs), free_order=False)
 
 

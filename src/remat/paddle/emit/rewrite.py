@@ -38,6 +38,7 @@ class _Rewriter:
         self._newest: dict[str, Any] = {}
         self._lists: dict[tuple[str, tuple[str, ...]], Any] = {}
         self._replaced_lists: dict[str, Any] = {}
+        self._places = {_private.op_id(op): n for n, op in enumerate(traced.program.global_block().ops)}
 
     def run(self, schedule: Sequence[int]) -> int:
         units = self._traced.units
@@ -46,8 +47,13 @@ class _Rewriter:
         fences: dict[int, _private.PythonOp] = {}
         if has_copies and not _private.is_on_gpu():
             first_runs = {index: position for position, index in reversed(list(enumerate(order)))}
-            joined = [first_runs[index] for index, unit in enumerate(units) if unit.how is How.APPLY]
-            fences = Fences(self._traced.graph, order, starts, joined).before
+            # A dropout is one operator, and what stands between two halves runs in none of them.
+            closed = [
+                first_runs[index]
+                for index, unit in enumerate(units)
+                if unit.how is How.APPLY or self._is_between(self._places[_private.op_id(unit.op)])
+            ]
+            fences = Fences(self._traced.graph, order, starts, closed).before
         started: set[int] = set()
         pending: list[int] = []
         for position, index in enumerate(order):
@@ -72,6 +78,11 @@ class _Rewriter:
                 value.get_defining_op().erase()
         return len(order) - len(units)
 
+    def _is_between(self, place: int) -> bool:
+        """Does an operator stand between the halves of the program?"""
+        cut = self._traced.cut
+        return cut is not None and cut.forward_end <= place < cut.backward_start
+
     def _order_of(self, schedule: Sequence[int]) -> tuple[list[int], list[int]]:
         """The order in which the program will run, and the positions at which its halves start.
 
@@ -80,13 +91,12 @@ class _Rewriter:
         cut = self._traced.cut
         if cut is None:
             return list(schedule), [0]
-        places = {_private.op_id(op): n for n, op in enumerate(self._traced.program.global_block().ops)}
         order: list[int] = []
         moved: list[int] = []
         start = 0
         started: set[int] = set()
         for index in schedule:
-            place = places[_private.op_id(self._traced.units[index].op)]
+            place = self._places[_private.op_id(self._traced.units[index].op)]
             if index in started:
                 moved.append(index)
                 continue

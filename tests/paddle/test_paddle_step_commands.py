@@ -18,6 +18,7 @@ import paddle
 
 
 def net():
+    paddle.seed(0)
     return paddle.nn.Sequential(*[paddle.nn.Sequential(paddle.nn.Linear(64, 64), paddle.nn.GELU()) for _ in range(6)])
 
 
@@ -58,7 +59,7 @@ def test_plan_of_a_loss_and_the_table_of_its_largest_tensors(run):
 
 def test_report_of_a_static_program_lists_each_operator(run):
     built = build("attention")
-    plan = remat.paddle.plan_program(built.main, "70%", fetch_list=[built.loss], planner="peak_greedy")
+    plan = remat.paddle.plan_program(built.main, "85%", fetch_list=[built.loss], planner="peak_greedy")
     plan.graph.save("graph.json")
     plan.save("plan.json")
 
