@@ -23,7 +23,7 @@ SYMBOLS = [
     ("jax._src.interpreters.batching", "zero_if_mapped"),
     ("jax._src.interpreters.partial_eval", "convert_constvars_jaxpr"),
     ("jax._src.named_sharding", "UNSPECIFIED"),
-    ("jax._src.interpreters.ad", "Zero"),
+    ("jax._src.ad_util", "Zero"),
     ("jax._src.interpreters.ad", "instantiate_zeros"),
     *([("jax.experimental.hijax", "VJPHiPrimitive")] if _private.HAS_OWN_CALLS else []),
     ("jax.extend.core", "ClosedJaxpr"),

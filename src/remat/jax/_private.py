@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import jax
 import jax.extend.core.primitives as known_primitives
 from jax._src import core, effects, source_info_util
+from jax._src.ad_util import Zero
 from jax._src.interpreters import batching, partial_eval
-from jax._src.interpreters.ad import Zero, instantiate_zeros
+from jax._src.interpreters.ad import instantiate_zeros
 from jax._src.named_sharding import UNSPECIFIED
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 

@@ -71,7 +71,7 @@ class GpuKernels(TorchFunctionMode):
         self._patches = ExitStack()
 
     def __enter__(self) -> GpuKernels:
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         functions = {"scaled_dot_product_attention": self._attend, "dropout": self._drop_of_functional}
         if _normalise is not None:
             functions["rms_norm"] = self._normalise
@@ -81,7 +81,7 @@ class GpuKernels(TorchFunctionMode):
 
     def __exit__(self, *exception: Any) -> None:
         self._patches.close()
-        super().__exit__(*exception)
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._own.get(func, func)(*args, **(kwargs or {}))
