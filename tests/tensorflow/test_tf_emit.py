@@ -131,13 +131,17 @@ def seen_through(tensor):
     return tensor.op.inputs[0] if tensor.op.name.endswith(("/held", "/computed")) else tensor
 
 
+def least_peak(function, x):
+    """The least of three: where no counter stands by, what else the process does at that moment is in a peak."""
+    return min(measure(function, x, repeats=2).peak_bytes for _ in range(3))
+
+
 def test_the_executor_keeps_the_copies_and_the_memory():
     """Fails if the graph optimizer folds the copies back, or runs them early."""
     x = inputs()
     plain, planned = write("65%", rewrite=False), write("65%")
 
-    plain_peak = measure(plain.function, x, repeats=2).peak_bytes
-    planned_peak = measure(planned.function, x, repeats=2).peak_bytes
+    plain_peak, planned_peak = (least_peak(one.function, x) for one in (plain, planned))
 
     saved = plain.plan.baseline_peak_bytes - planned.plan.peak_bytes
     assert saved > 4 * BATCH * WIDTH * 4

@@ -102,6 +102,7 @@ class _Emitter:
         self.constant: dict[str, bool] = {}  # By name, whether an operation makes what the graph optimizer knows.
         # What stands in for tensors that the graph optimizer must not see through: by name, and by how it is made.
         self.hidden: dict[tuple[str, _Cover], tf.Tensor] = {}
+        self.merges = _private.uses_onednn()
         pinned = {self.graph.roots[t] for t in self.graph.inputs}
         light = int(_LIGHT * max(1, plan.peak_bytes))
         self.large = [
@@ -116,7 +117,7 @@ class _Emitter:
                 self._end_span()
             operation = self._copy(index) if self.runs[index] else self._rebind(index)
             if self._heavy(index):
-                if self.graph.ops[index].kind in op_facts.MERGED_BY_ONEDNN:
+                if self.merges and self.graph.ops[index].kind in op_facts.MERGED_BY_ONEDNN:
                     self.loose.append((operation, self._merged_with(index)))
                 else:
                     self._keep_in_order(operation)
