@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -15,6 +18,7 @@ import remat.testing
 from remat.running.cost_model import get_profile
 from remat.tensorflow import _private, measure
 from remat.tensorflow.emit.emit import emit, span_starts
+from remat.tensorflow.peak.device import current_device
 from remat.tensorflow.trace.func_graph import trace_func_graph
 
 pytestmark = pytest.mark.other_cpu
@@ -131,21 +135,27 @@ def seen_through(tensor):
     return tensor.op.inputs[0] if tensor.op.name.endswith(("/held", "/computed")) else tensor
 
 
-def least_peak(function, x):
-    """The least of three: where no counter stands by, what else the process does at that moment is in a peak."""
-    return min(measure(function, x, repeats=2).peak_bytes for _ in range(3))
+def saved_bytes():
+    """What a plan saves of the peak, predicted and measured."""
+    plain, planned = write("65%", rewrite=False), write("65%")
+    x = inputs()
+    plain_peak, planned_peak = (measure(one.function, x, repeats=2).peak_bytes for one in (plain, planned))
+    return plain.plan.baseline_peak_bytes - planned.plan.peak_bytes, plain_peak - planned_peak
+
+
+def saved_bytes_in_a_process_of_its_own():
+    """The process itself is measured where no counter is: what other tests left in this one is in its peak."""
+    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def test_the_executor_keeps_the_copies_and_the_memory():
     """Fails if the graph optimizer folds the copies back, or runs them early."""
-    x = inputs()
-    plain, planned = write("65%", rewrite=False), write("65%")
+    predicted, measured = saved_bytes() if current_device().has_counter else saved_bytes_in_a_process_of_its_own()
 
-    plain_peak, planned_peak = (least_peak(one.function, x) for one in (plain, planned))
-
-    saved = plain.plan.baseline_peak_bytes - planned.plan.peak_bytes
-    assert saved > 4 * BATCH * WIDTH * 4
-    assert plain_peak - planned_peak > 0.7 * saved
+    assert predicted > 4 * BATCH * WIDTH * 4
+    assert measured > 0.7 * predicted
 
 
 def test_plan_for_another_graph_writes_nothing(written):
@@ -154,3 +164,7 @@ def test_plan_for_another_graph_writes_nothing(written):
     with pytest.raises(remat.PlanMismatch):
         emit(written.plan, dataclasses.replace(other.step, graph=remat.testing.chain(3)))
     assert not copies_in(other.function.get_concrete_function(inputs()))
+
+
+if __name__ == "__main__":
+    print(json.dumps(saved_bytes()))
