@@ -23,7 +23,8 @@ find more and take longer."""
 _NODES_OF_MANY: Final = 1
 """The same in a search that is one of many for a step, as under a compiler. With 200 nodes a chain of eight layers took
 up to 15 s a search, of which a refusal makes six, and no plan of 80 to 57 % of its peak was cheaper; steps that nothing
-else fits into a budget are mostly found at the first node. Of 40 small steps at 80 to 40 %, three cost more so."""
+else fits into a budget are mostly found at the first node. Of 40 small steps at 80 to 40 %, three cost more so, and one
+is refused."""
 _SMALL: Final = 60
 _MOST_S_OF_SMALL: Final = 15.0
 """Ops of a graph that is solved as an oracle would, and seconds for it: with fifteen instead of ten one more of the
