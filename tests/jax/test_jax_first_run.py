@@ -12,6 +12,7 @@ import remat
 import remat.jax
 from remat.fit.peaks import PeakRange
 from remat.jax.peak import Compiler
+from said import said
 
 BATCH, UNITS, LAYERS = 1024, 64, 6
 
@@ -45,10 +46,6 @@ def given():
 @pytest.fixture
 def plain_bytes(given):
     return remat.jax.jit(step, budget=1 << 40).plan_for(*given).peak_bytes
-
-
-def said(caplog):
-    return [record.getMessage() for record in caplog.records if record.name == "remat"]
 
 
 def assert_same(found, expected):
@@ -111,6 +108,7 @@ def test_a_strict_limit_refuses_before_anything_runs(given, plain_bytes, blind):
         with pytest.raises(remat.PlanMismatch, match="more than the budget of"):
             ours(weights, x)
     assert not any(w.is_deleted() for w in weights)
+    assert ours.plan.recomputed == remat.jax.jit(step, **{**options, "strict": False}).plan_for(weights, x).recomputed
     with pytest.raises(remat.PlanMismatch, match="more than the budget of"):
         remat.jax.value_and_grad(loss, **options)(weights, x)
 

@@ -9,8 +9,9 @@ from small_models import compiled, limit
 
 import remat
 import remat.keras
-from blind_allocator import misses_three_tenths
+from blind_allocator import sees_only
 from remat.tensorflow.peak.device import current_device
+from said import said
 
 SAMPLES, UNITS = 4096, 128  # 2 MiB an activation: blocks that the counter sees. The plain step takes 34 MB.
 
@@ -30,14 +31,9 @@ def fitted(step_bytes, epochs=1, **options):
     return remat.keras.plan_of(model), history.history["loss"]
 
 
-def said(caplog):
-    """What remat said; TensorFlow may speak too, of functions that earlier tests traced."""
-    return [record.getMessage() for record in caplog.records if record.name == "remat"]
-
-
 @pytest.fixture
 def blind(monkeypatch):
-    misses_three_tenths(monkeypatch)
+    sees_only(0.7, monkeypatch)
 
 
 def test_the_plan_says_what_its_first_step_took(caplog):

@@ -49,6 +49,7 @@ METHODS = [
     (tf.Operation, "_update_input", ["index", "tensor"]),
     (tf.Operation, "_add_control_inputs", []),  # These two are C++: they show no signature.
     (tf.Operation, "_set_device", []),
+    (tf.Operation, "_set_attr", []),
     (type(tf.function(lambda: None)), "_clone", ["python_function"]),
 ]
 MOVED = (

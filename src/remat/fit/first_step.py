@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Final, Literal
 
 from remat.core.budget import format_bytes
+from remat.core.errors import PlanMismatch
 from remat.core.plan import Plan
+
+_log = logging.getLogger("remat")
 
 OnChange = Literal["replan", "keep"]
 """What a front end does about a step that its plan does not fit: plan again, or keep the plan."""
@@ -51,6 +55,17 @@ def broken_budget(plan: Plan, measured_bytes: int, first_difference: str | None,
         f"{format_bytes(plan.budget_bytes)}; {format_bytes(plan.peak_bytes)} were predicted. {why}. Plan with a batch "
         "as this one, or for a smaller budget"
     )
+
+
+def tell(message: str, *, strict: bool) -> None:
+    """Log that a budget was broken.
+
+    Raises:
+        PlanMismatch: in place of the log, where the user wants an error.
+    """
+    if strict:
+        raise PlanMismatch(message)
+    _log.warning("%s. This is said once.", message)
 
 
 def no_room_for_excess(excess_bytes: int, minimum_bytes: int) -> str:

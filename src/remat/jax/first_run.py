@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from remat.core.errors import InfeasibleBudget, PlanMismatch
+from remat.core.errors import InfeasibleBudget
 from remat.core.plan import Plan
-from remat.fit.first_step import broken_budget, exceeds
+from remat.fit.first_step import broken_budget, exceeds, tell
 from remat.jax.peak import peak_of
 from remat.jax.planned import Follower
-
-_log = logging.getLogger("remat")
 
 
 @dataclass(frozen=True)
@@ -47,11 +44,12 @@ class FirstRun:
     def __init__(self, follower: Follower, on_broken: OnBroken) -> None:
         self._follower = follower
         self._on_broken = on_broken
-        self._seen: set[Hashable] = set()
+        # For each kind of arguments: why its program is refused, None where it may run.
+        self._verdicts: dict[Hashable, str | None] = {}
 
     def forget(self) -> None:
         """Look at every program again."""
-        self._seen.clear()
+        self._verdicts.clear()
 
     def check(self, key: Hashable, compiled: Callable[[], Any], trace_again: Callable[[], None]) -> None:
         """Look at the program for arguments of one kind, the first time that they come.
@@ -65,41 +63,38 @@ class FirstRun:
         Raises:
             PlanMismatch: where the program takes more than the budget and this is to be an error; nothing ran.
         """
-        if key in self._seen:
-            return
-        program = compiled()
-        self._seen.add(key)
-        plan = self._follower.plan
-        if plan is None or not self._judge(plan, program):
-            return
+        if key not in self._verdicts:
+            message = self._broken(compiled, trace_again)
+            self._verdicts[key] = message if self._on_broken.strict else None
+        else:
+            message = self._verdicts[key]
+        if message is not None:
+            tell(message, strict=self._on_broken.strict)
+
+    def _broken(self, compiled: Callable[[], Any], trace_again: Callable[[], None]) -> str | None:
+        """What to say of a program that takes more than its budget, also when it was planned again."""
+        plan, measured_bytes = self._measured(compiled())
+        if plan is None or not exceeds(plan, measured_bytes):
+            return None
         if self._on_broken.replans and self._follower.has_budget:
-            promised = plan.budget_bytes
-            lowered = max(1, 2 * promised - plan.measured_peak_bytes) if plan.measured_peak_bytes is not None else 1
+            lowered_bytes = max(1, 2 * plan.budget_bytes - measured_bytes)
             try:
-                with self._follower.planning_for(lowered, promised):
+                with self._follower.planning_for(lowered_bytes, plan.budget_bytes):
                     trace_again()
                     program = compiled()
             except InfeasibleBudget:
                 trace_again()
-                compiled()
-            else:
-                assert self._follower.plan is not None
-                plan = self._follower.plan
-                if not self._judge(plan, program):
-                    return
-        assert plan.measured_peak_bytes is not None
-        message = broken_budget(plan, plan.measured_peak_bytes, None, compared=False)
-        if self._on_broken.strict:
-            self._seen.discard(key)
-            raise PlanMismatch(message)
-        _log.warning(message)
+                program = compiled()
+            plan, measured_bytes = self._measured(program)
+            if plan is None or not exceeds(plan, measured_bytes):
+                return None
+        return broken_budget(plan, measured_bytes, None, compared=False)
 
-    @staticmethod
-    def _judge(plan: Plan, program: Any) -> bool:
-        """Note what a program takes. Is it more than the plan's budget?"""
-        memory = program.memory_analysis()
-        if memory is None:  # This platform does not say; a plan that was given needs no such figure.
-            return False
-        plan.set_measured_peak(peak_of(memory))
-        assert plan.measured_peak_bytes is not None
-        return exceeds(plan, plan.measured_peak_bytes)
+    def _measured(self, program: Any) -> tuple[Plan | None, int]:
+        """The plan in a program, and what the program takes; no plan where that is not known."""
+        plan, memory = self._follower.plan, program.memory_analysis()
+        if plan is None or memory is None:  # Not every platform says; a plan that was given needs no such figure.
+            return None, 0
+        measured_bytes = peak_of(memory)
+        plan.set_measured_peak(measured_bytes)
+        return plan, measured_bytes

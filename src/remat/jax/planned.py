@@ -8,7 +8,7 @@ import functools
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import jax
 
@@ -35,8 +35,6 @@ class _WithPlan(Protocol):
     @property
     def plan(self) -> Plan: ...
 
-    def promising(self, budget_bytes: int) -> Self: ...
-
 
 PlannedT = TypeVar("PlannedT", bound=_WithPlan)
 
@@ -58,10 +56,6 @@ class Planned:
     plan: Plan
     run: FlatFunction
     structure: Any
-
-    def promising(self, budget_bytes: int) -> Self:
-        """The same under a plan that names another budget."""
-        return dataclasses.replace(self, plan=dataclasses.replace(self.plan, budget_bytes=budget_bytes))
 
     def __call__(self, arguments: Sequence[Any]) -> Any:
         """Evaluate the function on its flat arguments."""
@@ -136,7 +130,9 @@ class Follower:
         if self._promised_bytes is None:
             newest = make(dataclasses.replace(self._request, known=self._plans.get(key)))
         else:
-            newest = make(self._request).promising(self._promised_bytes)
+            lowered: Any = make(self._request)
+            plan = dataclasses.replace(lowered.plan, budget_bytes=self._promised_bytes)
+            newest = dataclasses.replace(lowered, plan=plan)
         self._newest = newest
         self._plans[key] = newest.plan
         return newest

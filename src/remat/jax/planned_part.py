@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 
@@ -42,10 +41,6 @@ class PlannedPart:
     graph: Graph
     plan: Plan
     run: Function
-
-    def promising(self, budget_bytes: int) -> Self:
-        """The same under a plan that names another budget."""
-        return dataclasses.replace(self, plan=dataclasses.replace(self.plan, budget_bytes=budget_bytes))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate the whole function."""

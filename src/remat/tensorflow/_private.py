@@ -8,6 +8,7 @@ with a clear message when a release moves one of these.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -291,31 +292,45 @@ def around_first_call(graph: FuncGraph, around: Callable[[], contextlib.Abstract
     """Enter a context around the first call, from Python, of the function that was traced in ``graph``.
 
     TensorFlow has no hook for it: the function exists only when the trace is over, and who holds it is unknown here.
-    Every such call goes through one method of the eager context, which is replaced until then.
+    Every such call goes through one method of the eager context, which is replaced while functions are waited for.
 
     Args:
         graph: its trace is about to end; it is called by nobody yet.
         around: makes the context.
     """
-    names = frozenset(op.name for op in graph.get_operations() if op.type != "Placeholder")
+    # Names of operations do not tell two traces of one function apart.
+    number = next(_numbers_of_awaited)
+    graph.get_operations()[-1]._set_attr(_AWAITED_MARK, attr_value_pb2.AttrValue(i=number))
+    _awaited[number] = around
+    while len(_awaited) > _MOST_AWAITED:
+        del _awaited[next(iter(_awaited))]
+    _context.context().call_function = _call_function
+
+
+def _call_function(name: bytes, tensor_inputs: Any, num_outputs: int) -> Any:
+    """``call_function`` of the eager context, while functions are waited for."""
     context = _context.context()
-    others: set[bytes] = set()
-    before = context.call_function
+    around = None
+    if name not in _not_awaited:
+        nodes = context.get_function_def(name).node_def
+        number = next((node.attr[_AWAITED_MARK].i for node in nodes if _AWAITED_MARK in node.attr), None)
+        around = None if number is None else _awaited.pop(number, None)
+        _not_awaited.add(name)
+    if not _awaited:
+        vars(context).pop("call_function", None)
+        _not_awaited.clear()
+    with contextlib.nullcontext() if around is None else around():
+        return type(context).call_function(context, name, tensor_inputs, num_outputs)
 
-    def call_function(name: bytes, tensor_inputs: Any, num_outputs: int) -> Any:
-        if name in others:
-            return before(name, tensor_inputs, num_outputs)
-        found = {node.name for node in context.get_function_def(name).node_def}
-        if not names <= found:
-            others.add(name)
-            return before(name, tensor_inputs, num_outputs)
-        if vars(context).get("call_function") is call_function:
-            context.call_function = before
-        others.add(name)
-        with around():
-            return before(name, tensor_inputs, num_outputs)
 
-    context.call_function = call_function
+_MOST_AWAITED = 8
+"""Functions that are waited for at once. What is called by other functions only never comes; with more, such functions
+would be looked for at more calls, with fewer, functions that are traced together and called later go unmeasured."""
+
+_AWAITED_MARK = "_remat_awaited"
+_awaited: dict[int, Callable[[], contextlib.AbstractContextManager[None]]] = {}
+_not_awaited: set[bytes] = set()
+_numbers_of_awaited = itertools.count()
 
 
 @contextlib.contextmanager

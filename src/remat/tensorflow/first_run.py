@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Iterator
 
 import tensorflow as tf
 
-from remat.core.errors import PlanMismatch
 from remat.core.plan import Plan
-from remat.fit.first_step import broken_budget, exceeds
+from remat.fit.first_step import broken_budget, exceeds, tell
 from remat.tensorflow import _private
 from remat.tensorflow.peak.device import Device, current_device
-
-_log = logging.getLogger("remat")
 
 
 def watch_first_run(graph: _private.FuncGraph, plan: Plan, *, strict: bool = False) -> None:
@@ -42,7 +38,4 @@ def _measured(device: Device, plan: Plan, *, strict: bool) -> Iterator[None]:
     measured_bytes = device.peak_bytes
     plan.set_measured_peak(measured_bytes)
     if exceeds(plan, measured_bytes):
-        message = broken_budget(plan, measured_bytes, None, compared=False)
-        if strict:
-            raise PlanMismatch(message)
-        _log.warning(message)
+        tell(broken_budget(plan, measured_bytes, None, compared=False), strict=strict)

@@ -14,10 +14,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from remat.core.errors import InfeasibleBudget, PlanMismatch, UnsupportedStep
+from remat.core.errors import InfeasibleBudget, UnsupportedStep
 from remat.core.graph import Graph
 from remat.core.plan import Plan
-from remat.fit.first_step import broken_budget, exceeds
+from remat.fit.first_step import broken_budget, exceeds, tell
 from remat.fit.request import Request
 from remat.keras._private import unbuilt_parts
 from remat.keras.shared.limit import ModelLimit, in_bytes, is_share
@@ -240,10 +240,7 @@ class Limit(ModelLimit):
             self._make_train_function(force=True)
             self._shapes = shapes
             return
-        message = broken_budget(plan, measured_bytes, None, compared=False)
-        if self._strict:
-            raise PlanMismatch(message)
-        _log.warning(message)
+        tell(broken_budget(plan, measured_bytes, None, compared=False), strict=self._strict)
 
     def _remember(self, rewritten: Rewritten) -> None:
         if self._whole_peak_bytes is not None:

@@ -10,7 +10,7 @@ import torch
 
 from remat.core.errors import PlanMismatch
 from remat.core.plan import Plan
-from remat.fit.first_step import TOLERANCE, broken_budget, exceeds
+from remat.fit.first_step import TOLERANCE, broken_budget, exceeds, tell
 from remat.torch.api.plan import StepPlan
 from remat.torch.emit.first_step import StepMeter
 from remat.torch.emit.planned_step import ForwardWatcher, PlannedForward, unpack
@@ -132,10 +132,8 @@ class Applied:
         message = broken_budget(plan, measured, self.first_difference)
         if self._plans_again:
             _log.info("%s. The next step is planned again.", message)
-        elif self._strict:
-            raise PlanMismatch(message)
         else:
-            _log.warning("%s. This is said once.", message)
+            tell(message, strict=self._strict)
 
     def _departed(self, where: str) -> None:
         self.departures += 1

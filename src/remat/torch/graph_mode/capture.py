@@ -15,10 +15,10 @@ from typing import Any, Final
 import torch
 from torch import fx
 
-from remat.core.errors import InfeasibleBudget, PlanMismatch, RematError
+from remat.core.errors import InfeasibleBudget, RematError
 from remat.core.graph import Graph
 from remat.core.plan import Plan
-from remat.fit.first_step import broken_budget, exceeds, no_room_for_excess
+from remat.fit.first_step import broken_budget, exceeds, no_room_for_excess, tell
 from remat.fit.request import Request
 from remat.torch import _private
 from remat.torch.emit.first_step import StorageMeter
@@ -289,7 +289,5 @@ class _PlannedStep:
         if self._over_budget is not None:
             _log.info("%s. The next step is planned again.", message)
             self._over_budget(plan, measured_bytes - plan.peak_bytes)
-        elif self._strict:
-            raise PlanMismatch(message)
         else:
-            _log.warning("%s. This is said once.", message)
+            tell(message, strict=self._strict)
