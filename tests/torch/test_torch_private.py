@@ -84,8 +84,8 @@ def test_schemas():
     x = torch.randn(3)
     assert _private.is_mutable(aten.relu_.default)
     assert _private.written_arguments(aten.add_.Tensor, (x, x.clone()), {}) == [x]
-    assert _private.takes_generator(aten.bernoulli_.float)
-    assert not _private.takes_generator(aten.native_dropout.default)
+    assert _private.generator_argument(aten.bernoulli_.float) == 2
+    assert _private.generator_argument(aten.native_dropout.default) is None
     assert _private.flop_formula(aten.mm.default) is not None
     assert _private.is_silent(torch.ops.prim.device.default)
 
@@ -111,7 +111,6 @@ def test_what_draws_at_random():
     assert not op_facts.is_random(attention, (x, x, x), {})
     assert op_facts.is_random(attention, (x, x, x, 0.1), {})
     assert op_facts.is_random(aten.bernoulli_.float, (x, 0.5), {})
-    assert not op_facts.may_repeat(aten.native_dropout.default, (x, 0.5, True), {}, on_gpu=True)
     assert not op_facts.may_repeat(aten.nonzero.default, (x,), {}, on_gpu=False)
     assert not op_facts.may_repeat(aten.index_put.default, (x, [], x), {}, on_gpu=True)
 

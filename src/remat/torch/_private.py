@@ -342,9 +342,10 @@ def is_reduction(func: OpOverload) -> bool:
     return str(func._schema.name).removeprefix("aten::") in _REDUCTIONS and torch.Tag.pointwise not in func.tags
 
 
-def takes_generator(func: OpOverload) -> bool:
-    """Can the operator draw from a generator that it is given?"""
-    return any(argument.name == "generator" for argument in func._schema.arguments)
+@cache
+def generator_argument(func: OpOverload) -> int | None:
+    """The place of the argument with the generator to draw from, if the operator takes one."""
+    return next((n for n, argument in enumerate(func._schema.arguments) if argument.name == "generator"), None)
 
 
 def leaves_of(loss: torch.Tensor) -> list[torch.Tensor]:

@@ -26,7 +26,8 @@ from remat.torch.emit.recipes import (
     tensors_in,
     values_of,
 )
-from remat.torch.trace import op_facts
+from remat.torch.trace import draws, op_facts
+from remat.torch.trace.draws import Draw
 from remat.torch.trace.recording import Recording
 
 _ITEM: Final = torch.ops.aten._local_scalar_dense.default
@@ -124,7 +125,7 @@ class _Call:
         kwargs: Any,
         made: list[torch.Tensor],
         places: list[int],
-        random_state: torch.Tensor | None,
+        draw: Draw | None,
         saved: list[_SavedOutOfStep],
     ) -> None:
         self.func = func
@@ -132,7 +133,7 @@ class _Call:
         self.saved = saved
         self.made = made
         self._args, self._kwargs, self._places = args, kwargs, places
-        self._random_state = random_state
+        self._draw = draw
         self._grad_mode = torch.is_grad_enabled()
         self.written = op_facts.written(func, args, kwargs) if _private.is_mutable(func) else []
         self._versions = self._versions_now()
@@ -152,10 +153,11 @@ class _Call:
             expected = sum(call.writes_to(key) for call in bumps) if key in changing else 0
             if now != version + expected:
                 return None
-        if self._random_state is None and op_facts.is_random(self.func, self._args, self._kwargs):
+        if self._draw is None and op_facts.is_random(self.func, self._args, self._kwargs):
             return None
-        recipe = table.call(number, self.func, self._args, self._kwargs)
-        recipe.random_state, recipe.grad_mode, recipe.outputs = self._random_state, self._grad_mode, self._places
+        recipe = table.call(number, self.func, self._args, self._kwargs, self._draw)
+        if recipe is not None:
+            recipe.grad_mode, recipe.outputs = self._grad_mode, self._places
         return recipe
 
     def writes_to(self, key: int) -> bool:
@@ -223,17 +225,17 @@ class ForwardWatcher(_private.TorchDispatchMode):
         if planned is None:
             self._protect(func, args, kwargs)
             return func(*args, **kwargs)
-        recipe, random_state = None, None
+        recipe, draw = None, None
         if planned.func is func and planned.repeats:
             recipe = self._table.call(self._position, func, args, kwargs)
         elif op_facts.is_random(func, args, kwargs) and op_facts.may_repeat(func, args, kwargs, on_gpu=False):
-            random_state = op_facts.random_state(func, args, kwargs)  # The call may turn out to be planned further on.
+            draw = draws.note(func, args, kwargs)  # The call may turn out to be planned further on.
         writes = op_facts.may_write(func) and op_facts.written(func, args, kwargs)
         if writes:
             expected = planned.writes if planned.func is func else frozenset()
             self._before_writes(func, args, kwargs, writes, expected)
         out = func(*args, **kwargs)
-        self._follow(planned, func, args, kwargs, out, recipe, random_state, writes=bool(writes))
+        self._follow(planned, func, args, kwargs, out, recipe, draw, writes=bool(writes))
         return out
 
     def _follow(
@@ -244,7 +246,7 @@ class ForwardWatcher(_private.TorchDispatchMode):
         kwargs: Any,
         out: Any,
         recipe: Recipe | None = None,
-        random_state: torch.Tensor | None = None,
+        draw: Draw | None = None,
         *,
         writes: bool = False,
     ) -> None:
@@ -258,7 +260,7 @@ class ForwardWatcher(_private.TorchDispatchMode):
         made = [outputs[place] for place in places]
         shapes = [tuple(tensor.shape) for tensor in made]
         if not planned.has(func, shapes):
-            self._unplanned(_Call(func, args, kwargs, made, places, random_state, self._saved_since))
+            self._unplanned(_Call(func, args, kwargs, made, places, draw, self._saved_since))
             return
         self._advance_to(self._position + 1)
         if recipe is not None:
@@ -368,10 +370,13 @@ class ForwardWatcher(_private.TorchDispatchMode):
             activation = self._table.of(tensor)
             if activation is None:
                 continue
-            if activation.number not in expected:
+            if activation.number in expected and activation.recipe is None:
+                continue
+            write = self._table.call(self._position, func, args, kwargs) if activation.number in expected else None
+            if activation.recipe is None or write is None:
                 self._table.settle(activation, tensor)
-            elif activation.recipe is not None:
-                activation.recipe.writes.append(self._table.call(self._position, func, args, kwargs))
+            else:
+                activation.recipe.writes.append(write)
 
     def _protect(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._table and not _private.in_backward_pass():

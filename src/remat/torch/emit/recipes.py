@@ -13,7 +13,8 @@ from typing import Any, Final, TypeAlias
 import torch
 
 from remat.torch import _private
-from remat.torch.trace import op_facts
+from remat.torch.trace import draws, op_facts
+from remat.torch.trace.draws import Draw
 
 _STRIDED: Final = torch.strided
 
@@ -153,7 +154,7 @@ class Recipe:
         args: its positional arguments, None in place of tensors.
         kwargs: its keyword arguments, None in place of tensors.
         tensors: for each argument with tensors, its position or keyword, and what stands for it.
-        random_state: of the generator that it drew from; None if it drew nothing.
+        draw: what it drew; None if it drew nothing.
         grad_mode: were gradients enabled when it ran?
         activations: the storages that it makes.
         outputs: for each of them, the position of a tensor in what the call returns that lies in it.
@@ -163,12 +164,12 @@ class Recipe:
     __slots__ = (
         "activations",
         "args",
+        "draw",
         "func",
         "grad_mode",
         "kwargs",
         "number",
         "outputs",
-        "random_state",
         "tensors",
         "writes",
     )
@@ -180,14 +181,14 @@ class Recipe:
         args: list[Any],
         kwargs: dict[str, Any],
         tensors: list[tuple[int | str, Made | Given | Several]],
-        random_state: torch.Tensor | None,
+        draw: Draw | None,
     ) -> None:
         self.number = number
         self.func = func
         self.args = args
         self.kwargs = kwargs
         self.tensors = tensors
-        self.random_state = random_state
+        self.draw = draw
         self.grad_mode = torch.is_grad_enabled()
         self.activations: list[Activation] = []
         self.outputs: list[int] = []
@@ -241,9 +242,9 @@ class Recipe:
                 args[place] = argument.value(others, self.func)
             else:
                 kwargs = {**kwargs, place: argument.value(others, self.func)}
-        if self.random_state is not None:
-            args, kwargs = op_facts.with_generator(self.func, args, kwargs, self.random_state)
         _private.enable_grad(self.grad_mode)  # A kernel may ask: oneDNN's recurrent layers do.
+        if self.draw is not None:
+            return self.draw.again(self.func, args, kwargs)
         return self.func(*args, **kwargs)
 
 
@@ -279,11 +280,26 @@ class ActivationTable:
         activation.is_settled = True
         del self._found[_private.storage_key(tensor.untyped_storage())]
 
-    def call(self, number: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recipe:
-        """The recipe of a call about to be made: activations by reference, all else as it is."""
-        state = None
+    def call(
+        self, number: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], draw: Draw | None = None
+    ) -> Recipe | None:
+        """The recipe of a call about to be made: activations by reference, all else as it is.
+
+        Args:
+            number: of the op.
+            func: the operator.
+            args: its positional arguments.
+            kwargs: its keyword arguments.
+            draw: what the call draws, if it was made already.
+
+        Returns:
+            The recipe; None where the call draws at random, and what it draws cannot be known now.
+        """
         if not op_facts.is_plain(func):
-            state = op_facts.random_state(func, args, kwargs) if op_facts.is_random(func, args, kwargs) else None
+            if draw is None and op_facts.is_random(func, args, kwargs):
+                draw = draws.note(func, args, kwargs)
+                if draw is None:
+                    return None
             args = op_facts.repeatable_call(func, args)
         again, named = list(args), kwargs
         tensors: list[tuple[int | str, Made | Given | Several]] = []
@@ -297,7 +313,7 @@ class ActivationTable:
             if reference is not None:
                 tensors.append((name, reference))
                 named = {**named, name: None}
-        return Recipe(number, func, again, named, tensors, state)
+        return Recipe(number, func, again, named, tensors, draw)
 
     def _reference(self, value: Any) -> Made | Given | Several | None:
         """What stands in a recipe for an argument with tensors."""

@@ -17,7 +17,7 @@ from remat.torch import _private
 from remat.torch._private import OpOverload
 from remat.torch.graph_mode import _aot, nodes
 from remat.torch.graph_mode.nodes import Fill
-from remat.torch.trace import op_facts
+from remat.torch.trace import draws, op_facts
 
 _ASK_FOR_GRADIENTS: Final = frozenset({"aten::mkldnn_rnn_layer"})
 """Operators of the forward pass that compute something else where no gradients are wanted."""
@@ -25,8 +25,7 @@ _ASK_FOR_GRADIENTS: Final = frozenset({"aten::mkldnn_rnn_layer"})
 
 def note_state(device: torch.device) -> torch.Tensor:
     """The state of a device's generator."""
-    state: torch.Tensor = _generator(device).get_state()
-    return state
+    return draws.default_generator(device).get_state()
 
 
 class Again:
@@ -50,21 +49,7 @@ class Again:
             generator.set_state(state)
             return func(*args, **kwargs, generator=generator)
         device = func.device if isinstance(func, Fill) else _device_of((args, kwargs))
-        default = _generator(device)
-        before = default.get_state()
-        default.set_state(state)
-        try:
-            return func(*args, **kwargs)
-        finally:
-            default.set_state(before)
-
-
-def _generator(device: torch.device) -> Any:
-    if device.type == "cpu":
-        return torch.default_generator
-    found = torch.cuda.default_generators
-    number: int | None = device.index
-    return found[torch.cuda.current_device() if number is None else number]
+        return draws.with_state(draws.default_generator(device), state, func, args, kwargs)
 
 
 def _device_of(arguments: Any) -> torch.device:

@@ -15,6 +15,7 @@ import torch
 
 from remat.torch import _private
 from remat.torch._private import OpOverload
+from remat.torch.trace import draws
 
 _OWN_NAMESPACES: Final = frozenset({"aten"})
 
@@ -135,41 +136,12 @@ def may_repeat(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], 
     """May this call run a second time with the same result and no other effect than on what it writes to?"""
     if not _is_repeatable(func, on_gpu):
         return False
-    if is_random(func, args, kwargs):
-        # A generator on the GPU is left alone: its state would have to be read back from graphs and other streams.
-        return _private.takes_generator(func) and not on_gpu and _generator_of(func, args, kwargs) is not False
-    return True
+    return not is_random(func, args, kwargs) or draws.may_draw_again(func, args, kwargs)
 
 
 def may_repeat_draw(func: OpOverload) -> bool:
     """May a random call run a second time, with the default generator in the state in which it was before the first?"""
-    return _is_repeatable(func, False) and not _private.is_mutable(func)
-
-
-def _generator_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The CPU generator that a random call draws from; False for one of another device."""
-    place = next(n for n, a in enumerate(func._schema.arguments) if a.name == "generator")
-    given = kwargs.get("generator", args[place] if place < len(args) else None)
-    generator = torch.default_generator if given is None else given
-    return generator if generator.device.type == "cpu" else False
-
-
-def random_state(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """The state of the generator that a random call is about to draw from."""
-    state: torch.Tensor = _generator_of(func, args, kwargs).get_state()
-    return state
-
-
-def with_generator(
-    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], state: torch.Tensor
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The same call on a generator of its own in that state, so that nobody else's draws change."""
-    generator = torch.Generator()
-    generator.set_state(state)
-    place = next(n for n, a in enumerate(func._schema.arguments) if a.name == "generator")
-    if place < len(args):
-        return (*args[:place], generator, *args[place + 1 :]), kwargs
-    return args, {**kwargs, "generator": generator}
+    return _is_repeatable(func, False) and draws.may_draw_again_from_default(func)
 
 
 @cache
