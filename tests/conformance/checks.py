@@ -14,6 +14,7 @@ from front_ends import FrontEnd
 
 import remat
 from remat.core.budget import format_bytes
+from remat.fit import plan_cache
 from remat.planners import registry
 from remat.planning import prove
 from remat.running.measurement import Measurement
@@ -107,6 +108,23 @@ def a_saved_plan_is_followed(front_end: FrontEnd, folder: Path) -> None:
     followed = front_end.step(chain(front_end), plan=remat.load_plan(folder / "plan.json"))
     assert_close(front_end, followed(*args), front_end.step(chain(front_end))(*args))
     assert front_end.peak_bytes(followed, *args) <= first.plan.budget_bytes
+
+
+def a_plan_of_an_earlier_run_is_followed(front_end: FrontEnd, folder: Path) -> None:
+    args = weights(front_end), batch(front_end)
+    with noted_time_limits() as asked, pytest.MonkeyPatch.context() as patch:
+        patch.setenv(plan_cache.ENVIRONMENT_VARIABLE, str(folder / "plans"))
+        first = front_end.step(chain(front_end), budget="65%", planner=NOTING)
+        expected = first(*args)
+        assert "find" in dict(asked), "the first run plans"
+        asked.clear()
+        again = front_end.step(chain(front_end), budget="65%", planner=NOTING)
+        assert_close(front_end, again(*args), expected)
+        assert not asked, "the second run follows the plan of the first"
+        assert again.plan.schedule == first.plan.schedule
+        assert again.plan.budget_bytes == first.plan.budget_bytes
+        front_end.step(chain(front_end), budget="75%", planner=NOTING)(*args)
+        assert asked, "another budget is another plan"
 
 
 def random_draws_are_those_of_the_plain_step(front_end: FrontEnd, folder: Path) -> None:
@@ -294,6 +312,7 @@ CHECKS: tuple[Callable[[FrontEnd, Path], None], ...] = (
     the_graph_is_legal_and_holds_no_framework_objects,
     a_budget_is_kept_with_the_same_numbers,
     a_saved_plan_is_followed,
+    a_plan_of_an_earlier_run_is_followed,
     random_draws_are_those_of_the_plain_step,
     a_budget_that_nothing_fits_is_refused_with_one_that_does,
     a_budget_that_cannot_be_read_is_refused,

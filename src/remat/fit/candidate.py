@@ -64,6 +64,10 @@ class Candidate(abc.ABC):
         """The plan with its proven bound."""
         return prove(plan, self.graph_of(plan), self.time_limit_of_a_round_s(request))
 
+    def recognises(self, plan: Plan) -> bool:
+        """Is a plan, of an earlier run say, for this step?"""
+        return plan.fingerprint == self.graph.fingerprint
+
     def graph_of(self, plan: Plan) -> Graph:
         """The graph that a plan of ``find`` is for, where there is more than one way to write the step."""
         return self.graph

@@ -10,6 +10,7 @@ from remat.core.plan import Plan
 from remat.core.simulator import simulate
 from remat.fit.candidate import Candidate
 from remat.fit.loop import plan_within
+from remat.fit.plan_cache import Entry
 from remat.fit.request import Request
 
 
@@ -38,6 +39,10 @@ def fit(candidate: Candidate, request: Request, *, share_of_bytes: int | None = 
         share_of_bytes = plain.expected_bytes + resident_bytes
     # The plain peak of a step without a tensor is 0, and it keeps any budget.
     budget_bytes = parse_budget(request.budget, max(1, share_of_bytes))
+    entry = Entry.of(candidate, request, budget_bytes, share_of_bytes, proves)
+    earlier = entry.plan(candidate, budget_bytes)
+    if earlier is not None:
+        return earlier
     target_bytes = candidate.target_bytes(budget_bytes)
     if fits_plainly(candidate, budget_bytes):
         graph = candidate.graph
@@ -62,12 +67,14 @@ def fit(candidate: Candidate, request: Request, *, share_of_bytes: int | None = 
         found = dataclasses.replace(found, traced_peak_bytes=traced.peak_bytes)
     if proves:
         found = candidate.prove(found, request)
-    return dataclasses.replace(
+    found = dataclasses.replace(
         found,
         peak_bytes=found.peak_bytes + resident_bytes,
         baseline_peak_bytes=share_of_bytes,
         budget_bytes=budget_bytes,
     )
+    entry.keep(found)
+    return found
 
 
 def fits_plainly(candidate: Candidate, budget_bytes: int) -> bool:

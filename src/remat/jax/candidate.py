@@ -99,6 +99,10 @@ class FunctionCandidate(Candidate):
         """The graph of the variant that a plan is for."""
         return self.variant_of(plan).graph
 
+    def recognises(self, plan: Plan) -> bool:
+        """Is a plan for one of the variants?"""
+        return self._variant_of(plan) is not None
+
     def variant_of(self, plan: Plan) -> Variant:
         """The variant that a plan is for."""
         found = self._variant_of(plan)
