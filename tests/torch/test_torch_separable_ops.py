@@ -256,28 +256,28 @@ def results(made):
     return list(made) if isinstance(made, tuple | list) else [made]
 
 
-def difference(func, args, kwargs, way: Way, pieces: int) -> str:
+def difference(func, args, kwargs, way: Way, units: int) -> str:
     """What the slices of a call make otherwise than the whole does; "" where nothing is."""
     whole = results(func(*args, **kwargs))
     operands = separable_ops.tensors_in((args, kwargs))
     assert len(way.inputs) == len(operands), "a place for each operand"
     assert len(way.outputs) == len(whole), "a place for each result"
     made = []
-    for number in range(pieces):
-        piece = Slice(number, number, number + 1, pieces)
+    for number in range(units):
+        cut = Slice(number, number, number + 1, units)
         parts = []
         for one, axis in zip(operands, way.inputs, strict=True):
             if axis is None:
                 parts.append(one)
-            elif one.shape[axis] % pieces:
-                return f"axis {axis} of {tuple(one.shape)} has not {pieces} pieces"
+            elif one.shape[axis] % units:
+                return f"axis {axis} of {tuple(one.shape)} has not {units} units"
             else:
-                start, stop = piece.of(one.shape[axis])
+                start, stop = cut.of(one.shape[axis])
                 parts.append(one.narrow(axis, start, stop - start).contiguous())
         given = iter(parts)
         replaced = [next(given) if isinstance(one, torch.Tensor) else one for one in args]
         first = way.outputs[0]
-        shape = piece.shape(whole[0].shape, first if isinstance(first, int) else None)
+        shape = cut.shape(whole[0].shape, first if isinstance(first, int) else None)
         made.append(results(func(*separable_ops.sliced_arguments(func, tuple(replaced), shape), **kwargs)))
     for place, (part, expected) in enumerate(zip(way.outputs, whole, strict=True)):
         if part is None or expected is None:
@@ -289,8 +289,8 @@ def difference(func, args, kwargs, way: Way, pieces: int) -> str:
     return ""
 
 
-def pieces_of(args, way, made):
-    """Into how many equal pieces all cut axes can be divided."""
+def units_of(args, way, made):
+    """Into how many equal units all cut axes can be divided."""
     pairs = [
         *zip(separable_ops.tensors_in(args), way.inputs, strict=True),
         *zip(results(made), way.outputs, strict=True),
@@ -315,9 +315,9 @@ def test_slices_make_what_the_whole_makes(name):
         func, args, kwargs = CASES[name](data.draw)
         whole = func(*args, **kwargs)
         for way in separable_ops.ways_of(func, args, kwargs, whole):
-            for pieces in pieces_of(args, way, whole):
+            for units in units_of(args, way, whole):
                 seen += 1
-                assert difference(func, args, kwargs, way, pieces) == ""
+                assert difference(func, args, kwargs, way, units) == ""
 
     check()
     assert seen, "no way of the operator was tried"
@@ -384,9 +384,9 @@ def test_a_broken_entry_is_seen(name, wrong):
         torch.manual_seed(0)
         func, args, kwargs = CASES[name](data.draw)
         for way in wrong(args):
-            for pieces in pieces_of(args, way, func(*args, **kwargs)):
+            for units in units_of(args, way, func(*args, **kwargs)):
                 try:
-                    found.append(difference(func, args, kwargs, way, pieces))
+                    found.append(difference(func, args, kwargs, way, units))
                 except (RuntimeError, IndexError) as error:
                     found.append(str(error))
 

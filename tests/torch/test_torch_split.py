@@ -219,6 +219,29 @@ def test_the_plan_says_what_was_split_and_is_replayed_without_pytorch(tmp_path):
 
 
 @pytest.mark.thorough
+def test_half_precision_waits_for_its_scaled_gradient():
+    """With 1 in place of a scaler's factor, gradients of float16 would vanish."""
+    model, args = Language().half(), data()
+    with pytest.raises(remat.InfeasibleBudget):
+        compiled(mean_loss, levers=("split",))(model, *args)
+
+
+@pytest.mark.thorough
+def test_two_backward_passes_of_one_forward_pass():
+    """The first must not write over what the slices left for the second."""
+    model, args = Language(), data()
+    expected = gradients(mean_loss, model, *args, factor=5.0)
+    model.zero_grad()
+    planned = compiled(mean_loss)
+    loss = planned(model, *args)
+    (loss * 2).backward(retain_graph=True)
+    (loss * 3).backward()
+    assert planned.plan.split is not None
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, expected[name], rtol=2e-5, atol=1e-7, msg=name)
+
+
+@pytest.mark.thorough
 def test_a_plan_of_another_step_is_refused():
     model, args = Language(), data()
     planned = compiled(mean_loss)

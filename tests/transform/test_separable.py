@@ -125,25 +125,25 @@ class NumpyWriter:
     def whole(self, value):
         return self._known[value]
 
-    def part(self, value, axis, piece: Slice):
-        start, stop = piece.of(self._step.program.shapes[value][axis])
+    def part(self, value, axis, cut: Slice):
+        start, stop = cut.of(self._step.program.shapes[value][axis])
         return self._known[value].take(range(start, stop), axis)
 
-    def run(self, call, operands, piece):
+    def run(self, call, operands, cut):
         results = KINDS[self._step.kinds[call]](*operands)
         for value, result in zip(self._step.program.calls[call].outputs, results, strict=True):
             self.largest[value] = max(self.largest.get(value, 0), result.nbytes)
         return results
 
-    def put(self, value, axis, piece, made):
+    def put(self, value, axis, cut, made):
         buffer = self.made.setdefault(value, np.full(self._step.program.shapes[value], np.nan))
-        start, stop = piece.of(buffer.shape[axis])
+        start, stop = cut.of(buffer.shape[axis])
         index = [slice(None)] * buffer.ndim
         index[axis] = slice(start, stop)
         buffer[tuple(index)] = made
 
-    def add(self, value, piece, made):
-        self.made[value] = made.copy() if piece.number == 0 else self.made[value] + made
+    def add(self, value, cut, made):
+        self.made[value] = made.copy() if cut.number == 0 else self.made[value] + made
 
 
 def outside(step: Step, region: Region):
@@ -226,7 +226,7 @@ def test_more_slices_than_pieces_are_refused():
     region = find_region(step.program)
     assert region is not None
     assert region.bounds(4) == (0, 1, 3, 4, 6)
-    with pytest.raises(ValueError, match="6 pieces cannot be cut into 7 slices"):
+    with pytest.raises(ValueError, match="6 units cannot be cut into 7 slices"):
         region.bounds(7)
 
 

@@ -77,6 +77,6 @@ class Request:
         if self.plan is not None and not isinstance(self.plan, Plan):
             raise TypeError(f"plan= of {caller} is a remat.Plan, not {type(self.plan).__name__}")
         get_planner(self.planner)
-        if isinstance(self.levers, str) or not self.levers or set(self.levers) - set(LEVERS):
+        if not self.levers or set(self.levers) - set(LEVERS):
             raise ValueError(f"levers={self.levers!r} of {caller} is not a tuple of some of {', '.join(LEVERS)}")
         return self

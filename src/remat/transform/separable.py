@@ -35,6 +35,10 @@ _MOST_OF_IT: Final = 0.5
 """Of the bytes that the best region saves, a smaller one with fewer calls saves this share at least. A judgement: a
 head's logits and their gradients make up nearly all of what any region around them saves."""
 
+_MOST_ROUNDS: Final = 32
+"""How often a region is mended, each time in time that is linear in the size of the step. A judgement: a head needs one
+or two rounds. With more, a region that reaches through many layers takes seconds to be given up."""
+
 _WIDE: Final = 0.25
 """A value is wide if it has this share of the bytes of the value from which a region is grown, and a region grows
 through wide values only. A judgement: a cast to half precision halves a value, and a mask of bytes has a quarter. With
@@ -110,7 +114,7 @@ class Region:
         ways: of each call, in program order.
         concatenated: the results that are read outside, or returned, and that slices make parts of, with the axis.
         summed: those whose slices are terms of a sum.
-        length: how many equal pieces each cut axis can be divided into; a slice is one or more of them.
+        length: how many equal units each cut axis can be divided into; a slice is one or more of them.
         saved_bytes: of the values that live inside only. A slice has its share of them.
     """
 
@@ -121,13 +125,13 @@ class Region:
     saved_bytes: int
 
     def bounds(self, slices: int) -> tuple[int, ...]:
-        """Where slices begin and end, in pieces; one number more than there are slices.
+        """Where slices begin and end, in units; one number more than there are slices.
 
         Raises:
-            ValueError: if there are fewer pieces than slices.
+            ValueError: if there are fewer units than slices.
         """
         if not 1 <= slices <= self.length:
-            raise ValueError(f"a region of {self.length} pieces cannot be cut into {slices} slices")
+            raise ValueError(f"a region of {self.length} units cannot be cut into {slices} slices")
         return tuple(number * self.length // slices for number in range(slices + 1))
 
 
@@ -146,7 +150,7 @@ def find_region(program: Program, banned: Iterable[int] = (), least_bytes: int =
     found: list[Region] = []
     for value in by_size[:_MOST_STARTS]:
         axes = [axis for axis, size in enumerate(program.shapes[value]) if size > 1]
-        regions = [_Growth(program, value, axis, left_out).region() for axis in axes]
+        regions = [_Growth(program, value, axis, left_out).region(least_bytes) for axis in axes]
         good = [one for one in regions if one is not None and one.length > 1 and one.saved_bytes >= least_bytes]
         if good:
             found.append(max(good, key=lambda one: (one.saved_bytes, -len(one.ways))))
@@ -165,15 +169,18 @@ class _Growth:
         self._ways: dict[int, Way] = {}
         self._axes: dict[int, int] = {value: axis}
 
-    def region(self) -> Region | None:
-        """The region, once nothing can be added and nothing contradicts."""
+    def region(self, least_bytes: int) -> Region | None:
+        """The region, once nothing can be added and nothing contradicts; None where it saves less than that."""
         self._grow([self._start])
-        # Each round bans a call or adds one, so that it ends.
-        while (done := self._mend()) is False:
-            pass
-        if done is None or self._program.producer.get(self._start) not in self._ways:
-            return None
-        return self._finished()
+        for _ in range(_MOST_ROUNDS):
+            made = (value for index in self._ways for value in self._program.calls[index].outputs)
+            if sum(self._program.size_bytes[value] for value in made) < least_bytes:
+                return None
+            done = self._mend()
+            if done is not False:
+                is_whole = done and self._program.producer.get(self._start) in self._ways
+                return self._finished() if is_whole else None
+        return None
 
     def _grow(self, values: list[int]) -> None:
         program = self._program
@@ -261,13 +268,13 @@ class _Growth:
         """Leave out what no cut value ties to the start any more."""
         program = self._program
         kept: set[int] = set()
-        waiting = [index for index in (program.producer.get(self._start),) if index in self._ways]
+        waiting = [program.producer[self._start]] if program.producer.get(self._start) in self._ways else []
         while waiting:
             index = waiting.pop()
             if index in kept:
                 continue
-            kept.add(index)  # type: ignore[arg-type]
-            for value, _ in self._cut_values(index, self._ways[index]):  # type: ignore[arg-type, index]
+            kept.add(index)
+            for value, _ in self._cut_values(index, self._ways[index]):
                 around = (program.producer.get(value), *program.readers.get(value, ()))
                 waiting.extend(one for one in around if one in self._ways)
         for index in [one for one in self._ways if one not in kept]:

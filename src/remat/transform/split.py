@@ -22,9 +22,9 @@ class Slice:
 
     Attributes:
         number: of the slice, from 0.
-        start: its first piece.
-        stop: the piece behind its last one.
-        length: pieces of the whole region.
+        start: its first unit.
+        stop: the unit behind its last one.
+        length: units of the whole region.
     """
 
     number: int
@@ -51,16 +51,16 @@ class Writer(Protocol, Generic[Handle]):
     def whole(self, value: int) -> Handle:
         """A value from outside of the region."""
 
-    def part(self, value: int, axis: int, piece: Slice) -> Handle:
+    def part(self, value: int, axis: int, cut: Slice) -> Handle:
         """A slice of a value from outside of the region."""
 
-    def run(self, call: int, operands: Sequence[Handle], piece: Slice) -> Sequence[Handle]:
+    def run(self, call: int, operands: Sequence[Handle], cut: Slice) -> Sequence[Handle]:
         """A slice of a call; a handle for each result."""
 
-    def put(self, value: int, axis: int, piece: Slice, made: Handle) -> None:
+    def put(self, value: int, axis: int, cut: Slice, made: Handle) -> None:
         """Copy a part of a result to its place in the result's buffer."""
 
-    def add(self, value: int, piece: Slice, made: Handle) -> None:
+    def add(self, value: int, cut: Slice, made: Handle) -> None:
         """Add a term of a result to the result's buffer; the first slice's term is what the buffer starts with."""
 
 
@@ -72,23 +72,19 @@ def write_slices(program: Program, region: Region, slices: int, writer: Writer[H
     """
     bounds = region.bounds(slices)
     for number in range(slices):
-        piece = Slice(number, bounds[number], bounds[number + 1], region.length)
+        cut = Slice(number, bounds[number], bounds[number + 1], region.length)
         made: dict[int, Handle] = {}
         for index, way in region.ways.items():
             call = program.calls[index]
             operands = [
-                made[value]
-                if value in made
-                else writer.whole(value)
-                if axis is None
-                else writer.part(value, axis, piece)
+                made[value] if value in made else writer.whole(value) if axis is None else writer.part(value, axis, cut)
                 for value, axis in zip(call.inputs, way.inputs, strict=True)
             ]
-            results = writer.run(index, operands, piece)
+            results = writer.run(index, operands, cut)
             for value, part, result in zip(call.outputs, way.outputs, results, strict=True):
                 if part is not None and part != SUMMED:
                     made[value] = result
                 if value in region.summed:
-                    writer.add(value, piece, result)
+                    writer.add(value, cut, result)
                 elif value in region.concatenated:
-                    writer.put(value, region.concatenated[value], piece, result)
+                    writer.put(value, region.concatenated[value], cut, result)

@@ -103,7 +103,7 @@ def compile(
     """
     if backend not in ("inductor", "aten"):
         raise ValueError(f'backend={backend!r} is unknown; it is "inductor" or "aten"')
-    request = Request(budget, plan, planner=planner, time_limit_s=time_limit_s, options=options, levers=levers)
+    request = Request(budget, plan, planner=planner, time_limit_s=time_limit_s, options=options, levers=tuple(levers))
     request = request.check("remat.torch.compile", takes_auto=False)
     if not request.plans:
         request = dataclasses.replace(request, budget="60%")
@@ -111,7 +111,7 @@ def compile(
         beside = Beside(optimizer, accumulates, resident_bytes)
         return GraphCompiled(fn, request, beside, device, strict=strict, first_share=first_share)
     known = {"plan": plan, "optimizer": optimizer, "accumulates": accumulates, "strict": strict}
-    known["levers"] = levers if tuple(levers) != ("recompute",) else None
+    known["levers"] = request.levers != ("recompute",)
     if given := [name for name, value in known.items() if value not in (None, False)]:
         raise ValueError(f'{given[0]}= of remat.torch.compile needs backend="aten"')
     return Compiled(fn, request, resident_bytes, device)

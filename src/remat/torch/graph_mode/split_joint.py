@@ -140,13 +140,14 @@ class _Prepared:
         """What leads from the incoming gradient to the region, itself first; None where that is not one linear way."""
         tangents = [n for n in self.graph.find_nodes(op="placeholder") if aot_notes.is_tangent(n)]
         inside = {self.calls[index] for index in region.ways}
-        if len(tangents) != 1 or tangents[0].meta["val"].dim() or tangents[0].meta["val"].dtype == torch.float16:
+        if len(tangents) != 1 or tangents[0].meta["val"].dim():
             return None
         chain: set[fx.Node] = set()
         waiting = [one for node in inside for one in node.all_input_nodes]
         while waiting:
             node = waiting.pop()
-            node = node.args[0] if nodes.is_part(node) else node  # type: ignore[assignment]
+            if nodes.is_part(node):
+                (node,) = node.all_input_nodes
             if node in self.after_gradients and node not in inside and node not in chain:
                 chain.add(node)
                 waiting.extend(node.all_input_nodes)
@@ -154,6 +155,9 @@ class _Prepared:
             return None
         if not all(self._is_linear(one) for one in inside if one in self.after_gradients):
             return None
+        dependent = [one for one in (*chain, *inside) if one in self.after_gradients]
+        if any(t.dtype == torch.float16 for one in dependent for t in nodes.tensors_of(one)):
+            return None  # Who scales the loss does so that these gradients are not too small for half precision.
         widest = max(self.program.size_bytes[self.value_of[one]] for one in inside if one in self.value_of)
         if any(nodes.elements_bytes(one) > widest for one in chain):
             return None
@@ -307,15 +311,15 @@ class _Writer:
         node = self._prepared.node_of[value]
         return self._seeds.get(node, node)
 
-    def part(self, value: int, axis: int, piece: Slice) -> fx.Node:
+    def part(self, value: int, axis: int, cut: Slice) -> fx.Node:
         """A slice of a value from outside of the region."""
-        key = (value, axis, piece.number)
+        key = (value, axis, cut.number)
         if key not in self._parts:
             node = self.whole(value)
-            self._parts[key] = self._view(node, axis, piece, like=node)
+            self._parts[key] = self._view(node, axis, cut, like=node)
         return self._parts[key]
 
-    def run(self, call: int, operands: Sequence[fx.Node], piece: Slice) -> list[fx.Node]:
+    def run(self, call: int, operands: Sequence[fx.Node], cut: Slice) -> list[fx.Node]:
         """A slice of a call; its results."""
         prepared = self._prepared
         node = prepared.calls[call]
@@ -332,9 +336,9 @@ class _Writer:
         first = way.outputs[0]
         shape = tuple(places[0][1].meta["val"].shape)
         args = separable_ops.sliced_arguments(
-            node.target, tuple(args), piece.shape(shape, first if isinstance(first, int) else None)
+            node.target, tuple(args), cut.shape(shape, first if isinstance(first, int) else None)
         )
-        made = _call(self._graph, node.target, args, kwargs, like=node, name=f"{node.name}_slice{piece.number}")
+        made = _call(self._graph, node.target, args, kwargs, like=node, name=f"{node.name}_slice{cut.number}")
         self._stands_for[made.name] = node.name
         if not isinstance(node.meta["val"], list | tuple):
             return [made]
@@ -345,22 +349,22 @@ class _Writer:
             results.append(got)
         return results
 
-    def put(self, value: int, axis: int, piece: Slice, made: fx.Node) -> None:
+    def put(self, value: int, axis: int, cut: Slice, made: fx.Node) -> None:
         """Copy a part to its place in a buffer."""
-        place = self._view(self._buffers[value], axis, piece, like=made)
+        place = self._view(self._buffers[value], axis, cut, like=made)
         self._write(_aten.copy_.default, place, made)
 
-    def add(self, value: int, piece: Slice, made: fx.Node) -> None:
+    def add(self, value: int, cut: Slice, made: fx.Node) -> None:
         """Add a term to a buffer."""
-        self._write(_aten.add_.Tensor if piece.number else _aten.copy_.default, self._buffers[value], made)
+        self._write(_aten.add_.Tensor if cut.number else _aten.copy_.default, self._buffers[value], made)
 
     def _write(self, target: Any, place: fx.Node, made: fx.Node) -> None:
         written = self._graph.call_function(target, (place, made))
         written.meta = {**made.meta, "val": place.meta["val"]}
         self._writes.append((written, made))
 
-    def _view(self, node: fx.Node, axis: int, piece: Slice, *, like: fx.Node) -> fx.Node:
-        start, stop = piece.of(node.meta["val"].shape[axis])
+    def _view(self, node: fx.Node, axis: int, cut: Slice, *, like: fx.Node) -> fx.Node:
+        start, stop = cut.of(node.meta["val"].shape[axis])
         return _call(self._graph, _aten.slice.Tensor, (node, axis, start, stop), like=like)
 
     def _make_room(self, old: list[fx.Node], chain: set[fx.Node]) -> fx.Node | None:
@@ -382,7 +386,7 @@ class _Writer:
         moved = [node for node in order[: last + 1] if node in behind]
         if any(not nodes.is_part(one) and not _is_pure(one) for one in moved):
             return None
-        place = next(node for node in order[last + 1 :] if node not in inside)
+        place: fx.Node = next(node for node in order[last + 1 :] if node not in inside)
         for node in moved:
             place.prepend(node)
         return moved[0] if moved else place
