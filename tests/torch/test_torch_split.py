@@ -132,6 +132,7 @@ def test_five_steps_of_an_optimizer(bias):
         torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.thorough
 def test_the_smallest_peak_is_far_below_that_of_recomputation():
     model, args = Language(), data()
     smallest = {}
@@ -166,6 +167,7 @@ def test_a_split_alone_recomputes_nothing():
     assert planned.plan.recomputed == 0
 
 
+@pytest.mark.thorough
 def test_a_gradient_that_is_no_multiple_of_the_loss_is_not_split():
     """The slices would compute with another incoming gradient than the real one."""
     model, args = Language(), data()

@@ -156,7 +156,7 @@ def outside(step: Step, region: Region):
     return {value: array for value, array in enumerate(step.values) if value not in after}
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much], deadline=None, max_examples=60)
+@settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much], deadline=None, max_examples=40)
 @given(steps(), st.integers(2, 6))
 def test_slices_make_what_the_whole_makes(step, slices):
     region = find_region(step.program)
