@@ -130,6 +130,7 @@ def test_the_direction_check_can_fail(source: str, found: set[str]) -> None:
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("core",),
     ("testing",),
+    ("transform",),
     ("planners",),
     ("planning",),
     ("",),

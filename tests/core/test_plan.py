@@ -73,6 +73,7 @@ def test_everything_in_a_plan(use: Use, bound: Callable[[float], None]) -> None:
         "plan_seconds": plan.plan_seconds,
         "traced_peak_bytes": None,
         "traced_budget_bytes": None,
+        "split": None,
         "mode": None,
     }
     assert plan.recomputed == 1

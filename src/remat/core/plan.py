@@ -28,6 +28,31 @@ NOT_PROVED: Final = "not proved"
 
 
 @dataclass(frozen=True)
+class Split:
+    """A region of the step that runs in slices, each slice from the region's first op to its last.
+
+    Attributes:
+        slices: how many.
+        saved_bytes: of the tensors that live inside the region only, as they are without the split.
+        extra_time_s: predicted seconds that the plain step takes longer for it.
+        unsplit_fingerprint: of the graph without the split.
+        stands_for: pairs of an op of the plan's graph, which a slice runs, and the op of the graph without the split
+            that it is a part of.
+    """
+
+    slices: int
+    saved_bytes: int
+    extra_time_s: float
+    unsplit_fingerprint: str
+    stands_for: tuple[tuple[int, int], ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """The split as a JSON-ready dictionary."""
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        return {**values, "stands_for": [list(pair) for pair in self.stands_for]}
+
+
+@dataclass(frozen=True)
 class Plan:
     """A schedule for one graph under one budget.
 
@@ -51,6 +76,8 @@ class Plan:
         measured_peak_bytes: what the first step under the plan took, where a front end measures that; None before.
         mode: how a front end carries the plan out: "graph", "eager" or "inductor" in PyTorch, "static" or
             "to_static" in Paddle; None where there is one way only.
+        split: the region that runs in slices, where there is one. The plan's graph is the one with the slices; the
+            plain step that the figures are compared with is the one without.
     """
 
     schedule: Schedule
@@ -69,11 +96,17 @@ class Plan:
     traced_budget_bytes: int | None = None
     measured_peak_bytes: int | None = field(default=None, compare=False)
     mode: str | None = field(default=None, compare=False)
+    split: Split | None = None
 
     @property
     def recomputed(self) -> int:
         """Number of extra runs: how often the schedule runs an op that had run before."""
         return sum(recomputed_ops(self.schedule).values())
+
+    @property
+    def unsplit_fingerprint(self) -> str:
+        """The fingerprint of the step as it was traced, without slices."""
+        return self.fingerprint if self.split is None else self.split.unsplit_fingerprint
 
     def set_measured_peak(self, measured_peak_bytes: int) -> None:
         """Note what the first step took: the only thing about a plan that is not known when it is made."""
@@ -112,12 +145,15 @@ class Plan:
         """The plan as a JSON-ready dictionary in the ``remat.plan`` format; fields that are None are left out."""
         # Only the fields of Plan: a front end's plan carries more than the format has.
         values = {one.name: value for one in fields(Plan) if (value := getattr(self, one.name)) is not None}
+        if self.split is not None:
+            values["split"] = self.split.to_json()
         return {"format": PLAN_FORMAT, "version": PLAN_VERSION, **values, "schedule": list(self.schedule)}
 
     def __str__(self) -> str:
         ops = len(set(self.schedule))
         peak, plain = format_bytes(self.peak_bytes), format_bytes(self.baseline_peak_bytes)
         traced, measured = self.traced_peak_bytes, self.measured_peak_bytes
+        split = self.split
         share = f" ({self.peak_bytes / self.baseline_peak_bytes:.1%} of plain)" if self.baseline_peak_bytes else ""
         return "\n".join(
             (
@@ -130,9 +166,19 @@ class Plan:
                 f"  overhead       {self.overhead:.2%} ({self.time_s:.4g} s, plain {self.baseline_time_s:.4g} s)",
                 f"  lower bound    {self.overhead_lower_bound:.2%}: {self.lower_bound_meaning}",
                 f"  gap            {self.overhead - self.overhead_lower_bound:.2%} of a plain step at most",
+                *([] if split is None else [_split_line(split, self.baseline_time_s)]),
                 f"  recomputed     {len(recomputed_ops(self.schedule))} of {ops} ops, in {self.recomputed} extra runs",
             )
         )
+
+
+def _split_line(split: Split, plain_time_s: float) -> str:
+    cost = split.extra_time_s / plain_time_s if plain_time_s > 0 else 0.0
+    ops = len({op for _, op in split.stands_for})
+    return (
+        f"  split          {ops} ops in {split.slices} slices: {format_bytes(split.saved_bytes)} between them become "
+        f"{format_bytes(split.saved_bytes // split.slices)}, for {cost:.2%} more time"
+    )
 
 
 def load_plan(path: str | Path) -> Plan:
@@ -191,6 +237,17 @@ def _plan_from(reader: JsonReader) -> Plan:
         traced_budget_bytes=reader.integer("traced_budget_bytes") if reader.has("traced_budget_bytes") else None,
         measured_peak_bytes=reader.integer("measured_peak_bytes") if reader.has("measured_peak_bytes") else None,
         mode=reader.text("mode") if reader.has("mode") else None,
+        split=_split_from(reader.nested("split")) if reader.has("split") else None,
+    )
+
+
+def _split_from(reader: JsonReader) -> Split:
+    return Split(
+        slices=reader.integer("slices"),
+        saved_bytes=reader.integer("saved_bytes"),
+        extra_time_s=reader.number("extra_time_s"),
+        unsplit_fingerprint=reader.text("unsplit_fingerprint"),
+        stands_for=reader.pairs("stands_for"),
     )
 
 

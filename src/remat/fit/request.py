@@ -13,6 +13,10 @@ from remat.planners.registry import get_planner
 AUTO: Final = "auto"
 """As a budget: a GPU's memory less a margin. See ``remat.fit.auto_budget``."""
 
+LEVERS: Final = ("recompute", "split")
+"""What a plan may do to save memory: run ops again, and run a region of the step in slices. A split sums in another
+order, so that numbers differ by rounding; it is used only where it is asked for."""
+
 
 @dataclass(frozen=True)
 class Request:
@@ -29,6 +33,7 @@ class Request:
         options: passed on to the planner.
         known: a plan that was made for the same request before, followed where the step turns out to be the one that
             it is for.
+        levers: what the plan may do, of ``LEVERS``.
     """
 
     budget: int | str | None = None
@@ -38,6 +43,7 @@ class Request:
     time_limit_s: float | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     known: Plan | None = None
+    levers: tuple[str, ...] = ("recompute",)
 
     @property
     def plans(self) -> bool:
@@ -58,7 +64,8 @@ class Request:
             takes_hints: does it take checkpoints beside a budget?
 
         Raises:
-            ValueError: for more than one of budget, plan and checkpoints, or for an unknown planner.
+            ValueError: for more than one of budget, plan and checkpoints, for an unknown planner, or for levers that
+                are none or unknown.
             TypeError: for a plan that is none.
             InvalidBudget: for a budget that cannot be read.
         """
@@ -70,4 +77,6 @@ class Request:
         if self.plan is not None and not isinstance(self.plan, Plan):
             raise TypeError(f"plan= of {caller} is a remat.Plan, not {type(self.plan).__name__}")
         get_planner(self.planner)
+        if not self.levers or set(self.levers) - set(LEVERS):
+            raise ValueError(f"levers={self.levers!r} of {caller} is not a tuple of some of {', '.join(LEVERS)}")
         return self

@@ -46,6 +46,7 @@ def compile(
     time_limit_s: float | None = None,
     device: str | None = None,
     first_share: bool = False,
+    levers: tuple[str, ...] = ("recompute",),
     **options: Any,
 ) -> Compiled | GraphCompiled:
     """Capture a loss function as ``torch.compile`` does, and run its forward and backward pass within a byte budget.
@@ -86,6 +87,10 @@ def compile(
         time_limit_s: wall seconds for each round of planning; there are up to seven for each combination of shapes.
         device: profile for the predicted times; None means that of the device of the tensors.
         first_share: with ``backend="aten"``: is a share one of the first plan's plain step, also for other shapes?
+        levers: with ``backend="aten"``: what a plan may do. "recompute" runs operators again. "split" runs the widest
+            region of the step in slices, the head of a language model from its logits to their gradients say; sums over
+            slices are made in another order, so that numbers differ by rounding. A split is used where it is predicted
+            to take less time, or where nothing else keeps the budget.
         **options: passed on to the planner.
 
     Returns:
@@ -93,11 +98,12 @@ def compile(
 
     Raises:
         InvalidBudget: if the budget cannot be read.
-        ValueError: for another backend, for both a budget and a plan, and for what only the other backend takes.
+        ValueError: for another backend, for both a budget and a plan, for unknown levers, and for what only the other
+            backend takes.
     """
     if backend not in ("inductor", "aten"):
         raise ValueError(f'backend={backend!r} is unknown; it is "inductor" or "aten"')
-    request = Request(budget, plan, planner=planner, time_limit_s=time_limit_s, options=options)
+    request = Request(budget, plan, planner=planner, time_limit_s=time_limit_s, options=options, levers=tuple(levers))
     request = request.check("remat.torch.compile", takes_auto=False)
     if not request.plans:
         request = dataclasses.replace(request, budget="60%")
@@ -105,6 +111,7 @@ def compile(
         beside = Beside(optimizer, accumulates, resident_bytes)
         return GraphCompiled(fn, request, beside, device, strict=strict, first_share=first_share)
     known = {"plan": plan, "optimizer": optimizer, "accumulates": accumulates, "strict": strict}
+    known["levers"] = request.levers != ("recompute",)
     if given := [name for name, value in known.items() if value not in (None, False)]:
         raise ValueError(f'{given[0]}= of remat.torch.compile needs backend="aten"')
     return Compiled(fn, request, resident_bytes, device)
@@ -219,6 +226,11 @@ class GraphCompiled:
             raise UnsupportedStep(
                 f"{name} cannot be captured as one graph, so that plan= cannot be carried out in graph mode: "
                 f"{self.reason}. Use remat.torch.plan and remat.torch.apply"
+            ) from error
+        if "recompute" not in self._request.levers:
+            raise UnsupportedStep(
+                f"{name} cannot be captured as one graph, so that it cannot run in slices: {self.reason}. Add "
+                '"recompute" to levers=, which an eager step can do'
             ) from error
         _log.warning(
             "%s runs eagerly within its budget, not in graph mode, since it cannot be captured: %s", name, self.reason

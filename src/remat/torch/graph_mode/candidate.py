@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Final
 
@@ -10,10 +12,11 @@ from torch import fx
 
 from remat.core.errors import InfeasibleBudget
 from remat.core.graph import Graph
-from remat.core.plan import Plan
+from remat.core.plan import Plan, Split
 from remat.core.simulator import simulate
 from remat.fit.candidate import Candidate
 from remat.fit.fit import fit
+from remat.fit.levers import Variant, fit_with_splits
 from remat.fit.loop import Rounds
 from remat.fit.peaks import PeakRange
 from remat.fit.request import Request
@@ -21,12 +24,22 @@ from remat.running.cost_model import get_profile
 from remat.torch.graph_mode import nodes
 from remat.torch.graph_mode.joint_step import joint_step
 from remat.torch.graph_mode.program import Program, program_of
+from remat.torch.graph_mode.split_joint import Splitter
 from remat.torch.trace.trace import default_profile
 
 _LARGE: Final = 1000
 """Ops from which on a plan is not sought thoroughly at first, since a user waits for it. Measured on a GPT-2 of 24
 layers (2,013 ops) at 60 %: 4.1 s in place of 11.3, for 5.56 % in place of 5.54 %. Smaller steps are planned in a few
 seconds; with a larger number, the first call of a deep model takes half a minute."""
+
+_LEAST_SAVED: Final = 0.05
+"""A region is split if what lives inside it only is this share of the plain peak. A judgement: splitting less moves the
+peak to another place of the step at best. With 0, steps are looked at in vain, at some tenths of a second each."""
+
+_MOST_EXTRA_TIME: Final = 0.5
+"""Slices are not made smaller once the step is predicted to take this share of its time longer: by then the slices no
+longer fill the device, since each reads all weights of its products. A judgement. With a larger share, smaller budgets
+can be kept, at a price that nobody asked for."""
 
 
 class GraphCandidate(Candidate):
@@ -49,16 +62,16 @@ class GraphCandidate(Candidate):
         resident_bytes: Callable[[int], int],
         device: str | None,
     ) -> None:
+        self._known: dict[int, tuple[GraphCandidate, tuple[tuple[int, int], ...]]] = {}
         nodes.with_fills(joint)
         nodes.without_idle_views(joint, options["num_fwd_outputs"])
         joint.graph.eliminate_dead_code(lambda node: node.is_impure() or bool(nodes.statistics_of(node)))
-        self._joint = joint
         self._forward_outputs: int = options["num_fwd_outputs"]
         placeholders = joint.graph.find_nodes(op="placeholder")
         types = [nodes.device_of(node).type for node in placeholders]
-        profile = get_profile(device or default_profile(next((one for one in types if one != "cpu"), "cpu")))
-        static = options.get("static_lifetime_input_indices") or ()
-        self._step = joint_step(joint, self._forward_outputs, profile, static)
+        self._profile = get_profile(device or default_profile(next((one for one in types if one != "cpu"), "cpu")))
+        self._static: tuple[int, ...] = tuple(options.get("static_lifetime_input_indices") or ())
+        self._look_at(joint)
         graph = self.graph
         gradients = {
             graph.roots[number]
@@ -66,6 +79,10 @@ class GraphCandidate(Candidate):
             if graph.ops[graph.producer[number] or 0].phase == "backward"
         }
         self.resident_bytes = resident_bytes(sum(graph.tensors[number].size_bytes for number in gradients))
+
+    def _look_at(self, joint: fx.GraphModule) -> None:
+        self._joint = joint
+        self._step = joint_step(joint, self._forward_outputs, self._profile, self._static)
         self._plain_peak = PeakRange.exactly(simulate(self.graph, self.graph.plain_schedule).peak_bytes)
 
     @property
@@ -99,15 +116,58 @@ class GraphCandidate(Candidate):
     def fitted(self, request: Request) -> Plan:
         """The cheapest plan found that stays within the budget of a request, or the plan that it brings.
 
+        With the lever "split", the step with a region in slices counts as well.
+
         Raises:
             InfeasibleBudget: if no plan fits.
             PlanMismatch: where the request's plan is for another step.
         """
         if request.plan is not None:
-            request.plan.check_graph(self.graph)
+            request.plan.check_graph(self.graph_of(request.plan))
             return request.plan
+        if "split" in request.levers:
+            return fit_with_splits(self, request, self._variant)
         return fit(self, request)
+
+    def graph_of(self, plan: Plan) -> Graph:
+        """The graph that a plan is for: with slices, where the plan has them."""
+        return self._of(plan).graph
 
     def program(self, plan: Plan) -> Program:
         """Both passes under a plan."""
-        return program_of(self._joint, self._step, plan.schedule, self._forward_outputs)
+        one = self._of(plan)
+        return program_of(one._joint, one._step, plan.schedule, one._forward_outputs)
+
+    def _of(self, plan: Plan) -> GraphCandidate:
+        variant = None if plan.split is None else self._in_slices(plan.split.slices)
+        return self if variant is None else variant[0]
+
+    def _variant(self, slices: int) -> Variant | None:
+        """The step with its widest region in slices; None where there is none, or where a slice is too small."""
+        made = self._in_slices(slices)
+        if made is None:
+            return None
+        one, stands_for = made
+        extra_time_s = one.graph.time_s - self.graph.time_s
+        if extra_time_s > _MOST_EXTRA_TIME * self.graph.time_s:
+            return None
+        saved_bytes = self._splitter.saved_bytes
+        return Variant(one, Split(slices, saved_bytes, extra_time_s, self.graph.fingerprint, stands_for))
+
+    @functools.cached_property
+    def _splitter(self) -> Splitter:
+        return Splitter(self._joint, int(_LEAST_SAVED * self._plain_peak.highest_bytes))
+
+    def _in_slices(self, slices: int) -> tuple[GraphCandidate, tuple[tuple[int, int], ...]] | None:
+        """The step in slices, and for each op that a slice runs the op that it is a part of."""
+        if slices not in self._known:
+            split = self._splitter.split(slices)
+            if split is None:
+                return None
+            one = copy.copy(self)
+            one._look_at(split.joint)
+            places = {op.name: index for index, op in enumerate(self.graph.ops)}
+            pairs = ((index, split.stands_for.get(op.name)) for index, op in enumerate(one.graph.ops))
+            stands_for = tuple((index, places[name]) for index, name in pairs if name in places)
+            self._known[slices] = one, stands_for
+        return self._known[slices]

@@ -176,18 +176,19 @@ class Captured:
         finally:
             candidate.resident_bytes = resident_bytes
         values = {one.name: getattr(found, one.name) for one in dataclasses.fields(Plan)}
-        plan = GraphPlan(**{**values, "mode": "graph", "measured_peak_bytes": None}, graph=candidate.graph)
+        graph = candidate.graph_of(found)
+        plan = GraphPlan(**{**values, "mode": "graph", "measured_peak_bytes": None}, graph=graph)
         self._planned[name] = plan
         self._plans.append(plan)
         return plan
 
     def _may_plan_again(self, plan: GraphPlan) -> bool:
         """Is a first step over its budget followed by another plan? In pieces the budget is not promised."""
-        return self._request.plan is None and not self._in_pieces and plan.fingerprint not in self._excess_bytes
+        return self._request.plan is None and not self._in_pieces and plan.unsplit_fingerprint not in self._excess_bytes
 
     def _over_budget(self, plan: GraphPlan, excess_bytes: int) -> None:
         """The next call is captured anew. What the step took more than was predicted counts as there before it."""
-        self._excess_bytes[plan.fingerprint] = excess_bytes
+        self._excess_bytes[plan.unsplit_fingerprint] = excess_bytes
         self._is_outdated = True
 
     def _fitted(self, candidate: GraphCandidate, request: Request) -> Plan:

@@ -77,7 +77,7 @@ def with_fills(joint: fx.GraphModule) -> None:
         if func is None or not isinstance(node.args[0], fx.Node):
             continue
         like = node.args[0].meta["val"]
-        if not _is_dense(like):
+        if not is_dense(like):
             continue
         with joint.graph.inserting_before(node):
             fill = joint.graph.call_function(Fill(func, like), tuple(node.args[1:]), dict(node.kwargs))
@@ -131,7 +131,8 @@ def _place(node: fx.Node) -> Any:
     return (tuple(value.shape), tuple(value.stride()), value.storage_offset(), kind)
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Do the elements of a tensor lie side by side, in whatever order of the axes?"""
     expected = 1
     for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda one: (one[1], one[0])):
         if size > 1 and stride != expected:
@@ -278,6 +279,11 @@ def moved_bytes(node: fx.Node) -> int:
     """Bytes that a call reads and makes."""
     read = sum(_dense_bytes(t) for one in node.all_input_nodes for t in tensors_of(one))
     return read + sum(_dense_bytes(t) for t in tensors_of(node))
+
+
+def elements_bytes(node: fx.Node) -> int:
+    """Bytes of the elements of what a node makes, whatever its storage holds beside them."""
+    return sum(_dense_bytes(t) for t in tensors_of(node))
 
 
 def _dense_bytes(tensor: torch.Tensor) -> int:

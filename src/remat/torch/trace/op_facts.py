@@ -84,6 +84,10 @@ _FLOPS_PER_ELEMENT: Final = {
 }
 
 
+# Products that are added to what is there already: they take the time of those that make a tensor.
+_WITHOUT_WRITE: Final[dict[Any, Any]] = {torch.ops.aten.addmm_.default: torch.ops.aten.addmm.default}
+
+
 @cache
 def base_name(func: OpOverload) -> str:
     """The operator without its overload: ``aten::add``. Asking PyTorch takes longer than many an operator."""
@@ -175,7 +179,7 @@ def repeatable_call(func: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def flops(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
     """Floating-point operations of one run; a multiplication and an addition count as two."""
-    formula = _private.flop_formula(func)
+    formula = _private.flop_formula(_WITHOUT_WRITE.get(func, func))
     if formula is not None:
         with suppress(AssertionError):  # That of attention in PyTorch 2.9 knows no groups of heads.
             return float(formula(*args, **kwargs, out_val=out))
