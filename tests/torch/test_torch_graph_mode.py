@@ -229,6 +229,33 @@ def test_views_and_more_are_returned(under):
     assert torch.equal(layer.weight.grad, expected)
 
 
+def test_what_is_returned_is_held_and_counts():
+    """The caller holds it over the backward pass, so that dropping it would free nothing."""
+    layers = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+
+    def step(x):
+        found = []
+        for layer in layers:
+            found.append(layer(x).tanh())
+            x = found[-1]
+        return x.square().mean(), found
+
+    x = torch.randn(1024, 64)
+    limited = remat.torch.compile(step, budget="100%", backend="aten", **QUICK)
+    loss, _ = limited(x)
+    loss.backward()
+    graph, returned = limited.plan.graph, []
+    for op in graph.ops:
+        if op.kind.startswith("aten.tanh.") and op.phase == "forward":
+            returned.append(op)
+    assert len(returned) == 4
+    assert not any(op.recomputable for op in returned)
+    held_bytes = sum(graph.tensors[op.outputs[0]].size_bytes for op in returned)
+    with pytest.raises(remat.InfeasibleBudget) as caught:
+        remat.torch.compile(step, budget=held_bytes, backend="aten", **QUICK)(x)
+    assert caught.value.minimum_bytes > held_bytes
+
+
 def test_gradients_through_a_second_output_and_kept_graphs(under):
     layer = nn.Linear(16, 16)
 
