@@ -576,6 +576,25 @@ def test_what_asks_for_values_runs_in_pieces(caplog):
         fixed(x)
 
 
+def test_a_step_that_counts_its_calls_runs_eagerly_in_the_end(caplog):
+    layer, calls = nn.Linear(8, 8), {"number": 0}
+
+    def counting(x):
+        calls["number"] += 1
+        return layer(x).tanh().sum() + (0.0 if calls["number"] >= 0 else 1.0)
+
+    limited = remat.torch.compile(counting, budget="100%", backend="aten", **QUICK)
+    x = torch.randn(4, 8)
+    with caplog.at_level(logging.WARNING, "remat"):
+        for _ in range(6):
+            loss = limited(x)
+            loss.backward()
+    assert torch.equal(loss, layer(x).tanh().sum())
+    assert "captured 4 times" in limited.reason
+    assert limited.plan.mode == "eager"
+    assert sum("runs eagerly" in record.getMessage() for record in caplog.records) == 1
+
+
 def test_a_sharded_module_is_refused_in_one_line():
     layer = nn.Linear(4, 4)
     layer.__class__ = type("FSDPLinear", (FSDPModule, nn.Linear), {})

@@ -174,8 +174,8 @@ class Captured:
         self._captures[name] += 1
         if self._captures[name] > _MOST_CAPTURES:
             raise UnsupportedStep(
-                f"the same step was captured {_MOST_CAPTURES} times, since a value that it reads changes from call to "
-                "call: a counter, say"
+                f"the same step was captured {_MOST_CAPTURES} times, since something that it reads is another at each "
+                "call: a counter, say, or another module"
             )
         known = self._planned.get(name)
         excess_bytes = self._excess_bytes.get(name, 0)
