@@ -151,7 +151,9 @@ class _KerasStep(Step):
         # Without it Keras on JAX divides a missing loss's log by no samples.
         model.compile(keras.optimizers.SGD(LEARNING_RATE), loss)
         if self._budget is not None or self._count > 1:
-            remat.keras.limit_memory(model, self._budget, micro_batches=self._count, **self._planning)
+            # Graph mode, which takes seconds to capture each model, has tests of its own.
+            mode = "eager" if keras.backend.backend() == "torch" else "auto"
+            remat.keras.limit_memory(model, self._budget, micro_batches=self._count, mode=mode, **self._planning)
         return model
 
 

@@ -168,3 +168,13 @@ def test_a_user_error_in_the_model_is_not_hidden():
     remat.keras.limit_memory(model, "50%", **QUICK)
     with pytest.raises(RuntimeError, match="the user's own mistake"):
         train(model)
+
+
+def test_modes_are_known_and_for_pytorch():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+    with pytest.raises(ValueError, match="mode='lazy' is unknown"):
+        remat.keras.limit_memory(model, "60%", mode="lazy")
+    with pytest.raises(ValueError, match="mode='graph' is for Keras on PyTorch; on tensorflow leave it out"):
+        remat.keras.limit_memory(model, "60%", mode="graph")
+    remat.keras.limit_memory(model, "60%", mode="auto")
+    remat.keras.limit_memory(model, None)

@@ -13,6 +13,16 @@ from worker_process import worker
 
 CASES: dict[str, dict[str, Any]] = {
     "short last batch": {"budget": "80%", "planner": "auto", "batch": 512, "samples": 600, "at least": True},
+    "graph mode": {"budget": "80%", "batch": 512, "samples": 600, "at least": True, "mode": "graph"},
+    "graph mode, wide": {"model": "wide", "budget": "85%", "batch": 512, "samples": 512, "mode": "auto"},
+    "not captured": {
+        "model": "seeded",
+        "budget": "95%",
+        "batch": 512,
+        "samples": 512,
+        "mode": "auto",
+        "at least": True,
+    },
     "its own train_step": {"budget": "80%", "model": "own train_step"},
     "compiled": {"budget": "80%", "compile": {"jit_compile": True}},
     "too small": {"budget": 1000},
@@ -86,6 +96,41 @@ def test_training_is_the_same_to_the_bit():
     assert result["peak_bytes"] <= result["budget_bytes"] < result["plain_bytes"]
     assert result["measured"] <= result["budget_bytes"]
     assert result["detached"]
+
+
+@pytest.mark.thorough
+def test_graph_mode_is_the_same_to_the_bit():
+    """Dropout, statistics, added losses, metrics, and a smaller last batch."""
+    result = result_of("graph mode")
+    assert "error" not in result, result
+    assert result["mode"] == "graph", result["said"]
+    assert result["limited"] == result["plain"]
+    assert result["same weights"]
+    assert result["recomputed"] > 0
+    assert max(result["measured"], result["first step"]) <= result["budget_bytes"] < result["plain_bytes"]
+    assert not [line for line in result["said"] if "eagerly" in line]
+
+
+def test_graph_mode_is_taken_where_it_can_be_had():
+    """What the model returns is held by the metrics over the backward pass, so that it is never dropped."""
+    result = result_of("graph mode, wide")
+    assert "error" not in result, result
+    assert result["mode"] == "graph", result["said"]
+    assert result["same weights"]
+    assert result["recomputed"] > 0
+    assert max(result["measured"], result["first step"]) <= result["budget_bytes"] < result["plain_bytes"]
+    assert result["peak_bytes"] == pytest.approx(result["measured"], rel=0.02)
+
+
+def test_what_cannot_be_captured_trains_eagerly_and_says_why():
+    result = result_of("not captured")
+    assert "error" not in result, result
+    assert result["mode"] == "eager"
+    assert result["same weights"]
+    (line,) = [line for line in result["said"] if "trains eagerly" in line]
+    assert "cannot be captured" in line
+    assert "torch_seed_generator" in line
+    assert result["measured"] <= result["budget_bytes"]
 
 
 def check_training(result, reserve=0.0):

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import io
 import json
+import logging
 import os
 import sys
 from collections import Counter
@@ -64,6 +65,13 @@ def sequence() -> keras.Model:
     return keras.Model(inputs, layers.Dense(10)(layers.GlobalAveragePooling1D()(x)))
 
 
+def seeded() -> keras.Model:
+    """Draws from a generator that its seed makes anew at each step, which cannot be captured."""
+    inputs = keras.Input((WIDTH,))
+    x = layers.Dropout(0.2, seed=3)(layers.Dense(4 * WIDTH, activation="tanh")(inputs))
+    return keras.Model(inputs, layers.Dense(10)(layers.Dense(4 * WIDTH, activation="tanh")(x)))
+
+
 class Inner(keras.Model):
     def __init__(self) -> None:
         super().__init__()
@@ -89,6 +97,7 @@ MODELS = {
     "dense": dense,
     "wide": wide,
     "sequence": sequence,
+    "seeded": seeded,
     "own train_step": OwnTrainStep,
     "own loss": OwnLoss,
 }
@@ -105,6 +114,8 @@ def train(spec: dict[str, Any], limited: bool) -> tuple[dict[str, Any], keras.Mo
     if limited:
         try:
             how = {name: spec[name] for name in ("budget", "checkpoints", "micro_batches") if name in spec}
+            # A capture takes seconds; the cases of graph mode ask for it.
+            how["mode"] = spec.get("mode", "eager")
             remat.keras.limit_memory(model, **how, planner=spec.get("planner", "peak_greedy"))
             history = model.fit(x, y, batch_size=spec.get("batch", BATCH), epochs=2, shuffle=False, verbose=0)
         except remat.InfeasibleBudget as error:
@@ -177,23 +188,32 @@ def trained_plainly(told: str) -> tuple[dict[str, Any], list[Any]]:
 
 def outcome(spec: dict[str, Any]) -> dict[str, Any]:
     """What limited training came to, beside plain training of the same model on the same data."""
-    printed = io.StringIO()
+    printed, said = io.StringIO(), []
+    told = logging.Handler()
+    told.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("remat").addHandler(told)
     try:
         with contextlib.redirect_stdout(printed):
             limited, model = train(spec, limited=True)
     except remat.RematError as error:
         return {"error": type(error).__name__, "message": str(error)}
-    limits = {"budget", "checkpoints", "micro_batches", "planner", "at least"}
+    finally:
+        logging.getLogger("remat").removeHandler(told)
+    limits = {"budget", "checkpoints", "micro_batches", "planner", "at least", "mode"}
     plain, weights = trained_plainly(json.dumps({name: value for name, value in spec.items() if name not in limits}))
     plan = remat.keras.plan_of(model)
     assert plan is not None
     pairs = list(zip(weights, model.get_weights(), strict=True))
+    first_bytes = plan.measured_peak_bytes
     departures = [applied.departures for applied in remat.keras.limit._limits[model]._applied.values()]
     measured, choice = measured_peak(model, spec.get("batch", BATCH)), chosen(model)
     kinds = recomputed_kinds(model)
     remat.keras.limit_memory(model, None)
     return {
         "measured": measured,
+        "mode": plan.mode,
+        "first step": first_bytes,
+        "said": said,
         "choice": choice,
         "printed": printed.getvalue(),
         "difference": max(float(np.abs(a - b).max() / np.abs(a).max()) for a, b in pairs),

@@ -229,6 +229,33 @@ def test_views_and_more_are_returned(under):
     assert torch.equal(layer.weight.grad, expected)
 
 
+def test_what_is_returned_is_held_and_counts():
+    """The caller holds it over the backward pass, so that dropping it would free nothing."""
+    layers = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+
+    def step(x):
+        found = []
+        for layer in layers:
+            found.append(layer(x).tanh())
+            x = found[-1]
+        return x.square().mean(), found
+
+    x = torch.randn(1024, 64)
+    limited = remat.torch.compile(step, budget="100%", backend="aten", **QUICK)
+    loss, _ = limited(x)
+    loss.backward()
+    graph, returned = limited.plan.graph, []
+    for op in graph.ops:
+        if op.kind.startswith("aten.tanh.") and op.phase == "forward":
+            returned.append(op)
+    assert len(returned) == 4
+    assert not any(op.recomputable for op in returned)
+    held_bytes = sum(graph.tensors[op.outputs[0]].size_bytes for op in returned)
+    with pytest.raises(remat.InfeasibleBudget) as caught:
+        remat.torch.compile(step, budget=held_bytes, backend="aten", **QUICK)(x)
+    assert caught.value.minimum_bytes > held_bytes
+
+
 def test_gradients_through_a_second_output_and_kept_graphs(under):
     layer = nn.Linear(16, 16)
 
@@ -547,6 +574,25 @@ def test_what_asks_for_values_runs_in_pieces(caplog):
     fixed = remat.torch.compile(loss_fn, budget=10**6, backend="aten", **QUICK)
     with pytest.raises(remat.UnsupportedStep, match="share"):
         fixed(x)
+
+
+def test_a_step_that_counts_its_calls_runs_eagerly_in_the_end(caplog):
+    layer, calls = nn.Linear(8, 8), {"number": 0}
+
+    def counting(x):
+        calls["number"] += 1
+        return layer(x).tanh().sum() + (0.0 if calls["number"] >= 0 else 1.0)
+
+    limited = remat.torch.compile(counting, budget="100%", backend="aten", **QUICK)
+    x = torch.randn(4, 8)
+    with caplog.at_level(logging.WARNING, "remat"):
+        for _ in range(6):
+            loss = limited(x)
+            loss.backward()
+    assert torch.equal(loss, layer(x).tanh().sum())
+    assert "captured 4 times" in limited.reason
+    assert limited.plan.mode == "eager"
+    assert sum("runs eagerly" in record.getMessage() for record in caplog.records) == 1
 
 
 def test_a_sharded_module_is_refused_in_one_line():

@@ -21,6 +21,7 @@ __all__ = [
     "additional_loss",
     "all_layers",
     "call_in_training",
+    "clear_losses",
     "compile_loss_of",
     "give_state_back",
     "is_trained_itself",
@@ -122,6 +123,11 @@ def additional_loss(model: keras.Model, losses: Sequence[Any] | None = None) -> 
 def call_in_training(model: keras.Model, x: Any) -> Any:
     """``model(x)`` as Keras' own training step calls it."""
     return model(x, training=True) if model._call_has_training_arg else model(x)
+
+
+def clear_losses(model: keras.Model) -> None:
+    """Forget the losses that layers added in the last step, as the next call of the model would."""
+    model._clear_losses()
 
 
 def stateless_call_in_training(model: keras.Model, trainable: Any, others: Any, x: Any) -> tuple[Any, Any, list[Any]]:

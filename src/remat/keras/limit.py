@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import keras
 
@@ -36,6 +36,7 @@ def limit_memory(
     time_limit_s: float | None = None,
     on_change: OnChange = "replan",
     strict: bool = False,
+    mode: Literal["auto", "graph", "eager"] = "auto",
     **options: Any,
 ) -> keras.Model:
     """Make ``fit`` and ``train_on_batch`` keep a memory budget; everything else stays as it is.
@@ -62,8 +63,13 @@ def limit_memory(
         time_limit_s: wall seconds that an anytime planner may use.
         on_change: what happens where the first planned step takes more than the budget by more than 1 %: "replan" plans
             it once more, for what it took; "keep" leaves the plan. On TensorFlow its memory is read from the device's
-            counter, where there is one; on JAX the compiler says it beforehand; on PyTorch nothing is planned again.
+            counter, where there is one; on JAX the compiler says it beforehand; on PyTorch nothing is planned again
+            outside of graph mode.
         strict: raise an error where the budget does not hold then either; else this is logged as a warning, once.
+        mode: on PyTorch: "graph" captures the training step and runs the plan itself, with the same numbers at less
+            cost on the host; "eager" watches its operators. "auto", the only one elsewhere, is "graph" where that can
+            be had: not with micro-batches or checkpoints, nor where the step cannot be captured, which a warning says.
+            ``plan_of(model).mode`` tells which it is.
         options: passed on to the planner.
 
     Returns:
@@ -72,8 +78,9 @@ def limit_memory(
 
     Raises:
         InvalidBudget: if the budget cannot be read.
-        ValueError: for both a budget and checkpoints, a layer that the model does not have, an unknown planner, or
-            ``micro_batches`` that is neither a whole number of at least 1 nor "auto" with a budget.
+        ValueError: for both a budget and checkpoints, a layer that the model does not have, an unknown planner or
+            mode, ``micro_batches`` that is neither a whole number of at least 1 nor "auto" with a budget, or
+            ``mode="graph"`` with micro-batches or checkpoints.
         UnsupportedStep: for another backend than TensorFlow, JAX and PyTorch, a budget on several replicas, or
             ``run_eagerly`` on the first two; on PyTorch for a model with its own ``train_step``, or a checkpoint that
             names a tensor; with a number of micro-batches likewise, and by ``fit`` for a loss of which it cannot be
@@ -89,13 +96,14 @@ def limit_memory(
         budget = "60%" if micro_batches in (1, AUTO) and checkpoints is None else None
     count = check_count_or_auto(micro_batches, budget)
     plans_again = replans(on_change)
+    in_mode = _checked_mode(mode, micro_batches, checkpoints)
     request = Request(
         budget, checkpoints=checkpoints, planner=planner, time_limit_s=time_limit_s, options=options
     ).check("limit_memory")
     if request.plans or count != 1:
         limits = of_backend("limit", "limit_memory")
         _take_off(model)
-        _limits[model] = limits.Limit(model, request, count, replans=plans_again, strict=strict)
+        _limits[model] = limits.Limit(model, request, count, replans=plans_again, strict=strict, **in_mode)
     else:
         _take_off(model)
     return model
@@ -148,6 +156,19 @@ def _limit_of(model: keras.Model) -> ModelLimit:
 def _take_off(model: keras.Model) -> None:
     if model in _limits:
         _limits.pop(model).detach()
+
+
+def _checked_mode(mode: str, micro_batches: int | str, checkpoints: Sequence[Any] | None) -> dict[str, str]:
+    """The mode as an argument of PyTorch's ``Limit``; nothing where the backend decides."""
+    if mode not in ("auto", "graph", "eager"):
+        raise ValueError(f'mode={mode!r} is unknown; it is "auto", "graph" or "eager"')
+    if mode == "auto":
+        return {}
+    if keras.backend.backend() != "torch":
+        raise ValueError(f"mode={mode!r} is for Keras on PyTorch; on {keras.backend.backend()} leave it out")
+    if mode == "graph" and (micro_batches != 1 or checkpoints is not None):
+        raise ValueError('mode="graph" takes neither micro_batches nor checkpoints, which run eagerly; leave it out')
+    return {"mode": mode}
 
 
 def _check_checkpoints(checkpoints: Sequence[Any], budget: int | str | None) -> None:

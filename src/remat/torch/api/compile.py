@@ -220,7 +220,7 @@ class GraphCompiled:
         return found + gradients_bytes if self._beside.accumulates else found
 
     def _run_eagerly(self, error: Exception) -> None:
-        self.reason = _reason(error)
+        self.reason = reason_not_captured(error)
         name = getattr(self._fn, "__qualname__", type(self._fn).__name__)
         if self._request.plan is not None:
             raise UnsupportedStep(
@@ -259,7 +259,7 @@ class GraphCompiled:
         )
 
 
-def _reason(error: Exception) -> str:
+def reason_not_captured(error: Exception) -> str:
     """Why Dynamo, or AOTAutograd, could not capture a function, and at which line of it: one line of text."""
     why, _, where = str(error).partition("from user code")
     why = _ADVICE.split(why, maxsplit=1)[0]

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
 from torch import fx
 
-from remat.core.errors import InfeasibleBudget, RematError
+from remat.core.errors import InfeasibleBudget, RematError, UnsupportedStep
 from remat.core.graph import Graph
 from remat.core.plan import Plan
 from remat.fit.first_step import broken_budget, exceeds, no_room_for_excess, tell
@@ -30,6 +32,11 @@ from remat.torch.graph_mode.source import function_of
 _log = logging.getLogger("remat")
 
 _NUMBER: Final = "remat_step"  # Where a module carries the number of its step to the point where it is compiled.
+
+_MOST_CAPTURES: Final = 4
+"""Captures of one and the same step. A judgement: a step that reads a flag is captured for each of its values; one
+that reads a number which counts calls would be captured at each call, which takes seconds. With fewer, flags take a
+step out of graph mode; with more, a user waits longer for such a step."""
 
 NOT_CAPTURED: Final = (_aot.TorchDynamoException, _aot.BackendCompilerFailed)
 """What ``Captured`` raises where a function cannot be captured as one graph."""
@@ -62,6 +69,7 @@ class Captured:
         device: profile for the predicted times.
         plans: where the plan of each capture that has a backward pass is added.
         strict: is a step over its budget an error, once it was planned again?
+        replans: is a step planned again, once, whose first run took more than its budget?
         first_share: is a share one of the first plan's plain step?
         in_pieces: may the function be captured as several graphs, with what cannot be captured in between? Each is then
             planned by itself, as well as it can be.
@@ -76,6 +84,7 @@ class Captured:
         plans: list[Any],
         *,
         strict: bool = False,
+        replans: bool = True,
         first_share: bool = False,
         in_pieces: bool = False,
     ) -> None:
@@ -86,6 +95,7 @@ class Captured:
         self._resident_bytes = resident_bytes
         self._device = device
         self._strict = strict
+        self._replans = replans and request.plan is None and not in_pieces  # Pieces promise no budget.
         self._first_share = first_share
         self._calls = Calls()
         self._error: RematError | None = None
@@ -94,11 +104,13 @@ class Captured:
         # By the fingerprint of a step: its plan, and what its first step took more than was predicted.
         self._planned: dict[str, GraphPlan] = {}
         self._excess_bytes: dict[str, int] = {}
+        self._captures: Counter[str] = Counter()
+        self._is_new = True
         self._compiled = self._captured_anew()
 
     def _captured_anew(self) -> Callable[..., Any]:
         """The function for Dynamo, with a backend of its own: nothing that was captured before is taken."""
-        self._is_outdated = False
+        self._is_outdated, self._is_new = False, True
         backend = _aot.backend(self._partition, self._compile_forward, self._compile_backward, self._compile_alone)
         return torch.compile(self._fn, backend=backend, fullgraph=not self._in_pieces, dynamic=False)
 
@@ -129,8 +141,10 @@ class Captured:
         self._error = None
         if self._is_outdated:
             self._compiled = self._captured_anew()
+        uncollected = _aot.without_collections() if self._is_new else nullcontext()
+        self._is_new = False
         try:
-            with _aot.capturing(self._says_compiled):
+            with _aot.capturing(self._says_compiled), uncollected:
                 return self._compiled(*args, **kwargs)
         except _aot.BackendCompilerFailed:
             if self._error is None:
@@ -157,6 +171,12 @@ class Captured:
     def _plan_for(self, candidate: GraphCandidate) -> GraphPlan:
         """The plan of a captured step: that from before, unless it took more than its budget."""
         name = candidate.graph.fingerprint
+        self._captures[name] += 1
+        if self._captures[name] > _MOST_CAPTURES:
+            raise UnsupportedStep(
+                f"the same step was captured {_MOST_CAPTURES} times, since something that it reads is another at each "
+                "call: a counter, say, or another module"
+            )
         known = self._planned.get(name)
         excess_bytes = self._excess_bytes.get(name, 0)
         if known is not None and not (excess_bytes and known.measured_peak_bytes is not None):
@@ -183,8 +203,8 @@ class Captured:
         return plan
 
     def _may_plan_again(self, plan: GraphPlan) -> bool:
-        """Is a first step over its budget followed by another plan? In pieces the budget is not promised."""
-        return self._request.plan is None and not self._in_pieces and plan.unsplit_fingerprint not in self._excess_bytes
+        """Is a first step over its budget followed by another plan?"""
+        return self._replans and plan.unsplit_fingerprint not in self._excess_bytes
 
     def _over_budget(self, plan: GraphPlan, excess_bytes: int) -> None:
         """The next call is captured anew. What the step took more than was predicted counts as there before it."""

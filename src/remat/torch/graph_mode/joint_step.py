@@ -94,7 +94,10 @@ class _Builder:
         (output,) = joint.graph.find_nodes(op="output")
         results = tree_leaves(output.args)
         self._kept = [nodes.base_of(n) for n in results if isinstance(n, fx.Node)]
-        self._forward = self._in_forward([n for n in results[:num_fwd_outputs] if isinstance(n, fx.Node)])
+        returned = [n for n in results[:num_fwd_outputs] if isinstance(n, fx.Node)]
+        # The caller holds what the forward pass returns, so that it cannot be dropped and made again.
+        self._returned = set(map(nodes.base_of, returned))
+        self._forward = self._in_forward(returned)
         self._tensors: list[Tensor] = []
         self._number: dict[fx.Node, int] = {}
         self._ops: list[Op] = []
@@ -167,7 +170,9 @@ class _Builder:
 
     def _add_call(self, node: fx.Node, phase: str) -> None:
         read = tuple(self._number[value] for value in nodes.values_read(node))
-        repeats = nodes.may_repeat(node, self._overwritten)
+        repeats = nodes.may_repeat(node, self._overwritten) and self._returned.isdisjoint(
+            value for _, value in nodes.results_of(node)
+        )
         if repeats and nodes.draws(node):
             state = len(self._tensors)
             self._tensors.append(Tensor(_state_bytes(nodes.device_of(node).type), f"{node.name}.state", None, "uint8"))
