@@ -102,7 +102,7 @@ class ProgramCandidate(Candidate):
         else:
             found = fit(self, request, share_of_bytes=share_of_bytes)
         values = {one.name: getattr(found, one.name) for one in dataclasses.fields(Plan)}
-        return ProgramPlan(**{**values, "mode": self._mode}, graph=self.graph)
+        return ProgramPlan(**{**values, "mode": self._mode, "measured_peak_bytes": None}, graph=self.graph)
 
     def carry_out(self, plan: Plan) -> int:
         """Rewrite the program by a plan for it, as ``rewrite`` does; returns how many ops were copied."""
