@@ -15,12 +15,11 @@ import paddle
 
 from remat.core.budget import format_bytes
 from remat.core.errors import InfeasibleBudget, RematError, UnsupportedStep
-from remat.fit.first_step import no_room_for_excess
 from remat.fit.request import Request
 from remat.paddle import _private
 from remat.paddle.candidate import ProgramCandidate, ProgramPlan
 from remat.paddle.emit.shape_reads import redirect_shape_reads
-from remat.paddle.first_step import FirstStep, Training, gradient_bytes
+from remat.paddle.first_step import FirstStep, Training, gradient_bytes, no_room
 from remat.paddle.recompute import layers_of
 from remat.paddle.sequential import BackwardOrder, in_program_order
 from remat.paddle.tensors import tensors_in
@@ -180,7 +179,7 @@ class Captured:
         except InfeasibleBudget as error:
             if self._strict:
                 raise
-            _log.warning("%s", no_room_for_excess(first.excess_bytes, error.minimum_bytes))
+            _log.warning("%s", no_room(first.excess_bytes, there_bytes, error.minimum_bytes))
             first.excess_bytes = 0
             return first
         if again.first_step is not None:

@@ -13,7 +13,7 @@ from typing import Any, Final, Protocol
 
 from remat.core.budget import format_bytes
 from remat.core.plan import Plan
-from remat.fit.first_step import broken_budget, exceeds, tell
+from remat.fit.first_step import broken_budget, exceeds, no_room_for_excess, tell
 from remat.paddle import _private
 from remat.paddle.emit.fences import settled_bytes
 
@@ -22,7 +22,7 @@ _ATTEMPTS: Final = 3
 garbage, and a step that goes another way three times will not change."""
 
 _newest: weakref.ref[FirstStep] | None = None
-"""The measurement that began last. Where another layer's begins before it is over, it would count that layer."""
+"""That of the call which began last. Where another layer is called before it is over, it would count that layer."""
 
 
 class Training(Protocol):
@@ -71,6 +71,10 @@ class FirstStep:
             more_counted_bytes: what else lies there before this step and is part of the plan's peak.
         """
         global _newest
+        other = None if _newest is None else _newest()
+        if other is not None and other is not self:
+            other.cancel()
+        _newest = weakref.ref(self)
         if self._taken_bytes or self._is_judged or self._attempts >= _ATTEMPTS:
             self._before = None
             return
@@ -78,10 +82,6 @@ class FirstStep:
         if _private.is_on_gpu():
             self._attempts = _ATTEMPTS  # Paddle's counter of the host's memory says nothing there.
             return
-        other = None if _newest is None else _newest()
-        if other is not None and other is not self:
-            other.cancel()
-        _newest = weakref.ref(self)
         gc.collect()  # What an earlier step left in circles is no part of this one.
         self._before = settled_bytes() - more_counted_bytes
         _private.reset_peak()
@@ -168,3 +168,20 @@ def gradient_bytes(parameters: Iterable[Any]) -> int:
     """What the gradients of parameters hold at this moment, zeros included."""
     gradients = (parameter.grad for parameter in parameters)
     return sum(one.size * one.element_size() for one in gradients if one is not None)
+
+
+def no_room(excess_bytes: int, there_bytes: int, minimum_bytes: int) -> str:
+    """What to say where no plan leaves room for what a first step took.
+
+    Args:
+        excess_bytes: what it took more than was predicted.
+        there_bytes: how much of that lay there before the step: gradients, mostly.
+        minimum_bytes: the smallest budget that would do.
+    """
+    message = no_room_for_excess(excess_bytes, minimum_bytes)
+    if not there_bytes:
+        return message
+    return (
+        f"{message} {format_bytes(there_bytes)} lay there before the step. If these are gradients that "
+        "clear_grad() keeps as zeros, clear_grad(set_to_zero=False) frees them."
+    )

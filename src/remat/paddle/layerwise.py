@@ -23,13 +23,12 @@ from remat.core.graph import Graph, Op, Tensor
 from remat.core.plan import Plan
 from remat.core.simulator import simulate
 from remat.fit.candidate import Candidate
-from remat.fit.first_step import no_room_for_excess
 from remat.fit.fit import fit
 from remat.fit.peaks import PeakRange
 from remat.fit.request import Request
 from remat.paddle import _private
 from remat.paddle.candidate import ProgramPlan
-from remat.paddle.first_step import FirstStep, Training, gradient_bytes
+from remat.paddle.first_step import FirstStep, Training, gradient_bytes, no_room
 from remat.paddle.recompute import recompute, side_effects_left_alone
 from remat.paddle.tensors import tensors_in
 
@@ -185,7 +184,7 @@ class Layerwise:
         except InfeasibleBudget as error:
             if self._strict:
                 raise
-            _log.warning("%s", no_room_for_excess(excess_bytes, error.minimum_bytes))
+            _log.warning("%s", no_room(excess_bytes, there_bytes, error.minimum_bytes))
             return known
 
     def _plan(
