@@ -19,10 +19,11 @@ from remat.paddle.emit.rewrite import rewrite
 from remat.paddle.trace.program import TracedProgram
 from remat.planning.checkpoints import plan_with_checkpoints
 
-_RESERVE: Final = {"static": 0.02, "to_static": 0.03}
+_RESERVE: Final = {"static": 0.02, "to_static": 0.04}
 """The share of a peak that is left, by the mode of a plan: for scratch memory of kernels that ``trace.scratch`` does
-not know, and for the allocator's rounding. Under ``to_static`` whoever starts the backward pass holds more: up to 2.7 %
-in the models of ``tests/paddle``. Too small, a step breaks its budget; too large, it recomputes more than it has to."""
+not know, and for the allocator's rounding. Under ``to_static`` whoever starts the backward pass holds more: up to 3.6 %
+in the models of ``tests/paddle`` (MobileNetV2 at its smallest). Too small, a step breaks its budget; too large, it
+recomputes more than it has to."""
 
 
 @dataclass(frozen=True)
