@@ -139,7 +139,7 @@ class Model:
 
 
 MODELS = {
-    "resnet50": Model(lambda: paddle.vision.models.resnet50(num_classes=10), (24, 3, 64, 64), (24,), 10),
+    "resnet50": Model(lambda: paddle.vision.models.resnet50(num_classes=10), (48, 3, 64, 64), (48,), 10),
     "mobilenet_v2": Model(lambda: paddle.vision.models.mobilenet_v2(num_classes=10), (16, 3, 64, 64), (16,), 10),
     "bert": Model(Encoder, (8, 48), (8, 48), WORDS, is_text=True),
     "gpt": Model(Decoder, (8, 48), (8, 48), WORDS, is_text=True),

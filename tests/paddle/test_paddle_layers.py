@@ -11,7 +11,9 @@ import pytest
 
 import remat
 import remat.paddle
+from remat.fit.request import Request
 from remat.paddle import _private
+from remat.paddle.captured import Captured
 
 F = paddle.nn.functional
 
@@ -162,6 +164,34 @@ def test_recompute_inside_of_recompute_takes_names_and_trains_what_it_closes_ove
     layer.clear_gradients()
     (paddle.tanh(layer(paddle.ones([2, 4]))) * 3.0).sum().backward()
     assert np.array_equal(gradient, layer.weight.grad.numpy())
+
+
+@pytest.mark.parametrize("limited", [False, True])
+def test_recompute_inside_of_to_static_runs_as_it_is(plain, limited):
+    """A program has its own way: there ``limit_memory`` plans every operator, and blocks marked by hand are no more."""
+
+    def marked(net):
+        for block in net.blocks:
+            remat.paddle.recompute(block)
+        if limited:
+            return remat.paddle.limit_memory(net, "65%", planner="peak_greedy")
+        return paddle.jit.to_static(net, full_graph=True)
+
+    found = train(marked)
+    assert_equal(found, plain)
+    if limited:
+        assert remat.paddle.plan_of(found[3]).mode == "to_static"
+        assert found[2] < 0.8 * plain[2]
+
+
+def test_gradients_that_the_caller_gives_are_never_made_again():
+    """Between the halves of a captured program stand ones in their place; a copy of those would be other numbers."""
+    traced = Captured(Net(2).forward, Request()).program_of(batch(64))
+    cut, ops = traced.cut, list(traced.program.global_block().ops)
+    between = {_private.op_id(op) for op in ops[cut.forward_end : cut.backward_start]}
+    given = [n for n, unit in enumerate(traced.units) if _private.op_id(unit.op) in between]
+    assert given
+    assert not any(traced.graph.ops[n].recomputable for n in given)
 
 
 def test_the_second_run_is_under_the_autocast_of_the_first(monkeypatch):

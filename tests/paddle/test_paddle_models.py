@@ -17,6 +17,7 @@ from models import MODELS, loss_of
 from programs import values_in
 
 import remat
+import remat.fit.first_step
 import remat.paddle
 from remat.paddle import _private
 
@@ -103,7 +104,7 @@ def to_static(name: str, budget: int | str | None) -> Trained:
         losses.append(float(loss))
         del loss
         optimizer.step()
-        optimizer.clear_grad()
+        optimizer.clear_grad(set_to_zero=False)
     values = {key: value.numpy() for key, value in net.state_dict().items()}
     return Trained(tuple(losses), values, (min(peaks), max(peaks)), budget and remat.paddle.plan_of(net))
 
@@ -140,17 +141,24 @@ class Watched(paddle.callbacks.Callback):
 
 
 def fit(name: str, budget: int | str | None) -> Trained:
-    """``paddle.Model.fit``; peaks are those of whole steps, the loss and the update included."""
+    """``paddle.Model.fit``; the budget covers the whole step: the loss, the optimizer's state and the update included.
+
+    Peaks are those of the steps from the third on. The first two are measured by remat, and planned for anew between.
+    """
     paddle.seed(7)
     model = paddle.Model(MODELS[name].make())
     if budget is not None:
         remat.paddle.limit_memory(model, budget, planner=PLANNER)
-    before = _private.allocated_bytes()
+    network = model.network
+    gc.collect()
+    before = _private.allocated_bytes() - sum(
+        p.size * p.element_size() for p in (*network.parameters(), *network.buffers())
+    )
     model.prepare(optimizer_of(model.parameters()), loss_of)
     watched = Watched()
     model.fit(Batches(name), batch_size=MODELS[name].shape[0], epochs=1, verbose=0, shuffle=False, callbacks=[watched])
     values = {key: value.numpy() for key, value in model.network.state_dict().items()}
-    peaks = [peak - before for peak in watched.peaks]
+    peaks = [peak - before for peak in watched.peaks[2:]]
     return Trained(tuple(watched.losses), values, (min(peaks), max(peaks)), budget and remat.paddle.plan_of(model))
 
 
@@ -187,7 +195,7 @@ def cases() -> list[Any]:
 
 
 @pytest.mark.parametrize(("way", "name", "budget"), cases())
-def test_a_model_keeps_its_budget_with_the_same_numbers(way, name, budget, record_property):
+def test_a_model_keeps_its_budget_with_the_same_numbers(way, name, budget, record_property, caplog):
     expected = plain(way, name)
     asked = smallest_of(way, name) if budget == "smallest" else budget
     found = refused = None
@@ -197,7 +205,7 @@ def test_a_model_keeps_its_budget_with_the_same_numbers(way, name, budget, recor
         refused = error
     if refused is not None:
         # Parameters, gradients and one block need more than half. The smallest budget is named, and has its own case.
-        assert budget == "50%"
+        assert budget == "50%", refused
         assert refused.minimum_bytes == smallest_of(way, name)
         record_property("smallest_bytes", refused.minimum_bytes)
         return
@@ -213,13 +221,18 @@ def test_a_model_keeps_its_budget_with_the_same_numbers(way, name, budget, recor
         "plain_measured_bytes": expected.peaks[0],
         "budget_bytes": plan.budget_bytes,
         "predicted_bytes": plan.peak_bytes,
-        "measured_bytes": found.peaks[1],
+        "measured_bytes": plan.measured_peak_bytes if way == "fit" else found.peaks[1],
         "overhead": plan.overhead,
     }
     for key, value in figures.items():
         record_property(key, value)
     if way == "fit":
+        # What lies outside of the layer is seen in the first step. Where no plan leaves room for it, one line says so.
+        told = [r.getMessage() for r in caplog.records if r.name == "remat" and r.levelname == "WARNING"]
+        assert told or not remat.fit.first_step.exceeds(plan, plan.measured_peak_bytes)
+        record_property("told", " ".join(told))
         assert found.peaks[1] < expected.peaks[0]
         return
+    assert plan.measured_peak_bytes <= plan.budget_bytes
     assert found.peaks[1] <= plan.budget_bytes
     assert found.peaks[1] == pytest.approx(plan.peak_bytes, rel=ACCURACY.get(name, 0.05))

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from remat.core.budget import format_bytes
-from remat.core.errors import UnsupportedStep
+from remat.core.errors import InfeasibleBudget, UnsupportedStep
 from remat.core.graph import Graph, Op, Tensor
 from remat.core.plan import Plan
 from remat.core.simulator import simulate
@@ -28,6 +28,7 @@ from remat.fit.peaks import PeakRange
 from remat.fit.request import Request
 from remat.paddle import _private
 from remat.paddle.candidate import ProgramPlan
+from remat.paddle.first_step import FirstStep, Training, gradient_bytes, no_room
 from remat.paddle.recompute import recompute, side_effects_left_alone
 from remat.paddle.tensors import tensors_in
 
@@ -85,6 +86,21 @@ class Part:
         return sum(size_bytes for place, size_bytes in self.results.items() if place not in without)
 
 
+@dataclass(frozen=True)
+class _Planned:
+    """The plan for one signature.
+
+    Attributes:
+        chosen: the layers that are recomputed, by id.
+        first_step: the first step under the plan.
+        counted_bytes: what the plan counts beside the layer.
+    """
+
+    chosen: frozenset[int]
+    first_step: FirstStep
+    counted_bytes: int
+
+
 class Layerwise:
     """A layer that runs eagerly, some of its parts recomputed.
 
@@ -94,13 +110,25 @@ class Layerwise:
         request: with a budget.
         resident_bytes: memory that counts beside the layer's.
         reason: why the layer was not captured, for the line that says so.
+        plans_again: is a signature planned once more after a first step that took more than its budget?
+        strict: is a step over its budget an error, from the call after it?
 
     Attributes:
         plans: one for each signature, the newest last.
+        training: what trains the layer, where that is known.
+        first_step: that under the plan which was followed last; None before one was made.
     """
 
     def __init__(
-        self, layer: Any, plain: Callable[..., Any], request: Request, resident_bytes: int, reason: str
+        self,
+        layer: Any,
+        plain: Callable[..., Any],
+        request: Request,
+        resident_bytes: int,
+        reason: str,
+        *,
+        plans_again: bool = True,
+        strict: bool = False,
     ) -> None:
         self.plans: list[ProgramPlan] = []
         self._layer = layer
@@ -108,7 +136,12 @@ class Layerwise:
         self._request = request
         self._resident_bytes = resident_bytes
         self._reason = reason
-        self._chosen_of: dict[Any, frozenset[int]] = {}
+        self.training: Training | None = None
+        self.first_step: FirstStep | None = None
+        self._plans_again = plans_again
+        self._strict = strict
+        self._watched: set[int] = set()
+        self._planned: dict[Any, _Planned] = {}
         self._chosen: frozenset[int] = frozenset()
         self._switched: set[int] = set()
 
@@ -120,12 +153,50 @@ class Layerwise:
             UnsupportedStep: where the layer calls no other layers.
         """
         key = _signature(args, kwargs)
-        if key not in self._chosen_of:
-            self._chosen_of[key] = self._plan(args, kwargs)
-        self._chosen = self._chosen_of[key]
+        parameters = self._layer.parameters()
+        there_bytes = gradient_bytes(parameters) + (0 if self.training is None else self.training.state_bytes())
+        known = self._planned.get(key)
+        if known is None:
+            known = self._planned[key] = self._plan(args, kwargs, there_bytes, there_bytes)
+        elif excess_bytes := known.first_step.excess_bytes(there_bytes):
+            known = self._planned[key] = self._plan_again(args, kwargs, known, there_bytes, excess_bytes)
+        self._chosen = known.chosen
+        self.first_step = known.first_step
+        for parameter in parameters:
+            if not parameter.stop_gradient and id(parameter) not in self._watched:
+                self._watched.add(id(parameter))
+                parameter.register_hook(self._note)
+        self.first_step.begin()
         return self._plain(*args, **kwargs)
 
-    def _plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> frozenset[int]:
+    def _note(self, _: Any) -> None:
+        if self.first_step is not None:
+            self.first_step.note()
+
+    def _plan_again(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], known: _Planned, there_bytes: int, excess_bytes: int
+    ) -> _Planned:
+        """Plan a signature for what its first step took; the plan from before where nothing leaves so much room."""
+        budget_bytes = known.first_step.plan.budget_bytes if self.training is None else None
+        counted_bytes = known.counted_bytes + excess_bytes
+        try:
+            return self._plan(args, kwargs, there_bytes, counted_bytes, budget_bytes, is_corrected=True)
+        except InfeasibleBudget as error:
+            if self._strict:
+                raise
+            _log.warning("%s", no_room(excess_bytes, there_bytes, error.minimum_bytes))
+            return known
+
+    def _plan(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        there_bytes: int,
+        counted_bytes: int,
+        budget_bytes: int | None = None,
+        *,
+        is_corrected: bool = False,
+    ) -> _Planned:
         whole = observe(self._layer, self._plain, args, kwargs)
         parts = parts_of(whole)
         name = type(self._layer).__name__
@@ -134,15 +205,18 @@ class Layerwise:
                 f"paddle.jit.to_static cannot capture {name} ({self._reason}), and {name} calls no layers that could "
                 "be recomputed one by one; put its parts into layers of their own"
             )
-        candidate = _PartsCandidate(self._layer, parts, whole, args, kwargs, self._resident_bytes)
-        plan = fit(candidate, self._request)
+        candidate = _PartsCandidate(self._layer, parts, whole, args, kwargs, self._resident_bytes + counted_bytes)
+        request = self._request if budget_bytes is None else dataclasses.replace(self._request, budget=budget_bytes)
+        plan = fit(candidate, request)
         schedule = candidate.as_it_runs(plan.schedule)
         again = [n for n in range(len(parts)) if schedule.count(candidate.saves(n)) > 1]
         values = {one.name: getattr(plan, one.name) for one in dataclasses.fields(Plan)}
-        self.plans.append(ProgramPlan(**{**values, "schedule": schedule, "mode": "layers"}, graph=candidate.graph))
+        found = ProgramPlan(**{**values, "schedule": schedule, "mode": "layers"}, graph=candidate.graph)
+        self.plans.append(found)
         for number in again:
             self._switch(parts[number].layer)
-        _log.warning(
+        _log.log(
+            logging.INFO if is_corrected else logging.WARNING,
             "paddle.jit.to_static cannot capture %s (%s): it runs eagerly, %d of its %d parts recomputed; peak %s.",
             name,
             self._reason,
@@ -150,7 +224,14 @@ class Layerwise:
             len(parts),
             format_bytes(plan.peak_bytes),
         )
-        return frozenset(id(parts[number].layer) for number in again)
+        first_step = FirstStep(
+            found,
+            there_bytes,
+            found.graph.pinned_bytes + self._resident_bytes + there_bytes,
+            plans_again=self._plans_again and not is_corrected,
+            strict=self._strict,
+        )
+        return _Planned(frozenset(id(parts[number].layer) for number in again), first_step, counted_bytes)
 
     def _switch(self, layer: Any) -> None:
         """Let a part be recomputed by the calls whose plan says so."""

@@ -17,12 +17,14 @@ import numpy as np
 
 from remat.core.errors import UnsupportedStep
 from remat.paddle import _private
+from remat.paddle.first_step import FirstStep
 
 _PLAN: Final = "_remat_plan"
 """The attribute of a program that holds the plan which it was rewritten by."""
 _WAITING: Final = "_remat_waits_to_be_planned"
 """The attribute of a program that is planned when it first runs: what plans it."""
-
+_FIRST_STEP: Final = "_remat_first_step"
+"""The attribute of a program that was rewritten and did not run yet: what measures its first run."""
 
 _FLAGS: Final = {_private.IN_ORDER: True, _private.ONE_THREAD: True, _private.MERGES_COPIES: False}
 
@@ -43,15 +45,19 @@ class BackwardOrder:
 
     ``loss.backward()`` runs the second half of a captured program. The gradient of a result is there just before that,
     and the gradient of a leaf just after.
+
+    Args:
+        after: called with each gradient of a leaf.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, after: Callable[[], None]) -> None:
+        self._after = after
         self._before: dict[str, Any] | None = None
         self._leaves: set[int] = set()
 
     def watch(self, results: Iterable[Any], leaves: Iterable[Any]) -> None:
         """Set the flag around the backward pass from these results to these leaves."""
-        self._put_back()  # A backward pass that failed left it.
+        self._restore()  # A backward pass that failed left it.
         for result in results:
             if not result.stop_gradient:
                 result.register_hook(self._set)
@@ -65,7 +71,11 @@ class BackwardOrder:
             self._before = _private.flags(*_FLAGS)
             _private.set_flags(_FLAGS)
 
-    def _put_back(self, _: Any = None) -> None:
+    def _put_back(self, _: Any) -> None:
+        self._restore()
+        self._after()
+
+    def _restore(self) -> None:
         if self._before is not None:
             _private.set_flags(self._before)
             self._before = None
@@ -76,9 +86,17 @@ def plan_in(program: Any) -> Any:
     return getattr(program, _PLAN, None)
 
 
-def mark(program: Any, plan: Any) -> None:
-    """Note that a program was rewritten, so that every executor runs it in its order."""
+def mark(program: Any, plan: Any, first_step: FirstStep, batch_bytes: Mapping[str, int]) -> None:
+    """Note that a program was rewritten, so that every executor runs it in its order.
+
+    Args:
+        program: the program.
+        plan: that it follows.
+        first_step: measures the first run; what the caller feeds as tensors of Paddle is not counted there.
+        batch_bytes: of its inputs, by name.
+    """
     setattr(program, _PLAN, plan)
+    setattr(program, _FIRST_STEP, (first_step, batch_bytes))
     _watch_executors()
 
 
@@ -135,7 +153,24 @@ def _watch_executors() -> None:
         _plan_waiting(meant, given.get("feed"), given.get("fetch_list"))
         if plan_in(meant) is None:
             return plain(self, program, *args, **kwargs)
-        with in_program_order():
+        with in_program_order(), _measured_once(meant, given.get("feed")):
             return plain(self, program, *args, **kwargs)
 
     _private.Executor.run = run
+
+
+@contextlib.contextmanager
+def _measured_once(program: Any, feed: Any) -> Iterator[None]:
+    """Measure the run inside if it is the first one of a program."""
+    waiting = getattr(program, _FIRST_STEP, None)
+    if waiting is None:
+        yield
+        return
+    setattr(program, _FIRST_STEP, None)
+    first_step, batch_bytes = waiting
+    # An executor makes tensors of arrays while it runs; tensors of Paddle lie there before.
+    fed = feed.items() if isinstance(feed, Mapping) else ()
+    first_step.begin(sum(batch_bytes.get(name, 0) for name, value in fed if not isinstance(value, np.ndarray | list)))
+    yield
+    first_step.note()
+    first_step.raise_if_strict()

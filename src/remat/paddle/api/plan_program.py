@@ -13,6 +13,7 @@ from remat.core.errors import UnsupportedStep
 from remat.core.plan import Plan
 from remat.fit.request import Request
 from remat.paddle.candidate import ProgramCandidate, ProgramPlan
+from remat.paddle.first_step import FirstStep
 from remat.paddle.sequential import mark, refuse_if_run
 from remat.paddle.trace import op_facts
 from remat.paddle.trace.program import trace_program
@@ -35,6 +36,7 @@ def plan_program(
     planner: str = "auto",
     time_limit_s: float | None = None,
     device: str | None = None,
+    strict: bool = False,
     **options: Any,
 ) -> ProgramPlan:
     """Plan a static program within a byte budget, and rewrite it so that ``Executor.run`` keeps to it.
@@ -63,15 +65,17 @@ def plan_program(
         planner: a planner's name.
         time_limit_s: wall seconds for each round of planning.
         device: profile for the predicted times: "cpu", "a100", "h100", "h200" or "measured".
+        strict: raise an error, from the first ``exe.run``, where that takes more than the budget by over 1 %; else this
+            is logged as a warning. On a CPU only; on a GPU nothing is measured.
         **options: passed on to the planner.
 
     Returns:
-        The plan that the program now follows.
+        The plan that the program now follows. Its ``measured_peak_bytes`` is what the first ``exe.run`` took.
 
     Raises:
         InvalidBudget: if the budget cannot be read.
         InfeasibleBudget: if no schedule fits; it names the smallest budget. The program is then as it was.
-        PlanMismatch: where ``plan`` is for another program.
+        PlanMismatch: where ``plan`` is for another program; with ``strict``, from the first ``exe.run``.
         UnsupportedStep: for a program that was run or planned before, without a backward pass, or of unknown sizes.
         ValueError: for more than one of a budget, a plan and checkpoints.
     """
@@ -93,7 +97,10 @@ def plan_program(
     candidate = ProgramCandidate(traced, resident_bytes)
     found = candidate.planned(request, kept)
     copies = candidate.carry_out(found)
-    mark(program, found)
+    pinned = [traced.graph.tensors[number] for number in traced.graph.inputs]
+    there_bytes = sum(t.size_bytes for t in pinned if t.role != "batch")
+    batch_bytes = {t.name: t.size_bytes for t in pinned if t.role == "batch"}
+    mark(program, found, FirstStep(found, 0, resident_bytes + there_bytes, strict=strict), batch_bytes)
     _log.info(
         "Planned a program of %d operators: %d copies, peak %s of %s plain.",
         len(traced.graph.ops),

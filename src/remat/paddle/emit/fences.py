@@ -115,7 +115,7 @@ class _Half:
     def start(self) -> None:
         """Note what is allocated before the first operator."""
         self._passed = 0
-        self._at_start = _settled_bytes()
+        self._at_start = settled_bytes()
 
     def wait(self) -> None:
         """Let the step go on when nothing waits to be freed."""
@@ -152,7 +152,7 @@ def _wait_for(bytes_: int) -> bool:
     return False
 
 
-def _settled_bytes() -> int:
+def settled_bytes() -> int:
     """The allocated bytes, when the release of what went before is over."""
     found = _private.allocated_bytes()
     for _ in range(_YIELDS):

@@ -243,6 +243,8 @@ class _Builder:
         time_s = op_time_s(self._profile, flops, moved_bytes, dtype or "float32") if op_facts.is_own(op) else 0.0
         label = f"{name}:{position}"
         source = _private.source_of(op)
+        # What stands between the halves stands for gradients that the caller gives, which nobody can make again.
+        is_given = self._cut is not None and self._cut.forward_end <= position < self._cut.backward_start
 
         def add(
             how: How,
@@ -261,7 +263,7 @@ class _Builder:
                     tuple(dict.fromkeys(inputs)),
                     tuple(outputs),
                     seconds,
-                    recomputable,
+                    recomputable and not is_given,
                     workspace,
                     in_place=in_place,
                     phase=phase,

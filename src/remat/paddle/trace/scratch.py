@@ -29,8 +29,8 @@ def workspace_bytes(op: Any, operands: Sequence[Sequence[int] | None], results: 
         return 0
     if name == "layer_norm_grad":
         return 2 * _FLOAT_BYTES * math.prod(first)
-    if name in ("conv2d", "conv2d_grad"):
-        made = results[0] if name == "conv2d" else operands[-1]
+    if name.removesuffix("_grad") in ("conv2d", "depthwise_conv2d"):
+        made = operands[-1] if name.endswith("_grad") else results[0]
         return _unfolded_bytes(op, first, operands[1], made)
     if name == RECURRENT:
         return _Recurrence.of(op, first).forward_scratch_bytes
