@@ -130,7 +130,7 @@ def test_what_cannot_be_captured_trains_eagerly_and_says_why():
     (line,) = [line for line in result["said"] if "trains eagerly" in line]
     assert "cannot be captured" in line
     assert "torch_seed_generator" in line
-    assert result["measured"] <= result["budget_bytes"]
+    assert result["measured"] == pytest.approx(result["peak_bytes"], rel=0.02)
 
 
 def check_training(result, reserve=0.0):

@@ -142,10 +142,11 @@ class Captured:
         if self._is_outdated:
             self._compiled = self._captured_anew()
         uncollected = _aot.without_collections() if self._is_new else nullcontext()
-        self._is_new = False
         try:
             with _aot.capturing(self._says_compiled), uncollected:
-                return self._compiled(*args, **kwargs)
+                result = self._compiled(*args, **kwargs)
+            self._is_new = False
+            return result
         except _aot.BackendCompilerFailed:
             if self._error is None:
                 raise
