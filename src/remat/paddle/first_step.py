@@ -182,6 +182,6 @@ def no_room(excess_bytes: int, there_bytes: int, minimum_bytes: int) -> str:
     if not there_bytes:
         return message
     return (
-        f"{message} {format_bytes(there_bytes)} lay there before the step. If these are gradients that "
-        "clear_grad() keeps as zeros, clear_grad(set_to_zero=False) frees them."
+        f"{message} {format_bytes(there_bytes)} lay there before the step: an optimizer's state, or gradients that "
+        "clear_grad() keeps as zeros and clear_grad(set_to_zero=False) frees."
     )
