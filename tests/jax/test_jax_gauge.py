@@ -51,6 +51,7 @@ def test_programs_behind_the_plain_step_are_compiled_roughly(rough_bytes, read_b
     assert plain.asked == [False]
     assert gauge.peak_bytes(planned) == read_bytes
     assert planned.asked == [True]
+    assert gauge.is_exact == (rough_bytes == 100_000)
 
 
 def test_rough_figures_that_are_far_off_are_not_used():
@@ -59,6 +60,7 @@ def test_rough_figures_that_are_far_off_are_not_used():
 
     assert gauge.peak_bytes(planned) == 60_000
     assert planned.asked == [False]
+    assert gauge.is_exact
 
 
 def pooled(weights, x):
@@ -69,19 +71,25 @@ def pooled(weights, x):
     return jnp.mean(x**2)
 
 
-@pytest.mark.parametrize("kind", ["dense", "pooled"])
+def scanned(weights, x):
+    """Rough figures of loops are some bytes off."""
+    return jnp.mean(lax.scan(lambda c, w: (jnp.tanh(jnp.sin(c @ w) @ w.T), None), x, weights)[0] ** 2)
+
+
+@pytest.mark.parametrize("kind", ["dense", "scanned", "pooled"])
 def test_a_plan_says_what_the_compiler_says(kind):
     """Whichever way its peak was read."""
     if kind == "dense":
         loss, args = mlp().loss, mlp().args
+    elif kind == "scanned":
+        loss, args = scanned, (jnp.full((8, 32, 32), 0.1), jnp.ones((256, 32)))
     else:
         loss, args = pooled, ([jnp.full((3, 3, 8, 8), 0.1)] * 6, jnp.ones((4, 16, 16, 8)))
     ours = remat.jax.jit(jax.value_and_grad(loss), budget="75%", **GREEDY)
     compiled = ours.lower(*args).compile()
 
-    assert ours.plan.recomputed > 0
-    assert peak_of(compiled.memory_analysis()) == pytest.approx(ours.plan.peak_bytes, rel=1e-3)
-    assert peak_of(compiled.memory_analysis()) <= ours.plan.budget_bytes
+    assert ours.plan.peak_bytes < ours.plan.baseline_peak_bytes
+    assert peak_of(compiled.memory_analysis()) == ours.plan.peak_bytes <= ours.plan.budget_bytes
 
 
 def test_a_cut_at_blocks_that_takes_too_many_runs_is_left_out(monkeypatch):

@@ -213,6 +213,9 @@ def plan_function(
     with naming_our_jit(tie):
         plan = candidate.planned(request)
     if plan not in (request.plan, request.known):
+        if plan.fingerprint in compilers:
+            exact_bytes = compilers[plan.fingerprint].exact_peak_bytes(plan.schedule)
+            plan = dataclasses.replace(plan, peak_bytes=exact_bytes)
         _log.info("%s", plan)
     chosen = candidate.variant_of(plan)
     run = emit(chosen.program, plan.schedule, chosen.turning_point, tie)
