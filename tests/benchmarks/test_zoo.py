@@ -67,6 +67,11 @@ class Refused(Model):
         return super().planned(budget)
 
 
+class Failing(Model):
+    def planned(self, budget):
+        raise RuntimeError("no plan for this model")
+
+
 def record_of(model):
     return {"model": "a", "lines": measured(model, lambda _: None)}
 
@@ -95,6 +100,11 @@ def test_every_method_has_a_line():
         in text
     )
     assert "| remat 60% | 0.00 | 60% |" in text
+
+
+def test_plans_that_fail_are_counted():
+    text = as_markdown("jax", [record_of(Failing())], "here")
+    assert "0 refused at the bytes of a peer, 4 ended by another error" in text
 
 
 def test_plans_over_their_budget_and_refusals_are_counted():

@@ -167,6 +167,27 @@ def test_differentiated_again():
     assert_close(penalty(ours)(weights), penalty(jax.value_and_grad(loss))(weights), rtol=1e-4)
 
 
+@pytest.mark.thorough
+def test_hessian_vector_products():
+    """Forward mode over a planned gradient, and a whole product within a budget."""
+    loss = stack(lambda x, w: jnp.tanh(x @ w))
+    weights, x = arguments()
+    along = [normal(80 + n, WIDTH, WIDTH) for n in range(LAYERS)]
+
+    def product(gradient, weights, x, along):
+        return jax.jvp(lambda w: gradient(w, x), (weights,), (along,))[1]
+
+    whole = functools.partial(product, jax.grad(loss))
+    expected = jax.jit(whole)(weights, x, along)
+    ours = remat.jax.grad(loss, budget="70%", **GREEDY)
+    assert_close(jax.jit(functools.partial(product, ours))(weights, x, along), expected, rtol=1e-4)
+    assert ours.plan.recomputed > 0
+    planned_whole = remat.jax.jit(whole, budget="75%", **GREEDY)
+    assert_close(planned_whole(weights, x, along), expected, rtol=1e-4)
+    assert planned_whole.plan.recomputed > 0
+    assert planned_whole.plan.measured_peak_bytes <= planned_whole.plan.budget_bytes
+
+
 def test_closed_over_tracers():
     loss = stack(lambda x, w: jnp.tanh(x @ w))
     weights, x = arguments()

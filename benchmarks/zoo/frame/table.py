@@ -32,11 +32,12 @@ def summary(records: Sequence[dict[str, Any]]) -> str:
     over = sum(bool(line.get("is_over")) for line in planned)
     silent = sum(bool(line.get("is_over")) and not line.get("said") for line in planned)
     refused = sum(line.get("error", "").startswith("refused") for line in planned if "bytes of" in line["method"])
+    broken = sum("error" in line and not line["error"].startswith("refused") for line in planned)
     failed = sum("error" in record for record in records)
     return (
         f"{len(records)} models, {failed} of which did not run; {len(planned)} plans: {over} over their budget by "
         f"more than 1 %, {silent} of them without a word, "
-        f"{refused} refused at the bytes of a peer."
+        f"{refused} refused at the bytes of a peer, {broken} ended by another error."
     )
 
 

@@ -23,6 +23,7 @@ from remat.jax.trace.program import Program, name_of
 from remat.jax.variants import Variant, Variants
 from remat.planners.chain.programme import BlockChain
 from remat.planners.replay.improve import without_idle_runs
+from remat.planners.replay.residents import TooManyRuns
 from remat.planners.view.board import Condensed
 from remat.planners.view.problem import Problem
 from remat.planning.checkpoints import plan_with_checkpoints
@@ -92,7 +93,10 @@ class FunctionCandidate(Candidate):
         blocks = BlockChain.of(condensed.problem).blocks
         if blocks:
             cuts = {storage for block in blocks for storage in block.checkpoint}
-            cut = plan_with_checkpoints(condensed.problem.graph, cuts)
+            try:
+                cut = plan_with_checkpoints(condensed.problem.graph, cuts)
+            except TooManyRuns:
+                return  # What lies between two blocks reads so far back that the cut is no use.
             yield plan_for_schedule(graph, condensed.expand(cut.schedule), planner=cut.planner)
 
     def graph_of(self, plan: Plan) -> Graph:

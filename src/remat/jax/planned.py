@@ -22,7 +22,7 @@ from remat.jax import _private
 from remat.jax.candidate import FunctionCandidate
 from remat.jax.context import Tie
 from remat.jax.emit.evaluate import FlatFunction, emit
-from remat.jax.peak import Compiler, Returned
+from remat.jax.peak import Compiler, Gauge, Returned
 from remat.jax.sharding import arrays_sent, is_sharded, on_one_device, received_in_bodies
 from remat.jax.trace.graph import after_donation
 from remat.jax.trace.program import Program
@@ -180,9 +180,10 @@ def plan_function(
     variants, structure = variants_of(function, arguments, find_received, request.checkpoints or ())
     returned = None if out_shardings is None else Returned(structure, out_shardings)
     accept: Callable[[Any], bool] | None = None
+    gauge = Gauge()
 
     def compiler_of(one: Variant) -> Compiler:
-        return Compiler(one.program, one.turning_point, tie, shapes, donated, accept, returned)
+        return Compiler(one.program, one.turning_point, tie, shapes, donated, accept, returned, gauge)
 
     if find_received is not None:
         variants = variants.changed(lambda one: _on_one_device(one, shapes, tie))
@@ -212,6 +213,9 @@ def plan_function(
     with naming_our_jit(tie):
         plan = candidate.planned(request)
     if plan not in (request.plan, request.known):
+        if plan.fingerprint in compilers:
+            exact_bytes = compilers[plan.fingerprint].exact_peak_bytes(plan.schedule)
+            plan = dataclasses.replace(plan, peak_bytes=exact_bytes)
         _log.info("%s", plan)
     chosen = candidate.variant_of(plan)
     run = emit(chosen.program, plan.schedule, chosen.turning_point, tie)

@@ -77,7 +77,8 @@ class Variants(Sequence[Variant]):
     def first_within(self, budget_bytes: int) -> int:
         """Number of the variant that keeps the most and fits as it is; the number of variants where none fits.
 
-        Each variant needs less than those before it, apart from the first, so few of them have to be made.
+        Each variant needs less than those before it, apart from the first and from neighbours that differ by little,
+        so few of them have to be made.
         """
         low, high = 0, len(self)
         while low < high:
