@@ -20,9 +20,11 @@ os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")
 os.environ["REMAT_PLAN_CACHE"] = "off"
 
 THOROUGH = {
-    "test_cli_step.py": ("torch_step", "jax_step"),
+    "test_cli_step.py": ("torch_step", "jax_step", "what_to_write[tensorflow", "what_to_write[torch"),
     "test_demo.py": ("",),
+    "test_front_ends.py": tuple(f"test_keras[{name}-a_plan_of_an_earlier" for name in ("jax", "tensorflow", "torch")),
     "test_jax_exact.py": ("transformer-70", "convnet-70", "near_the_minimum", "grad_and_aux"),
+    "test_jax_libraries.py": ("optax[nnx",),
     "test_jax_recurrences.py": ("two_stacked_grus",),
     "test_jax_scans.py": ("the_smallest_budget_keeps",),
     "test_jax_sharding.py": ("units_over_a_model_axis",),
@@ -38,6 +40,7 @@ THOROUGH = {
         "last_short_batch",
         "every_kind_of_model[functional",
         "test_datasets[True",
+        "every_kind_of_model[Subclassed",
     ),
     "test_keras_jax.py": ("what_is_refused[eager", "a_short_last_batch", "tensorflow_is_not_loaded"),
     "test_keras_micro_batch_losses.py": (
@@ -47,6 +50,7 @@ THOROUGH = {
         "[lion-",
         "denominators_that_differ[masked",
         "denominators_that_differ[sum",
+        "an_embedding_gets",
     ),
     "test_keras_micro_batches.py": (
         "test_xla",
@@ -56,18 +60,27 @@ THOROUGH = {
     "test_keras_recompute.py": ("masked_attention-graph", "mixed_precision-graph", "blocks-eager", "test_switches"),
     "test_lower_bound.py": ("never_above_brute_force",),
     "test_oracles.py": ("[101-10]", "range(0, 40)"),
+    "test_paddle_first_step.py": (
+        "kept_as_zeros",
+        "two_limited",
+        "an_update_over",
+        "a_larger_batch",
+        "first_step[False",
+    ),
+    "test_private.py": ("asked_of_tensorflow[True",),
     "test_snippets.py": ("coming-from.md-6", "coming-from.md-13", "keras_fit.py"),
     "test_tf_accumulate.py": ("a_budget_plans_each_iteration",),
     "test_tf_exact.py": (
         *("gradient_penalty", "integers", "ragged", "strings", "persistent_tape"),
         *("while_loop", "embedding", "conditional"),
     ),
+    "test_tf_first_run.py": ("never_comes",),
     "test_tf_gradients_memory.py": ("u_net",),
     "test_tf_keras.py": ("test_fit_is_the_same",),
     "test_tf_models.py": ("transformer",),
     "test_tf_no_counter.py": ("",),
     "test_tf_tape_errors.py": ("a_failed_plan_leaves", "stays_dynamic"),
-    "test_tf_xla.py": ("what_xla_adds", "pooled_chain-4"),
+    "test_tf_xla.py": ("what_xla_adds", "pooled_chain-4", "compiled_step_keeps"),
     "test_torch_models.py": ("gpt2-1%",),
 }
 """Cases that ``make test`` leaves to ``make test-thorough``, by file and a part of their names: those that take longest

@@ -169,7 +169,7 @@ class _Backward:
             sources = [self.copies[t.name] for t in self.region.differentiable]
             gradients = tf.gradients(made, sources, grad_ys=self.incoming)
             self._point_at_copies(before)
-        return list(gradients)
+        return list(gradients) if self.in_xla else _all_at_once(gradients)
 
     def _read_boundary(self) -> None:
         for tensor in self.region.boundary:
@@ -239,6 +239,19 @@ class _Backward:
             for number, tensor in enumerate(op.inputs):
                 if tensor.name in replaced:
                     _private.update_input(op, number, replaced[tensor.name])
+
+
+def _all_at_once(gradients: Sequence[Any]) -> list[Any]:
+    """Let gradients leave a region when all of them are there.
+
+    Those of the weights read what was made again. With few threads TensorFlow would put them off while the regions
+    before this one make theirs again, until all of it is in memory at once.
+    """
+    made = [one.values if isinstance(one, tf.IndexedSlices) else one for one in gradients if one is not None]
+    if len(made) < 2:
+        return list(gradients)
+    with tf.control_dependencies(made):
+        return [tf.identity(one) if isinstance(one, tf.Tensor) else one for one in gradients]
 
 
 def _can_trigger(tensor: tf.Tensor) -> bool:
