@@ -11,6 +11,8 @@ SUPPORTED := import sys, ensurepip, venv; sys.exit(not (3, 11) <= sys.version_in
 # TensorFlow's information and warnings would bury the results.
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# No plan of an earlier run is followed, and none is left in the user's cache folder.
+export REMAT_PLAN_CACHE ?= off
 
 # Two files run at a time, each on one core: with two threads each, frameworks get in one another's way.
 PYTEST := TF_NUM_INTRAOP_THREADS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile

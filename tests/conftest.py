@@ -23,6 +23,7 @@ THOROUGH = {
     "test_cli_step.py": ("torch_step", "jax_step", "what_to_write[tensorflow", "what_to_write[torch"),
     "test_demo.py": ("",),
     "test_front_ends.py": tuple(f"test_keras[{name}-a_plan_of_an_earlier" for name in ("jax", "tensorflow", "torch")),
+    "test_jax_calls.py": ("names_are_hints",),
     "test_jax_exact.py": ("transformer-70", "convnet-70", "near_the_minimum", "grad_and_aux"),
     "test_jax_libraries.py": ("optax[nnx",),
     "test_jax_recurrences.py": ("two_stacked_grus",),
@@ -41,6 +42,7 @@ THOROUGH = {
         "every_kind_of_model[functional",
         "test_datasets[True",
         "every_kind_of_model[Subclassed",
+        "callbacks_see_every_batch",
     ),
     "test_keras_jax.py": ("what_is_refused[eager", "a_short_last_batch", "tensorflow_is_not_loaded"),
     "test_keras_micro_batch_losses.py": (
@@ -67,7 +69,7 @@ THOROUGH = {
         "a_larger_batch",
         "first_step[False",
     ),
-    "test_private.py": ("asked_of_tensorflow[True",),
+    "test_private.py": ("asked_of_tensorflow",),
     "test_snippets.py": ("coming-from.md-6", "coming-from.md-13", "keras_fit.py"),
     "test_tf_accumulate.py": ("a_budget_plans_each_iteration",),
     "test_tf_exact.py": (

@@ -80,7 +80,7 @@ def messages(caplog):
 @pytest.mark.parametrize("captured", [True, False])
 def test_a_loss_outside_of_the_layer_is_planned_for_after_the_first_step(captured, caplog):
     expected = train(captured=captured)
-    found = train("70%" if captured else "80%", captured=captured)
+    found = train("70%" if captured else "60%", captured=captured)
     first, second = found[3]
     assert first.measured_peak_bytes > first.budget_bytes
     assert second.budget_bytes == first.budget_bytes

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import logging
 import time
 import types
@@ -28,6 +29,7 @@ from remat.fit.peaks import PeakRange
 from remat.fit.request import Request
 from remat.paddle import _private
 from remat.paddle.candidate import ProgramPlan
+from remat.paddle.emit.fences import settled_bytes
 from remat.paddle.first_step import FirstStep, Training, gradient_bytes, no_room
 from remat.paddle.recompute import recompute, side_effects_left_alone
 from remat.paddle.tensors import tensors_in
@@ -262,6 +264,7 @@ def observe(layer: Any, forward: Callable[..., Any], args: Sequence[Any], kwargs
             part.saved_bytes += size_bytes
             part.largest_bytes = max(part.largest_bytes, size_bytes)
 
+    gc.collect()  # What an earlier step left in circles must not go while a part is looked at.
     with _calls_noted(layer, stack), side_effects_left_alone(forward, args):
         started = time.perf_counter()
         with _private.saved_tensors_hooks(pack, lambda _: None):
@@ -275,7 +278,11 @@ def observe(layer: Any, forward: Callable[..., Any], args: Sequence[Any], kwargs
 def _calls_noted(layer: Any, stack: list[Part]) -> Iterator[None]:
     """Inside, every call of a layer within another one is a part of the newest one on the stack."""
     removers = []
+    # What layers inside of the newest part were given and returned: it would be told by its place from nothing that is
+    # given the same place after it.
+    alive: list[Any] = []
     begun = 0
+    settled_bytes()
     _private.reset_peak()
 
     def enter(name: str) -> Callable[..., None]:
@@ -287,6 +294,7 @@ def _calls_noted(layer: Any, stack: list[Part]) -> Iterator[None]:
             part = Part(called, name, given=_places(list(inputs)), time_s=-time.perf_counter(), started=begun)
             stack[-1].inner.append(part)
             stack.append(part)
+            alive.append(inputs)
 
         return before
 
@@ -294,6 +302,7 @@ def _calls_noted(layer: Any, stack: list[Part]) -> Iterator[None]:
         peak_bytes = _private.peak_bytes()
         for part in stack:
             part.scratch_bytes = max(part.scratch_bytes, peak_bytes)
+        settled_bytes()  # What is being freed at this moment is no part of the next peak.
         _private.reset_peak()
 
     def note_death(part: Part) -> None:
@@ -302,7 +311,7 @@ def _calls_noted(layer: Any, stack: list[Part]) -> Iterator[None]:
     def leave(called: Any, inputs: Any, result: Any) -> None:
         note_peak()
         part = stack.pop()
-        part.scratch_bytes = max(0, part.scratch_bytes - _private.allocated_bytes())
+        part.scratch_bytes = max(0, part.scratch_bytes - settled_bytes())
         part.time_s += time.perf_counter()
         part.results = _places(result)
         for tensor in tensors_in(result):
@@ -310,6 +319,9 @@ def _calls_noted(layer: Any, stack: list[Part]) -> Iterator[None]:
         part.saved_bytes -= sum(size for place, size in part.results.items() if place in part.held)
         part.largest_bytes = max([part.largest_bytes, *(inner.largest_bytes for inner in part.inner)])
         part.held.clear()
+        alive.append(result)
+        if len(stack) == 1:
+            alive.clear()
 
     for name, inner in layer.named_sublayers():
         removers.append(inner.register_forward_pre_hook(enter(name)))
