@@ -102,6 +102,7 @@ COUNTED = {
     ),
     "test_keras_first_step.py": ("",),
     "test_keras_micro_batch_memory.py": ("",),
+    "test_keras_trace_model.py": ("nothing_is_allocated",),
     "test_tf_accumulate.py": ("one_micro_batch_at_a_time",),
     "test_tf_costs.py": ("half_precision_products",),
     "test_tf_first_run.py": ("says_what", "told_once", "raises_it", "never_comes", "measured_alike"),
