@@ -20,6 +20,7 @@ import remat
 import remat.fit.first_step
 import remat.paddle
 from remat.paddle import _private
+from said import said
 
 STEPS = 5
 BUDGETS = ("70%", "50%", "smallest")
@@ -228,7 +229,7 @@ def test_a_model_keeps_its_budget_with_the_same_numbers(way, name, budget, recor
         record_property(key, value)
     if way == "fit":
         # What lies outside of the layer is seen in the first step. Where no plan leaves room for it, one line says so.
-        told = [r.getMessage() for r in caplog.records if r.name == "remat" and r.levelname == "WARNING"]
+        told = said(caplog)
         assert told or not remat.fit.first_step.exceeds(plan, plan.measured_peak_bytes)
         record_property("told", " ".join(told))
         assert found.peaks[1] < expected.peaks[0]

@@ -278,8 +278,8 @@ def observe(layer: Any, forward: Callable[..., Any], args: Sequence[Any], kwargs
 def _calls_noted(layer: Any, stack: list[Part]) -> Iterator[None]:
     """Inside, every call of a layer within another one is a part of the newest one on the stack."""
     removers = []
-    # What layers inside of the newest part were given and returned: it would be told by its place from nothing that is
-    # given the same place after it.
+    # What the layers inside of a part were given and returned, until the part ends. Tensors are known by their place in
+    # memory, so nothing else may get the place of one of these.
     alive: list[Any] = []
     begun = 0
     settled_bytes()

@@ -128,13 +128,9 @@ class _Prepared:
     def region(self, least_bytes: int) -> Region | None:
         """The region that is split; None where there is none that can be."""
         region = find_region(self.program, (), least_bytes)
-        if region is None or (self._is_mixed(region) and self.chain_to(region) is None):
+        if region is None or (self.is_mixed(region) and self.chain_to(region) is None):
             return None
         return region
-
-    def is_scaled(self, region: Region) -> bool:
-        """Does the region hold ops of both passes, so that the incoming gradient is put in afterwards?"""
-        return self._is_mixed(region)
 
     def chain_to(self, region: Region) -> list[fx.Node] | None:
         """What leads from the incoming gradient to the region, itself first; None where that is not one linear way."""
@@ -163,7 +159,8 @@ class _Prepared:
             return None
         return sorted(chain, key=list(self.graph.nodes).index)
 
-    def _is_mixed(self, region: Region) -> bool:
+    def is_mixed(self, region: Region) -> bool:
+        """Does the region hold ops of both passes, so that the incoming gradient is put in afterwards?"""
         dependent = [self.calls[index] in self.after_gradients for index in region.ways]
         return any(dependent) and not all(dependent)
 
@@ -287,7 +284,7 @@ class _Writer:
         prepared, region, graph = self._prepared, self._region, self._graph
         inside = [prepared.calls[index] for index in region.ways]
         old = [*inside, *(part for node in inside for part in node.users if nodes.is_part(part))]
-        scaled = prepared.is_scaled(region)
+        scaled = prepared.is_mixed(region)
         chain = (prepared.chain_to(region) or []) if scaled else []
         place = self._make_room(old, set(chain))
         if place is None:
@@ -298,9 +295,10 @@ class _Writer:
                 self._add_buffer(value)
             write_slices(prepared.program, region, slices, self)
         self._write_products_directly()
-        self._hand_over(set(old), place, scaled)
+        replaced = set(old)
+        self._hand_over(replaced, place, scaled)
         for node in reversed(list(graph.nodes)):
-            if node in set(old):
+            if node in replaced:
                 graph.erase_node(node)
         graph.lint()
         prepared.joint.recompile()
