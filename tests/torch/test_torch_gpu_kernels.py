@@ -259,6 +259,19 @@ def test_what_is_not_known_is_said():
     assert any("batch normalisation" in note for note in notes)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="autocast for CUDA is what runs on this machine")
+@pytest.mark.parametrize("enabled", [True, False])
+def test_autocast_that_switches_itself_off_is_said(enabled):
+    weight = torch.zeros(8, 8, device="meta", requires_grad=True)
+
+    def loss(x):
+        with torch.autocast("cuda", torch.bfloat16, enabled):
+            return (x @ weight).mean()
+
+    notes = remat.torch.trace(loss, torch.zeros(4, 8, device="meta"), device="h100").notes
+    assert any("autocast" in note for note in notes) == enabled
+
+
 def test_a_plan_for_a_gpu_is_made_of_a_step_on_the_meta_device():
     _, loss, x = step()
     planned = remat.torch.plan(loss, x, budget="99%", planner="peak_greedy", device="a100")

@@ -59,6 +59,7 @@ class GpuKernels(TorchFunctionMode):
         self._attention: Counter[Kernel] = Counter()
         self._has_optimizer = False
         self._drops_in_products = False
+        self._wants_autocast = False
         # The same under every name: who calls ``torch.nn.functional`` finds ours there, and what calls PyTorch's own
         # functions comes through the mode. That does not see what functions of ``torch.nn.functional`` call themselves.
         self._own: dict[Any, Callable[..., Any]] = {
@@ -77,11 +78,29 @@ class GpuKernels(TorchFunctionMode):
             functions["rms_norm"] = self._normalise
         for name, ours in functions.items():
             self._patches.enter_context(mock.patch.object(F, name, ours))
+        self._patches.enter_context(mock.patch.object(torch.autocast, "__init__", self._noting_autocast()))
         return self
 
     def __exit__(self, *exception: Any) -> None:
         self._patches.close()
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
+
+    def _noting_autocast(self) -> Callable[..., None]:
+        """Autocast for CUDA as PyTorch lets it begin without CUDA: switched off, with a note in place of a warning."""
+        own = torch.autocast.__init__
+
+        def begin(
+            autocast: torch.autocast,
+            device_type: str,
+            dtype: torch.dtype | None = None,
+            enabled: bool = True,
+            cache_enabled: bool | None = None,
+        ) -> None:
+            if enabled and device_type == "cuda" and not torch.cuda.is_available():
+                self._wants_autocast, enabled = True, False
+            own(autocast, device_type, dtype, enabled, cache_enabled)
+
+        return begin
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._own.get(func, func)(*args, **(kwargs or {}))
@@ -108,6 +127,11 @@ class GpuKernels(TorchFunctionMode):
             found.append("dropout inside of attention that is written out is counted as on a CPU, with a larger mask")
         if self._has_optimizer:
             found.append("the optimizer updates all parameters at once (foreach), as it does on a GPU by default")
+        if self._wants_autocast:
+            found.append(
+                'torch.autocast("cuda") switches itself off where there is no CUDA, so its region is counted in the '
+                "dtypes that it was given; convert the model to those of the GPU to count them"
+            )
         found += [sentence for names, sentence in _UNKNOWN if not operators.isdisjoint(names)]
         found.append("cuBLAS' workspaces (8 to 32 MiB a stream) and the caching allocator's rounding are not counted")
         return tuple(found)
