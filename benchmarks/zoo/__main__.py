@@ -21,7 +21,7 @@ from benchmarks.zoo.frame.table import as_markdown, summary
 from remat.running import machine
 
 RESULTS = Path(__file__).parent.parent / "results"
-FRAMEWORKS = ("jax", "torch")
+FRAMEWORKS = ("jax", "torch", "keras-tensorflow", "keras-jax", "keras-torch")
 
 
 def main() -> None:

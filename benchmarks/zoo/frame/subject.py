@@ -69,12 +69,18 @@ Models = Mapping[str, Callable[[], Subject]]
 
 def environment_of(framework: str) -> dict[str, str]:
     """Variables that a process needs which measures this framework's models, beside those that are set."""
-    own = getattr(importlib.import_module(f"benchmarks.zoo.{framework}"), "environment", dict)
-    found: dict[str, str] = own()
-    return found
+    module, backend = _module_of(framework)
+    make: Callable[..., dict[str, str]] = getattr(module, "environment", dict)
+    return make(backend) if backend else make()
 
 
 def models_of(framework: str) -> Models:
     """The models of a framework; each is built when it is called."""
-    models: Models = importlib.import_module(f"benchmarks.zoo.{framework}").MODELS
+    models: Models = _module_of(framework)[0].MODELS
     return models
+
+
+def _module_of(framework: str) -> tuple[Any, str]:
+    """Its folder, and its backend where it has several: ``keras-jax``."""
+    folder, _, backend = framework.partition("-")
+    return importlib.import_module(f"benchmarks.zoo.{folder}"), backend

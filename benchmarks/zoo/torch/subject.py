@@ -3,50 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import functools
 import gc
-import logging
-import os
-import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any, Final
 
 import torch
 
 import remat.torch
+from benchmarks.zoo.frame.heap import most_in
+from benchmarks.zoo.frame.listening import listening
 from benchmarks.zoo.frame.subject import Array, Prepared, Subject
 
 CHECKPOINTING: Final = "the library's checkpointing"
-
-
-def environment() -> dict[str, str]:
-    """What a process that measures needs: one thread, since processor time is compared, and the counter of its heap."""
-    return {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "LD_PRELOAD": str(_library())}
-
-
-@functools.cache
-def _library() -> Path:
-    """The counter, compiled.
-
-    Raises:
-        FileNotFoundError: where there is no C compiler called cc.
-    """
-    target = Path(tempfile.mkdtemp()) / "heap.so"
-    source = Path(__file__).with_name("heap.c")
-    subprocess.run(["cc", "-O2", "-shared", "-fPIC", str(source), "-o", str(target), "-ldl"], check=True)
-    return target
-
-
-@functools.cache
-def _heap() -> ctypes.CDLL:
-    library = ctypes.CDLL(os.environ["LD_PRELOAD"])
-    library.heap_in_use.restype = library.heap_most.restype = ctypes.c_long
-    return library
 
 
 class TorchModel(Subject):
@@ -111,13 +81,10 @@ class TorchModel(Subject):
         if plan is None:
             run()  # Libraries keep what they make at a first call; a plan's first run comes after a plain one.
         self._from_the_start()
-        heap = _heap()
-        before = heap.heap_in_use()
-        heap.heap_start_again()
-        with _listening() as said:
-            step()
+        with listening() as said:
+            peak_bytes = most_in(step) + self._resident_bytes()
         return Prepared(
-            peak_bytes=heap.heap_most() - before + self._resident_bytes(),
+            peak_bytes=peak_bytes,
             run=run,
             results=results,
             planning_s=planning_s,
@@ -150,17 +117,3 @@ class TorchModel(Subject):
 def _loss(module: Any, batch: Mapping[str, Any]) -> torch.Tensor:
     loss: torch.Tensor = module(**batch).loss
     return loss
-
-
-@contextlib.contextmanager
-def _listening() -> Iterator[list[str]]:
-    """What remat warns of meanwhile."""
-    said: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("remat")
-    logger.addHandler(handler)
-    try:
-        yield said
-    finally:
-        logger.removeHandler(handler)

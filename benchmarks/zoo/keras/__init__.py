@@ -1,0 +1,14 @@
+"""The zoo of Keras, on any of its backends: plain, under ``keras.RematScope``, and under remat."""
+
+from __future__ import annotations
+
+from benchmarks.zoo.frame import heap
+from benchmarks.zoo.keras.models import MODELS
+
+
+def environment(backend: str) -> dict[str, str]:
+    """What a process needs that measures on this backend."""
+    return {**heap.environment(), "KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "2"}
+
+
+__all__ = ["MODELS", "environment"]

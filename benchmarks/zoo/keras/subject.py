@@ -1,0 +1,97 @@
+"""A model of Keras for the zoo: ``train_on_batch`` of a model and a batch, its heap counted from outside."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Final
+
+import keras
+import numpy as np
+
+import remat.keras
+from benchmarks.zoo.frame.heap import most_in
+from benchmarks.zoo.frame.listening import listening
+from benchmarks.zoo.frame.subject import PLAIN, Array, Prepared, Subject
+
+SCOPE: Final = "keras.RematScope"
+
+
+class KerasModel(Subject):
+    """A model that Keras trains.
+
+    Args:
+        make: builds the model; random weights come from a fixed seed.
+        x: of a batch.
+        y: its classes.
+        policy: the dtype policy to build under.
+    """
+
+    peers = (SCOPE,)
+
+    def __init__(self, make: Callable[[], Any], x: Array, y: Array, policy: str = "float32") -> None:
+        self._make, self._x, self._y, self._policy = make, x, y, policy
+
+    def peer(self, method: str) -> Prepared:
+        """The plain step, or the one of a model that was built in Keras' own scope."""
+        return self._prepared(None, nullcontext() if method == PLAIN else keras.RematScope(mode="full"))
+
+    def planned(self, budget: int | str) -> Prepared:
+        """The step under ``limit_memory``. The second one is measured: the first plans and compiles."""
+        return self._prepared(budget, nullcontext())
+
+    def _prepared(self, budget: int | str | None, scope: AbstractContextManager[Any]) -> Prepared:
+        keras.utils.set_random_seed(0)
+        before = keras.config.dtype_policy()
+        keras.config.set_dtype_policy(self._policy)
+        try:
+            with scope:
+                model = self._make()
+        finally:
+            keras.config.set_dtype_policy(before)
+        # SGD: Adam would blow rounding of tiny gradients up into whole steps.
+        model.compile(
+            keras.optimizers.SGD(0.01, momentum=0.9),
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            jit_compile="auto" if keras.backend.backend() == "jax" else False,
+        )
+        model.optimizer.build(model.trainable_variables)
+        if budget is not None:
+            remat.keras.limit_memory(model, budget)
+        variables = {id(v): v for v in (*model.variables, *model.optimizer.variables)}.values()
+        start = [keras.ops.convert_to_numpy(v).copy() for v in variables]
+
+        def step() -> None:
+            model.train_on_batch(self._x, self._y)
+
+        def from_the_start() -> None:
+            for variable, value in zip(variables, start, strict=True):
+                variable.assign(value)
+            gc.collect()
+
+        def results() -> list[Array]:
+            from_the_start()
+            step()
+            step()
+            return [np.asarray(keras.ops.convert_to_numpy(v), np.float64) for v in model.trainable_variables]
+
+        with listening() as said:
+            started = time.process_time()
+            step()
+            first_s = time.process_time() - started
+            from_the_start()
+            peak_bytes = most_in(step) + sum(value.nbytes for value in start)
+        plan = None if budget is None else remat.keras.plan_of(model)
+        return Prepared(
+            peak_bytes=peak_bytes,
+            run=step,
+            results=results,
+            planning_s=0.0 if plan is None else first_s,
+            compiling_s=0.0 if plan is not None else first_s,
+            predicted=None if plan is None else plan.overhead,
+            predicted_bytes=None if plan is None else plan.peak_bytes,
+            budget_bytes=None if plan is None else plan.budget_bytes,
+            said=" ".join(said),
+        )
