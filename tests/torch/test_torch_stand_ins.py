@@ -91,6 +91,38 @@ def test_values_follow_from_constants_and_from_the_batch():
         assert ("tanh" in kinds) == wanted
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("left", "right"), [((12, 16), (3, 16, 8)), ((16, 8), (8, 16)), ((3, 4, 16), (3, 16, 8))])
+def test_a_product_over_groups_is_traced_in_every_dtype(dtype, left, right):
+    """PyTorch's own shape rule takes bfloat16 alone; the kernel for CPUs takes more."""
+    ends = None if len(left) == len(right) == 3 else torch.tensor([2, 5, left[-2] if len(right) == 3 else left[-1]])
+    ends = ends if ends is None else ends.int()
+    a, b = (torch.randn(shape).to(dtype).requires_grad_() for shape in (left, right))
+    assert_traced_as_run(lambda a, b: torch._grouped_mm(a, b, offs=ends).float().square().mean(), a, b)
+
+
+def test_mixed_experts_in_float32_keep_a_budget():
+    """Experts as libraries write them: gate and up in one grouped product, then down in another."""
+    torch.manual_seed(0)
+    up, down = (torch.randn(shape).mul(0.1).requires_grad_() for shape in ((4, 64, 256), (4, 256, 64)))
+    x, ends = torch.randn(512, 64), torch.tensor([100, 260, 300, 512], dtype=torch.int32)
+
+    def loss_fn(x):
+        for _ in range(4):
+            x = x + torch._grouped_mm(nn.functional.silu(torch._grouped_mm(x, up, offs=ends)), down, offs=ends)
+        return x.square().mean()
+
+    loss_fn(x).backward()
+    wanted = [weight.grad.clone() for weight in (up, down)]
+    up.grad = down.grad = None
+    plan = remat.torch.plan(loss_fn, x, budget="60%")
+    with remat.torch.apply(plan):
+        loss = loss_fn(x)
+    loss.backward()
+    assert plan.recomputed > 0
+    assert [torch.equal(weight.grad, one) for weight, one in zip((up, down), wanted, strict=True)] == [True, True]
+
+
 def test_a_ctc_loss_is_as_wide_as_its_longest_target():
     layer = nn.Linear(8, 20)
     labels = torch.tensor([[3, 4, 5, -100], [7, 8, 9, 1]])

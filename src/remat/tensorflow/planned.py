@@ -68,11 +68,14 @@ def _plan_of(function: FunctionToPlan, step: TracedStep, request: Request) -> Pl
 
 def _traced(function: FunctionToPlan) -> TracedStep:
     device = current_device()
+    allocator = device.allocator
+    if function.in_xla:
+        allocator = dataclasses.replace(allocator, own_kernels="none")  # XLA brings kernels of its own.
     return trace_func_graph(
         function.func_graph,
         profile=get_profile(device_here("a100" if device.is_gpu else "cpu")),
         input_shapes=function.input_shapes,
-        allocator=device.allocator,
+        allocator=allocator,
         outputs=function.outputs,
         carried=function.carried,
     )

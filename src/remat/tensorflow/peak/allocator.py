@@ -4,8 +4,8 @@ TensorFlow's best-fit-with-coalescing (BFC) allocator hands out a whole free chu
 half of it, so a step holds several per cent more than the sum of its tensors. How much more depends on the holes that
 the heap has when the step begins, and changes from step to step. So a schedule is replayed on several heaps, each with
 a random history of its own. On a CPU with oneDNN, blocks under 256 KiB go past that heap, and past its counter: they
-are added at their own size. So a peak is what a budget means; ``counted_peak`` is what the counter shows of it.
-docs/tensorflow.md has the measurements.
+are added at their own size. Without oneDNN there is no such heap, and every block is. So a peak is what a budget means;
+``counted_peak`` is what the counter shows of it. docs/tensorflow.md has the measurements.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import random
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Literal
+
+import tensorflow as tf
 
 from remat.core.graph import Graph, Tensor
 from remat.core.simulator import storage_lifetimes
@@ -44,11 +46,18 @@ class AllocatorModel:
         min_counted_bytes: smaller blocks go past the heap, at their own size, and are missing from its statistics.
         converts_half: do matrix products of half precision make float32 copies of their operands and results?
         first_region_bytes: what the allocator takes from the device at first; a GPU's takes all that there is.
+        own_kernels: which operations run TensorFlow's own kernels for CPUs: oneDNN has none for float64.
     """
 
     min_counted_bytes: int
     converts_half: bool = False
     first_region_bytes: int = 1 << 20
+    own_kernels: Literal["all", "float64", "none"] = "none"
+
+    def runs_own_kernel(self, op: tf.Operation) -> bool:
+        """Does TensorFlow's own kernel for CPUs run the operation, whose scratch memory is known?"""
+        of_float64 = self.own_kernels == "float64" and bool(op.outputs) and op.outputs[0].dtype == tf.float64
+        return self.own_kernels == "all" or of_float64
 
     def counted(self, size_bytes: int) -> int:
         """Bytes that the statistics will show for a tensor of this size."""

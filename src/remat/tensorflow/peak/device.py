@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import logging
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -53,7 +54,9 @@ class Device:
         """How this device uses and counts memory."""
         if self.is_gpu:
             return AllocatorModel(min_counted_bytes=0, first_region_bytes=_ALL_OF_A_GPU_BYTES)
-        return AllocatorModel(_CPU_STATISTICS_FROM_BYTES, converts_half=True)
+        if not _private.uses_onednn():
+            return AllocatorModel(min_counted_bytes=sys.maxsize, own_kernels="all")
+        return AllocatorModel(_CPU_STATISTICS_FROM_BYTES, converts_half=True, own_kernels="float64")
 
     @property
     def has_counter(self) -> bool:

@@ -14,7 +14,7 @@ from remat.core.simulator import simulate
 from remat.running.cost_model import DeviceProfile, op_time_s
 from remat.tensorflow import _private
 from remat.tensorflow.peak.allocator import AllocatorModel
-from remat.tensorflow.trace import op_facts
+from remat.tensorflow.trace import cpu_scratch, op_facts
 from remat.tensorflow.trace.sizes import HANDLES, LOOPS, Loop, Sizes, handle_bytes, shape_bytes, sizes_with_loops
 from remat.tensorflow.trace.which_run import in_topological_order, operations_that_run
 
@@ -204,6 +204,9 @@ class _Tracer:
             loop = self._loop(op)
             body = _Tracer(loop.body, loop.sizes, self.profile, self.allocator, None).run().graph
             return simulate(body, body.plain_schedule).peak_bytes - body.pinned_bytes
+        if self.allocator.runs_own_kernel(op):
+            shapes = [[self.sizes.shape(t) for t in tensors] for tensors in (op.inputs, op.outputs)]
+            return cpu_scratch.scratch_bytes(op, *shapes)
         if not self.allocator.converts_half:
             return 0
         converted = op_facts.converted_from_half(op, [self.sizes.shape(t) for t in (*op.inputs, *op.outputs)])

@@ -217,7 +217,7 @@ def in_place_inputs(op: tf.Operation) -> tuple[int, ...]:
 Shape = tuple[int, ...] | None
 
 
-_MATRIX_PRODUCTS = frozenset({"MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3"})
+MATRIX_PRODUCTS = frozenset({"MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3"})
 
 
 def converted_from_half(op: tf.Operation, shapes: Sequence[Shape]) -> list[tuple[int, ...]]:
@@ -227,7 +227,7 @@ def converted_from_half(op: tf.Operation, shapes: Sequence[Shape]) -> list[tuple
         op: the operation; only matrix products are computed this way.
         shapes: of its inputs and outputs, None where unknown.
     """
-    if op.type not in _MATRIX_PRODUCTS or op.outputs[0].dtype != tf.float16:
+    if op.type not in MATRIX_PRODUCTS or op.outputs[0].dtype != tf.float16:
         return []
     return [shape for shape in shapes if shape is not None]
 
@@ -243,7 +243,7 @@ def flops(op: tf.Operation, inputs: Sequence[Shape], outputs: Sequence[Shape]) -
     kind = op.type
     known_in = [shape or () for shape in inputs]
     known_out = [shape or () for shape in outputs]
-    if kind in _MATRIX_PRODUCTS:
+    if kind in MATRIX_PRODUCTS:
         transposed = op.get_attr("transpose_a" if kind == "MatMul" else "adj_x")
         left = known_in[0]
         inner = left[-2 if transposed else -1] if len(left) >= 2 else 1

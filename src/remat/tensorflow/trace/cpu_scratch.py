@@ -1,0 +1,97 @@
+"""Scratch memory of TensorFlow's own CPU kernels, which run where oneDNN is off: beside what they read and write.
+
+Gradients of convolutions unfold images for a matrix product: so many at once as fill what the kernel takes for the size
+of a cache. All products pack blocks of their operands. Found in ``conv_grad_filter_ops.cc``, ``conv_grad_input_ops.cc``
+and ``maxpooling_op.cc``, and compared with a counter of the heap around single operations (docs/tensorflow.md).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from typing import Final, TypeAlias
+
+import tensorflow as tf
+
+from remat.tensorflow.trace.op_facts import MATRIX_PRODUCTS
+
+Shape: TypeAlias = tuple[int, ...]
+
+_UNFOLDED_BYTES: Final = 30 << 20
+"""What one round of a convolution's gradient works on: the size of a cache, a constant of those kernels."""
+
+_THREAD_BYTES: Final = 256 << 10
+"""From so many bytes of one image for each thread on, the gradient of the input takes one image after the other."""
+
+_PACKED_DEPTH: Final = 512
+_PACKED_WIDTH: Final = 2048
+_PACKED_HEIGHT: Final = 1024
+"""Rows and columns of the blocks that a product packs, at most. Measured on one CPU, whose caches decide them: packed
+were 1.4 to 5.1 MiB where these say 2.0 to 6.0. Too small, a step takes more than predicted by what is missing; too
+large, so much of the budget stays unused."""
+
+
+def scratch_bytes(op: tf.Operation, inputs: Sequence[Shape | None], outputs: Sequence[Shape | None]) -> int:
+    """Bytes of scratch memory of one run; 0 where nothing is known of any, or where a shape is unknown.
+
+    Args:
+        op: the operation.
+        inputs: shapes of its inputs, None where unknown.
+        outputs: likewise.
+    """
+    kind = op.type
+    size = op.outputs[0].dtype.size if op.outputs else 0
+    if kind == "MaxPoolGrad" and inputs[1] is not None:
+        return math.prod(inputs[1]) * (size + 8)  # The result once more, and where each of its values came from.
+    known = [shape for shape in (*inputs, *outputs) if shape is not None]
+    if len(known) < len(inputs) + len(outputs):
+        return 0
+    if kind == "Conv2D" and _is_channels_last(op):
+        images, filters = known[0], known[1]
+        return _converted(op, math.prod(images)) + _packed(math.prod(known[2][:3]), math.prod(filters[:3]), filters[3])
+    if kind in ("Conv2DBackpropFilter", "Conv2DBackpropInput") and _is_channels_last(op):
+        filters = known[3] if kind == "Conv2DBackpropFilter" else known[1]
+        return _of_gradient(op, known[2], filters, size)
+    if kind in MATRIX_PRODUCTS:
+        inner = known[0][-2 if op.get_attr("transpose_a" if kind == "MatMul" else "adj_x") else -1]
+        copies = _converted(op, sum(math.prod(shape) for shape in known))
+        return copies + _packed(known[2][-2], inner, known[2][-1])
+    return 0
+
+
+def _of_gradient(op: tf.Operation, result: Shape, filters: Shape, size: int) -> int:
+    """Of a convolution's gradient: the images that are unfolded together, and the product."""
+    pixels, window, channels = math.prod(result[1:3]), math.prod(filters[:3]), result[3]
+    of_one = pixels * window + pixels * channels + window * channels
+    if not of_one:
+        return 0
+    together = -(-(_UNFOLDED_BYTES // size) // of_one)
+    if op.type == "Conv2DBackpropFilter":
+        product = size * window * channels + _packed(window, pixels * together, channels)
+    else:
+        if result[0] == 1 or of_one // _threads() >= _THREAD_BYTES // size:
+            together = 1
+        product = _packed(window, channels, pixels)
+    return size * together * pixels * window + product
+
+
+def _packed(rows: int, inner: int, columns: int) -> int:
+    """Bytes of the blocks that a product packs, in float32."""
+    short, long = sorted((rows, columns))
+    return 4 * min(inner, _PACKED_DEPTH) * (min(short, _PACKED_WIDTH) + min(long, _PACKED_HEIGHT))
+
+
+def _converted(op: tf.Operation, elements: int) -> int:
+    """Bytes of copies in float32 that a kernel makes of so many elements of half precision."""
+    return 4 * elements if op.outputs[0].dtype in (tf.float16, tf.bfloat16) else 0
+
+
+def _is_channels_last(op: tf.Operation) -> bool:
+    return bool(op.get_attr("data_format") == b"NHWC")
+
+
+def _threads() -> int:
+    return tf.config.threading.get_intra_op_parallelism_threads() or int(
+        os.environ.get("TF_NUM_INTRAOP_THREADS", 0) or os.cpu_count() or 1
+    )

@@ -1,0 +1,97 @@
+"""Scratch memory of TensorFlow's own CPU kernels: what is predicted, beside what the heap shows around an operation."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tensorflow as tf
+from benchmarks.zoo.frame.heap import environment
+
+from remat.tensorflow.trace.cpu_scratch import scratch_bytes
+
+MIB = 1 << 20
+
+SCRIPT = """
+import json
+import tensorflow as tf
+from benchmarks.zoo.frame.heap import most_in
+from remat.tensorflow.trace.cpu_scratch import scratch_bytes
+
+R = tf.raw_ops
+
+def convolution(samples, side, channels, window, filters):
+    x = tf.random.normal((samples, side, side, channels))
+    w = tf.random.normal((window, window, channels, filters))
+    y = tf.nn.conv2d(x, w, 1, "SAME")
+    flags = dict(strides=[1, 1, 1, 1], padding="SAME")
+    return {
+        "Conv2D": lambda: R.Conv2D(input=x, filter=w, **flags),
+        "Conv2DBackpropFilter": lambda: R.Conv2DBackpropFilter(
+            input=x, filter_sizes=w.shape, out_backprop=y, **flags
+        ),
+        "Conv2DBackpropInput": lambda: R.Conv2DBackpropInput(
+            input_sizes=x.shape, filter=w, out_backprop=y, **flags
+        ),
+    }
+
+def pooling():
+    x = tf.random.normal((32, 32, 32, 64))
+    flags = dict(ksize=[1, 3, 3, 1], strides=[1, 2, 2, 1], padding="SAME")
+    y = R.MaxPool(input=x, **flags)
+    return {"MaxPoolGrad": lambda: R.MaxPoolGrad(orig_input=x, orig_output=y, grad=y, **flags)}
+
+def product(dtype):
+    a = tf.cast(tf.random.normal((2048, 512)), dtype)
+    b = tf.cast(tf.random.normal((512, 2048)), dtype)
+    return {"MatMul": lambda: R.MatMul(a=a, b=b)}
+
+found = []
+groups = [convolution(32, 32, 32, 3, 64), convolution(32, 16, 96, 1, 24), convolution(4, 96, 64, 3, 64)]
+groups += [pooling(), product(tf.float32), product(tf.bfloat16)]
+for group in groups:
+    for kind, run in group.items():
+        op = next(op for op in tf.function(run).get_concrete_function().graph.get_operations() if op.type == kind)
+        shapes = [[tuple(t.shape) for t in tensors] for tensors in (op.inputs, op.outputs)]
+        run()
+        kept = []
+        taken = most_in(lambda: kept.append(run()))
+        made = int(tf.size(kept[0])) * kept[0].dtype.size
+        found.append([kind, scratch_bytes(op, *shapes), taken - made])
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.thorough
+def test_scratch_memory_is_what_the_heap_shows() -> None:
+    root = Path(__file__).parents[2]
+    variables = {**os.environ, **environment(), "TF_ENABLE_ONEDNN_OPTS": "0", "TF_CPP_MIN_LOG_LEVEL": "2"}
+    command = [sys.executable, "-c", SCRIPT]
+    done = subprocess.run(command, cwd=root, env=variables, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: list[tuple[str, int, int]] = json.loads(done.stdout.splitlines()[-1])
+    assert len(found) == 12
+    for kind, predicted, measured in found:
+        assert measured > 0, kind
+        # What products pack depends on the caches of the CPU, and is known to a few MiB.
+        assert predicted == pytest.approx(measured, rel=0.1, abs=1.5 * MIB), kind
+
+
+@pytest.mark.parametrize("data_format", ["NHWC", "NCHW"])
+def test_only_what_is_known_is_counted(data_format: str) -> None:
+    def gradient(x: Any, w: Any) -> Any:
+        sizes = [3, 3, 8, 8]
+        flags: dict[str, Any] = {"strides": [1, 1, 1, 1], "padding": "SAME", "data_format": data_format}
+        return tf.raw_ops.Conv2DBackpropFilter(input=x, filter_sizes=sizes, out_backprop=w, **flags)
+
+    spec = tf.TensorSpec((2, 8, 8, 8))
+    graph = tf.function(gradient).get_concrete_function(spec, spec).graph
+    (op,) = [op for op in graph.get_operations() if op.type == "Conv2DBackpropFilter"]
+    shapes = [[tuple(t.shape) for t in tensors] for tensors in (op.inputs, op.outputs)]
+    assert (scratch_bytes(op, *shapes) > 0) == (data_format == "NHWC")
+    assert scratch_bytes(op, [None, *shapes[0][1:]], shapes[1]) == 0
