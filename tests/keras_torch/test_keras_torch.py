@@ -158,6 +158,9 @@ def test_named_layers_are_kept_and_the_rest_is_not(name, kind):
     result = result_of(name)
     check_training(result, reserve=0.02)
     assert result["recomputed_kinds"][kind] == 4
+    assert result["mode"] == "eager"
+    (line,) = [line for line in result["said"] if "trains eagerly" in line]
+    assert ("checkpoints" if name == "checkpoints" else "micro-batches") in line
     assert result["peak_bytes"] < result["plain_bytes"]
     if name == "checkpoints":
         assert result["same weights"]
