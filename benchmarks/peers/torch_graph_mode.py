@@ -3,8 +3,7 @@
 Small configurations of transformers with random weights, each in a process of its own. All ways to run a step take
 turns in it, and a figure is the median ratio of their processor times over ``ROUNDS`` rounds. "Extra" is the time of a
 planned step beside graph mode's own with nothing recomputed; "predicted" is the same of the plan, its operators timed
-one by one on this machine, once with what it takes to make views and once without. Compiled peers are not equal to the
-bit: their kernels are others. Writes ``benchmarks/results/torch-graph-mode.md`` and ``.json``.
+one by one on this machine. Writes ``benchmarks/results/torch-graph-mode.md`` and ``.json``.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import statistics
 import subprocess
 import sys
 import time
-import types
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -28,7 +26,6 @@ ROUNDS = 15
 RESULTS = Path(__file__).parent.parent / "results"
 TITLE = "PyTorch: graph mode beside apply and checkpoints, models of transformers, one thread"
 PEERS = ("checkpoint, each block", "selective checkpoint, products kept")
-COMPILED = {"torch.compile": 1.0, "torch.compile, activation_memory_budget 0.5": 0.5}
 
 
 def gpt2() -> tuple[Any, Callable[[Any], Any], list[Any]]:
@@ -127,88 +124,57 @@ def wrapped(model: Any, blocks: list[Any], selective: bool) -> Any:
     return found
 
 
-class TimedPrograms:
-    """Both passes of captured steps, run operator by operator: the least processor seconds of each kind of call.
+def operator_times(loss: Callable[[], Any]) -> dict[str, float]:
+    """The least processor seconds of each operator of graph mode's step with nothing recomputed."""
+    import torch
 
-    Two calls are of one kind if they run one operator on tensors of the same shapes and strides. Calls that make views
-    are timed, too: a plan says that they are free, and in a model of small operators they are not.
-    """
+    import remat.torch
+    from remat.torch.graph_mode import _aot, capture
 
-    def __init__(self) -> None:
-        self.least: dict[Any, float] = {}
-        self._clock_s = min(-time.process_time() + time.process_time() for _ in range(1000))
+    least: dict[str, float] = {}
 
-    def calls_of(self, loss: Callable[[], Any], **options: Any) -> list[tuple[Any, bool]]:
-        """The kinds of the calls of a step within a budget or under a plan, each with: does it make a view?"""
-        import torch
+    def timed_function(module: Any, calls: Any, name: str) -> Any:
+        class Timed(torch.fx.Interpreter):
+            def run_node(self, node: Any) -> Any:
+                if node.op != "call_function":
+                    return super().run_node(node)
+                function = calls.function_of(node)
+                args, kwargs = self.fetch_args_kwargs_from_env(node)
+                started = time.process_time()
+                result = function(*args, **kwargs)
+                took = time.process_time() - started
+                least[node.name] = min(least.get(node.name, took), took)
+                return result
 
-        import remat.torch
-        from remat.torch.graph_mode import _aot, capture, nodes
+        interpreter = Timed(module)
 
-        found: list[tuple[Any, bool]] = []
-        least, clock_s = self.least, self._clock_s
+        def run(args: list[Any]) -> Any:
+            given = list(args)
+            args.clear()
+            with _aot.below_autograd():
+                return list(interpreter.run(*given))
 
-        def kind_of(value: Any) -> Any:
-            if isinstance(value, torch.fx.Node):
-                return [(tuple(one.shape), one.stride(), str(one.dtype)) for one in nodes.tensors_of(value)]
-            return [kind_of(one) for one in value] if isinstance(value, list | tuple) else value
+        run.source = ""  # type: ignore[attr-defined]
+        return run
 
-        def timed_function(module: Any, calls: Any, name: str) -> Any:
-            kinds = {}
-            for node in module.graph.nodes:
-                if node.op == "call_function" and not nodes.is_part(node):
-                    target = getattr(node.target, "__name__", str(node.target))
-                    kinds[node] = f"{target} {kind_of(node.args)} {sorted(node.kwargs)}"
-                    found.append((kinds[node], nodes.is_view(node)))
-
-            class Timed(torch.fx.Interpreter):
-                def run_node(self, node: Any) -> Any:
-                    if node not in kinds:
-                        return super().run_node(node)
-                    function = calls.function_of(node)
-                    args, kwargs = self.fetch_args_kwargs_from_env(node)
-                    started = time.process_time()
-                    result = function(*args, **kwargs)
-                    took = max(0.0, time.process_time() - started - clock_s)
-                    least[kinds[node]] = min(least.get(kinds[node], took), took)
-                    return result
-
-            interpreter = Timed(module)
-
-            def run(args: list[Any]) -> Any:
-                given = list(args)
-                args.clear()
-                with _aot.below_autograd():
-                    return list(interpreter.run(*given))
-
-            run.source = ""  # type: ignore[attr-defined]
-            return run
-
-        with mock.patch.object(capture, "function_of", timed_function):
-            step: Any = remat.torch.compile(of_its_own(loss), backend="aten", **options)
-            for _ in range(ROUNDS):
-                step().backward()
-        return found
-
-    def seconds(self, calls: list[tuple[Any, bool]], *, views: bool = True) -> float:
-        """What calls take, each as long as the quickest of its kind."""
-        return sum(self.least[kind] for kind, is_view in calls if views or not is_view)
+    with mock.patch.object(capture, "function_of", timed_function):
+        step = remat.torch.compile(loss, budget="100%", backend="aten")
+        for _ in range(ROUNDS):
+            step().backward()
+    torch._dynamo.reset()
+    return least
 
 
-def of_its_own(loss: Callable[[], Any]) -> Callable[[], Any]:
-    """The function with a code object of its own: Dynamo counts captures by these."""
-
-    def captured() -> Any:
-        return loss()
-
-    code = captured.__code__.replace()
-    return types.FunctionType(code, captured.__globals__, closure=captured.__closure__)
+def predicted(plan: Any, least: dict[str, float]) -> float:
+    """A plan's extra time, its operators as slow as they were measured."""
+    ops = plan.graph.ops
+    seconds = [least.get(op.name, 0.0) for op in ops]
+    return sum(seconds[op] for op in plan.schedule) / sum(seconds) - 1
 
 
 def table(name: str) -> dict[str, Any]:
     """All lines of one model."""
     import torch
-    import torch._functorch.config
 
     import remat
     import remat.torch
@@ -226,8 +192,7 @@ def table(name: str) -> dict[str, Any]:
         return loss()
 
     eager().backward()  # What a library imports and looks up at its first call cannot be captured.
-    timed = TimedPrograms()
-    plain_calls = timed.calls_of(eager, budget="100%")
+    least = operator_times(eager)
 
     ways: dict[str, Callable[[], Any]] = {"plain": eager}
     models = [model]
@@ -235,36 +200,28 @@ def table(name: str) -> dict[str, Any]:
     for peer, selective in zip(PEERS, (False, True), strict=True):
         models.append(wrapped(model, blocks, selective))
         ways[peer] = partial(loss_of, models[-1])
-    for peer, share in COMPILED.items():
-        ways[peer] = of_its_own(loss)
-        with torch._functorch.config.patch(activation_memory_budget=share):
-            ways[peer] = torch.compile(ways[peer], dynamic=False)
-            ways[peer]().backward()
-    planned_calls = {}
-    for peer in (*PEERS, *COMPILED):
+    for peer in PEERS:
         budget = remat.torch.measure(ways[peer], repeats=1).peak_bytes
+
+        def captured() -> Any:
+            return loss()
+
         try:
             found = remat.torch.plan(eager, budget=budget, time_limit_s=4)
         except remat.InfeasibleBudget as error:
             lines[f"apply, bytes of {peer}"] = {"error": f"smallest {error.minimum_bytes}"}
         else:
             ways[f"apply, bytes of {peer}"] = partial(within, remat.torch.apply(found), eager)
-        step: Any = remat.torch.compile(of_its_own(loss), budget=budget, backend="aten", time_limit_s=4)
-        try:
-            step()
-        except remat.InfeasibleBudget as error:
-            lines[f"graph mode, bytes of {peer}"] = {"error": f"smallest {error.minimum_bytes}"}
-            continue
-        way = f"graph mode, bytes of {peer}"
-        lines[way] = {"roofline": step.plan.overhead}
-        planned_calls[way] = timed.calls_of(loss, plan=step.plan)
-        ways[way] = step
-    for way, calls in planned_calls.items():
-        lines[way]["predicted"] = timed.seconds(calls) / timed.seconds(plain_calls) - 1
-        without = timed.seconds(calls, views=False) / timed.seconds(plain_calls, views=False)
-        lines[way]["predicted, views free"] = without - 1
+        step = remat.torch.compile(captured, budget=budget, backend="aten", time_limit_s=4)
+        step()
+        plan = step.plan
+        lines[f"graph mode, bytes of {peer}"] = {"roofline": plan.overhead, "predicted": predicted(plan, least)}
+        ways[f"graph mode, bytes of {peer}"] = step
 
-    ways["graph mode, nothing recomputed"] = remat.torch.compile(of_its_own(loss), budget="100%", backend="aten")
+    def unplanned() -> Any:
+        return loss()
+
+    ways["graph mode, nothing recomputed"] = remat.torch.compile(unplanned, budget="100%", backend="aten")
 
     def gradients(way: Callable[[], Any]) -> list[Any]:
         for one in models:
@@ -314,22 +271,18 @@ def written(tables: list[dict[str, Any]]) -> str:
         "",
         f"{where['system']} {where['processor']}, {where['cores']} cores; {versions}.",
         "",
-        "| model | method | peak MiB | against plain | extra: measured | predicted | views free | to the bit |",
-        "|---|---|---|---|---|---|---|---|",
+        "| model | method | peak MiB | against plain | extra: measured | predicted | to the bit |",
+        "|---|---|---|---|---|---|---|",
     ]
     for one in tables:
         for name, line in one["lines"].items():
             if "error" in line:
-                text.append(f"| {one['model']} | {name} | refused: {line['error']} | | | | | |")
+                text.append(f"| {one['model']} | {name} | refused: {line['error']} | | | | |")
                 continue
             extra = f"{100 * line['extra']:.1f} %" if "extra" in line else ""
-            said, views_free = (
-                f"{100 * line[kind]:.1f} %" if kind in line else "" for kind in ("predicted", "predicted, views free")
-            )
+            said = f"{100 * line['predicted']:.1f} %" if "predicted" in line else ""
             same = "yes" if line["same"] else "no"
-            figures = (
-                f"{line['peak_bytes'] / 2**20:.2f} | {line['ratio']:.2f} | {extra} | {said} | {views_free} | {same}"
-            )
+            figures = f"{line['peak_bytes'] / 2**20:.2f} | {line['ratio']:.2f} | {extra} | {said} | {same}"
             text.append(f"| {one['model']} | {name} | {figures} |")
     return "\n".join(text) + "\n"
 
@@ -346,7 +299,7 @@ def main() -> None:
             print(f"{name} fails: {done.stderr[-500:]}", flush=True)
             continue
         tables.append(json.loads(done.stdout.splitlines()[-1]))
-        print(written(tables[-1:]).partition("|---|---|---|---|---|---|---|---|\n")[2], flush=True)
+        print(written(tables[-1:]).partition("|---|---|---|---|---|---|---|\n")[2], flush=True)
     (RESULTS / "torch-graph-mode.json").write_text(json.dumps({"title": TITLE, "tables": tables}, indent=1) + "\n")
     (RESULTS / "torch-graph-mode.md").write_text(written(tables))
 
