@@ -214,7 +214,13 @@ def test_torch_module_is_planned_and_checked(remat_cli):
     printed = json.loads(remat_cli("plan", *arguments, "--budget", "70%", "--json").stdout)
     assert printed["peak_bytes"] <= printed["budget_bytes"]
     assert {one["source"] for one in printed["largest_at_peak"]} == {""}, "no line of the model's own calls a layer"
-    assert "my_steps:torch_module: equal: " in remat_cli("check", *arguments, "--budget", "70%").stdout
+    for mode in ("graph", "eager"):
+        done = remat_cli("check", *arguments, "--budget", "70%", "--mode", mode)
+        assert "my_steps:torch_module: equal: " in done.stdout
+    # Without --mode as under limit_memory, which is graph mode where it can be had.
+    printed = json.loads(remat_cli("measure", *arguments, "--budget", "70%", "--steps", 2, "--json").stdout)
+    assert printed["planned"]["measured_peak_bytes"] <= 1.01 * printed["budget_bytes"]
+    assert printed["mode"] == "graph"
 
 
 def test_function_that_returns_no_loss(in_shared_process):
@@ -275,6 +281,9 @@ def test_options_that_have_nowhere_to_go(in_shared_process):
     assert "let it take batch_size" in mistake(in_shared_process, *fixed)
     with_optimizer = ("jax", "plan", "my_steps:jax_step", "--optimizer", "adam")
     assert "--optimizer does not go with a JAX function" in mistake(in_shared_process, *with_optimizer)
+    with_mode = ("jax", "plan", "my_steps:jax_step", "--mode")
+    assert "--mode is for PyTorch, and this is a step of jax" in mistake(in_shared_process, *with_mode, "graph")
+    assert "--mode lazy is unknown" in mistake(in_shared_process, *with_mode, "lazy")
 
 
 @pytest.mark.slow

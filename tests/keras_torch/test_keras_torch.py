@@ -28,13 +28,14 @@ CASES: dict[str, dict[str, Any]] = {
         "samples": 2000,
         "at least": True,
     },
-    "checkpoints": {"checkpoints": ["hidden_1", "hidden_3"], "batch": 512, "samples": 600},
+    "checkpoints": {"checkpoints": ["hidden_1", "hidden_3"], "batch": 512, "samples": 600, "mode": "auto"},
     "checkpoints in pieces": {
         "model": "dense",
         "checkpoints": ["hidden_1", "hidden_3"],
         "micro_batches": 3,
         "batch": 900,
         "samples": 1000,
+        "mode": "auto",
     },
     "a tensor's name": {"checkpoints": ["hidden_1/Tanh:0"]},
     "not called": {"model": "own loss", "checkpoints": ["never_called"]},
@@ -158,6 +159,9 @@ def test_named_layers_are_kept_and_the_rest_is_not(name, kind):
     result = result_of(name)
     check_training(result, reserve=0.02)
     assert result["recomputed_kinds"][kind] == 4
+    assert result["mode"] == "eager"
+    (line,) = [line for line in result["said"] if "trains eagerly" in line]
+    assert ("checkpoints" if name == "checkpoints" else "micro-batches") in line
     assert result["peak_bytes"] < result["plain_bytes"]
     if name == "checkpoints":
         assert result["same weights"]

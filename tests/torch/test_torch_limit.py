@@ -25,20 +25,29 @@ def same(a, b):
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-def test_other_shapes_are_planned_too():
+@pytest.fixture(autouse=True)
+def no_compiled_code():
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("mode", ["auto", "eager"])
+def test_other_shapes_are_planned_too(mode):
     case = mlp(layers=8, dropout=0.1)
-    limited = remat.torch.limit_memory(case.loss, "70%", **QUICK)
+    limited = remat.torch.limit_memory(case.loss, "70%", mode=mode, **QUICK)
     for rows in (256, 200, 256):
         x = torch.randn(rows, 64)
         assert same(gradients(case.module, limited, x), gradients(case.module, case.loss, x))
     assert len(limited.plans) == 2
     assert all(plan.recomputed > 0 for plan in limited.plans[:1])
     assert limited.plans[1].budget_bytes == limited.plans[0].budget_bytes
+    assert {plan.mode for plan in limited.plans} == {"graph" if mode == "auto" else mode}
 
 
-def test_another_branch_is_planned_once_it_was_taken():
+@pytest.mark.parametrize("mode", ["auto", "eager"])
+def test_another_branch_is_planned_once_it_was_taken(mode):
     case = mlp(layers=8)
-    limited = remat.torch.limit_memory(case.loss, "70%", **QUICK)
+    limited = remat.torch.limit_memory(case.loss, "70%", mode=mode, **QUICK)
     gradients(case.module, limited, *case.args)
     for place in range(1, 16, 2):
         case.module[place] = nn.GELU()
@@ -54,7 +63,7 @@ def test_a_change_can_be_let_pass(caplog):
     for rows in (256, 200):
         x = torch.randn(rows, 64)
         assert same(gradients(case.module, limited, x), gradients(case.module, case.loss, x))
-    assert len(limited.plans) == 1
+    assert [plan.mode for plan in limited.plans] == ["eager"]
     assert caplog.text.count("departs from the plan") == 1
 
 
@@ -85,6 +94,50 @@ def test_what_cannot_be():
         remat.torch.limit_memory(lambda x: x, "1GiB", on_change="ignore")
 
 
+def test_what_graph_mode_cannot_capture_runs_eagerly_and_says_so_once(caplog):
+    case = mlp(layers=8)
+
+    def loss(x):
+        print(end="")  # Python's own output breaks the capture.
+        return case.loss(x)
+
+    limited = remat.torch.limit_memory(loss, "70%", **QUICK)
+    for _ in range(2):
+        assert same(gradients(case.module, limited, *case.args), gradients(case.module, case.loss, *case.args))
+    assert [plan.mode for plan in limited.plans] == ["eager"]
+    (line,) = [record.message for record in caplog.records if record.name == "remat"]
+    assert "runs eagerly within its budget, not in graph mode" in line
+    assert "test_torch_limit.py" in line
+
+
+def test_a_loss_that_is_computed_outside_runs_in_graph_mode():
+    """The gradients of what the function returns come from outside; what the loss itself holds is no part of it."""
+    module, (x,) = mlp(layers=8).module, mlp(layers=8).args
+    limited = remat.torch.limit_memory(module, "80%", **QUICK)
+    for run in range(2):
+        expected = gradients(module, lambda x: module(x).pow(3).mean(), x)
+        assert same(gradients(module, lambda x: limited(x).pow(3).mean(), x), expected), run
+    (plan,) = limited.plans
+    assert plan.mode == "graph"
+    assert plan.recomputed > 0
+    assert plan.measured_peak_bytes <= plan.budget_bytes
+
+
+@pytest.mark.parametrize("mode", ["auto", "eager"])
+def test_options_of_both_modes(mode):
+    case = mlp(layers=4)
+    optimizer = torch.optim.Adam(case.module.parameters())
+    beside = {"accumulates": True, "resident": [torch.zeros(1000)], "resident_bytes": 500}
+    plans = []
+    for more in ({}, {"optimizer": optimizer, **beside}):
+        limited = remat.torch.limit_memory(case.loss, 1 << 24, mode=mode, **more, **QUICK)
+        gradients(case.module, limited, *case.args)
+        plans.append(limited.plans[0])
+    parameters = sum(p.numel() * 4 for p in case.module.parameters())
+    assert plans[1].peak_bytes - plans[0].peak_bytes >= 2 * parameters + 4500
+    assert not optimizer.state
+
+
 def held_beside(case, size):
     """The case's loss, which holds more in a real step than in one that is traced."""
     calls = []
@@ -101,7 +154,7 @@ def held_beside(case, size):
 
 def test_a_step_over_its_budget_is_planned_again_for_what_it_took(caplog):
     case = mlp(layers=8)
-    limited = remat.torch.limit_memory(held_beside(case, 1 << 15), "90%", **QUICK)
+    limited = remat.torch.limit_memory(held_beside(case, 1 << 15), "90%", mode="eager", **QUICK)
     for _ in range(3):
         gradients(case.module, limited, *case.args)
     first, second = limited.plans[:2]
@@ -112,7 +165,7 @@ def test_a_step_over_its_budget_is_planned_again_for_what_it_took(caplog):
 
 def test_a_budget_that_holds_after_no_plan_is_said(caplog):
     case = mlp(layers=8)
-    limited = remat.torch.limit_memory(held_beside(case, 1 << 22), "90%", **QUICK)
+    limited = remat.torch.limit_memory(held_beside(case, 1 << 22), "90%", mode="eager", **QUICK)
     for _ in range(3):
         gradients(case.module, limited, *case.args)
     assert caplog.text.count("no plan leaves so much room") == 1
@@ -134,7 +187,7 @@ class Branching(nn.Module):
 
 def test_a_branch_over_the_budget_is_planned_for(caplog):
     module, x = Branching(), torch.randn(256, 64)
-    limited = remat.torch.limit_memory(module, "100%", **QUICK)
+    limited = remat.torch.limit_memory(module, "100%", mode="eager", **QUICK)
     for more in (False, True, True, True):
         module.more = more
         assert same(gradients(module, limited, x), gradients(module, module, x))

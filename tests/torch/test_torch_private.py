@@ -192,6 +192,20 @@ def test_while_aotautograd_traces_no_kernel_in_python_stands_in_for_pytorchs_own
     assert not _aot.dynamo_config.allow_rnn
 
 
+def test_aotautograds_logs_of_graphs_are_left_out_where_nobody_listens(monkeypatch):
+    from remat.torch.graph_mode import _aot
+
+    own = [getattr(_aot.graph_compile, name) for name in _aot._GRAPH_LOGS]
+    monkeypatch.setattr(_aot.trace_log, "handlers", [])
+    assert not _aot._hears_graphs()
+    with _aot._without_unread_logs():
+        assert [getattr(_aot.graph_compile, name) for name in _aot._GRAPH_LOGS] == list(_aot._GRAPH_LOGS.values())
+    assert [getattr(_aot.graph_compile, name) for name in _aot._GRAPH_LOGS] == own
+    monkeypatch.setattr(_aot.graph_compile.aot_graphs_log, "isEnabledFor", lambda level: True)
+    with _aot._without_unread_logs():
+        assert [getattr(_aot.graph_compile, name) for name in _aot._GRAPH_LOGS] == own
+
+
 def test_operators_are_bound_to_functions():
     from remat.torch.graph_mode import _aot
 

@@ -53,6 +53,7 @@ class Source:
         optimizer: name of an optimizer.
         dtype_policy: a Keras dtype policy, such as "mixed_float16".
         whole_step: does the callable return a whole training step?
+        mode: how PyTorch carries out a plan.
     """
 
     name: Annotated[
@@ -90,6 +91,10 @@ class Source:
         bool,
         _option("--step", help="The function is a whole training step, gradients and update included, not a loss."),
     ] = False
+    mode: Annotated[
+        str | None,
+        _option("--mode", "NAME", help="How PyTorch carries out a plan: auto (if not given), graph or eager."),
+    ] = None
 
     @property
     def model_options_given(self) -> tuple[str, ...]:
@@ -105,10 +110,12 @@ class Source:
         """What a front end is told about the step.
 
         Raises:
-            CommandError: for a shape that cannot be read.
+            CommandError: for a shape that cannot be read, or an unknown mode.
         """
+        if self.mode not in (None, "auto", "graph", "eager"):
+            raise CommandError(f"--mode {self.mode} is unknown; it is auto, graph or eager")
         inputs = tuple(_input_shape(text) for text in self.inputs or ())
-        return StepOptions(self.batch_size, inputs, self.loss, self.optimizer, self.whole_step)
+        return StepOptions(self.batch_size, inputs, self.loss, self.optimizer, self.whole_step, self.mode)
 
     def check_device(self, *, calibrates: bool = False) -> None:
         """Make sure that there is a profile of the device.

@@ -131,7 +131,7 @@ def make_workload(made: object, options: StepOptions) -> Workload:
     """The training step in what a callable returned.
 
     Raises:
-        NotAStep: if there is none in it, or if it is not clear whose it is.
+        NotAStep: if there is none in it, if it is not clear whose it is, or for a mode elsewhere than on PyTorch.
         RematError: where the front end cannot use it.
     """
     framework = framework_of(made)
@@ -139,6 +139,8 @@ def make_workload(made: object, options: StepOptions) -> Workload:
     hint = _hint_about_a_tuple(made)
     with _errors_hint(hint):
         workload: Workload = module.make_workload(made, options)
+    if options.mode is not None and computing_framework(workload) != "torch":
+        raise NotAStep(f"--mode is for PyTorch, and this is a step of {computing_framework(workload)}; leave it out")
     if hint:
         hinting: Any = _Hinting(workload, hint)
         return cast("Workload", hinting)

@@ -144,6 +144,7 @@ def _measure_as_json(
         "machine": {**machine.described(), **machine.versions()},
         "budget_bytes": plan.budget_bytes,
         "recomputed": plan.recomputed,
+        "mode": plan.mode,
         "plain": {
             "predicted_peak_bytes": plan.baseline_peak_bytes,
             "measured_peak_bytes": plain["peak_bytes"],

@@ -68,7 +68,7 @@ def limit_memory(
         strict: raise an error where the budget does not hold then either; else this is logged as a warning, once.
         mode: on PyTorch: "graph" captures the training step and runs the plan itself, with the same numbers at less
             cost on the host; "eager" watches its operators. "auto", the only one elsewhere, is "graph" where that can
-            be had: not with micro-batches or checkpoints, nor where the step cannot be captured, which a warning says.
+            be had: not with micro-batches or checkpoints, nor where the step cannot be captured; a warning says so.
             ``plan_of(model).mode`` tells which it is.
         options: passed on to the planner.
 

@@ -18,7 +18,7 @@ def make_workload(made: keras.Model, options: StepOptions, data: Sequence[tuple[
 
     Args:
         made: the model.
-        options: batch size, shapes of the inputs, loss and optimizer.
+        options: batch size, shapes of the inputs, loss and optimizer; on PyTorch also the mode.
         data: batches (inputs, targets) to train on; random ones if None.
 
     Raises:

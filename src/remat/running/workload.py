@@ -52,6 +52,7 @@ class StepOptions:
         optimizer: the name of an optimizer that the framework knows.
         whole_step: does the function do a whole training step, gradients and update included? Otherwise it returns a
             loss.
+        mode: how PyTorch carries out a plan, as ``remat.torch.limit_memory`` takes it.
     """
 
     batch_size: int | None = None
@@ -59,6 +60,7 @@ class StepOptions:
     loss: str | None = None
     optimizer: str | None = None
     whole_step: bool = False
+    mode: str | None = None
 
     @property
     def samples(self) -> int:

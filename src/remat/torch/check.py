@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 from remat.running.check import CheckResult, check_workload
 from remat.running.workload import StepOptions
+from remat.torch.api.limit import Mode, check_mode
 from remat.torch.workload import TorchFunction
 
 
@@ -15,7 +16,7 @@ def check(
     *args: Any,
     budget: int | str = "60%",
     steps: int = 3,
-    mode: Literal["eager", "graph"] = "eager",
+    mode: Mode = "auto",
 ) -> CheckResult:
     """Run a loss and its gradients plainly and under a budget; compare values, gradients, buffers and peaks.
 
@@ -31,5 +32,6 @@ def check(
     Raises:
         NotAStep: if the function returns no loss.
         InfeasibleBudget: where no schedule fits; it names the smallest budget.
+        ValueError: for an unknown mode.
     """
-    return check_workload(TorchFunction(loss_fn, list(args), StepOptions(), mode), budget, steps)
+    return check_workload(TorchFunction(loss_fn, list(args), StepOptions(), check_mode(mode)), budget, steps)

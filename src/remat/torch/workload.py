@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from remat.core.graph import Graph
 from remat.running.workload import Array, NotAStep, StepOptions, Training, Workload, nudge
 from remat.torch.api.apply import apply
 from remat.torch.api.compile import compile
+from remat.torch.api.limit import Mode, check_mode
 from remat.torch.api.plan import plan
 from remat.torch.measure import measure
 from remat.torch.trace.trace import trace
@@ -36,7 +37,7 @@ def make_workload(made: Any, options: StepOptions) -> Workload:
     else:
         options.refuse("PyTorch", "inputs", "loss")
     function, *args = made
-    return TorchFunction(function, args, options)
+    return TorchFunction(function, args, options, check_mode(options.mode or "auto"))
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class TorchFunction:
         function: returns the loss.
         args: its arguments.
         options: batch size and name of the optimizer.
-        mode: how a budget is kept: "eager", by ``apply``, or "graph", by ``compile(backend="aten")``.
+        mode: how a budget is kept: "eager", by ``apply``, or "graph" and "auto", by ``compile(backend="aten")``.
     """
 
     framework = "torch"
@@ -67,7 +68,7 @@ class TorchFunction:
         function: Callable[..., Any],
         args: list[Any],
         options: StepOptions,
-        mode: Literal["eager", "graph"] = "eager",
+        mode: Mode = "auto",
     ) -> None:
         self._mode = mode
         self._function = function
@@ -135,7 +136,7 @@ class TorchFunction:
         """The loss, plain or within a budget."""
         if budget is None:
             return _Limited(lambda: _checked(self._function, self._function(*self._args)), lambda: None)
-        if self._mode == "graph":
+        if self._mode != "eager":
             captured: Any = compile(self._function, budget=budget, backend="aten", optimizer=optimizer)
             return _Limited(lambda: captured(*self._args), lambda: captured.plan)
         planned = plan(self._function, *self._args, budget=budget, optimizer=optimizer)

@@ -31,7 +31,7 @@ class ModelWorkload(ABC):
 
     Args:
         model: compiled.
-        options: batch size and shapes of the inputs.
+        options: batch size and shapes of the inputs; on PyTorch also the mode.
         data: batches (inputs, targets) to train on, random ones if None.
     """
 
@@ -40,6 +40,7 @@ class ModelWorkload(ABC):
     def __init__(self, model: keras.Model, options: StepOptions, data: Sequence[tuple[Any, Any]] | None = None) -> None:
         self._model = model
         self._options = options
+        self._mode: Any = options.mode or "auto"
         self._data = data
         self._variables: Variables | None = None
 
@@ -58,7 +59,7 @@ class ModelWorkload(ABC):
         """Run some steps by ``train_on_batch``."""
         model, own = self._model, self._batches(steps)
         variables = self._reset(own[0], nudged)
-        limit_memory(model, budget)
+        limit_memory(model, budget, mode=self._mode)
         losses, times = [], []
         try:
             for batch in own:

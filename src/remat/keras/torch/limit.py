@@ -61,6 +61,7 @@ class Limit(ModelLimit):
         super().__init__(model, request, micro_batches, **on_broken)
         self._graph_steps: GraphSteps | None = None
         self._why_eager = "" if mode != "eager" else 'mode="eager" was asked for'
+        self._said_eager = mode == "eager"
         self._applied: dict[Any, Applied] = {}
         self._main: StepPlan | None = None
         self._largest_bytes = -1
@@ -110,6 +111,7 @@ class Limit(ModelLimit):
             self._largest_bytes = data_bytes
             self._plan_anew(model, data, batch, leaves)
         if self._micro_step is not None:
+            self._say_eager(model, "its batches are cut into micro-batches")
             return self._micro_step(model, data, lambda loss_fn, args: self._applied_to(model, loss_fn, args))
         _check_train_step(model)
         if self._is_captured(model):
@@ -122,8 +124,21 @@ class Limit(ModelLimit):
                     "captured: %s",
                     *(model.name, error),
                 )
+        if self._kept is not None:
+            self._say_eager(model, "it is planned by checkpoints")
+        elif model.run_eagerly:
+            self._say_eager(model, "it was compiled with run_eagerly=True")
         with self._applied_to(model, loss_of(model), batch):
             return keras.Model.train_step(model, data)
+
+    def _say_eager(self, model: keras.Model, why: str) -> None:
+        """Say once why a plan is carried out eagerly, where graph mode could not be asked for."""
+        if self._request.plans and not self._said_eager:
+            self._said_eager = True
+            _log.warning(
+                '%s trains eagerly within its plan, not in graph mode, since %s; with mode="eager" this is not said',
+                *(model.name, why),
+            )
 
     def _is_captured(self, model: keras.Model) -> bool:
         """Does the whole batch's step run in graph mode? Checkpoints are places of the eager step."""

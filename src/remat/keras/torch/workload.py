@@ -29,7 +29,7 @@ class Workload(ModelWorkload):
         def keep(path: str, gradient: Any) -> None:
             kept[f"gradient/{path}"] = gradient.detach().cpu().numpy().copy()
 
-        limit_memory(model, budget)
+        limit_memory(model, budget, mode=self._mode)
         try:
             with gradients_shown(model, keep):
                 model.train_on_batch(*batch)

@@ -31,6 +31,10 @@ _NONE: Final = -1
 number of an option, of which a block has far fewer; -1 for no choice."""
 
 
+_WALLS: Final[FloatArray] = np.where(np.arange(LEVELS + 1) < np.arange(LEVELS + 2)[:, None], np.inf, 0.0)
+"""For each number of levels: infinite below it, else nothing."""
+
+
 @dataclass(frozen=True, eq=False)
 class _Run:
     """A forward run of a block: its ops, seconds and peak."""
@@ -179,17 +183,27 @@ class ChainProgram:
         count = chain.count
         self.first_cost: list[FloatArray] = [np.zeros(0)] * (count + 1)
         self.first_choice: list[IntArray] = [np.zeros(0, np.int64)] * (count + 1)
-        self.again_cost: dict[tuple[int, int], FloatArray] = {}
+        self.again_cost: FloatArray = np.full((count, count, LEVELS + 1), np.inf)
         self.again_choice: dict[tuple[int, int], IntArray] = {}
-        for length in range(count - 1):
-            for start in range(count - length):
-                self._again(start, start + length)
+        self._crossing = np.array(chain.crossing, dtype=np.int64)
+        self._passing_peaks = np.array([run.peak_bytes for run in chain.passing], dtype=np.int64)
+        self._passing_times = np.array([run.time_s for run in chain.passing])
+        # The costs from each block to the present last one, behind as many levels at which nothing fits.
+        self._to_end: FloatArray = np.full((count, 2 * (LEVELS + 1)), np.inf)
+        for end in range(count):
+            for start in reversed(range(end + 1)):
+                if end - start < count - 1:
+                    self._again(start, end)
+                    self._to_end[start, LEVELS + 1 :] = self.again_cost[start, end]
         self.first_cost[count] = np.zeros(LEVELS + 1)
         for start in reversed(range(count)):
             self._first(start)
 
     def _level(self, bytes_: int) -> int:
         return min(LEVELS + 1, max(0, round(bytes_ / self.unit)))
+
+    def _levels(self, sizes: IntArray) -> IntArray:
+        return np.clip(np.rint(sizes / self.unit), 0, LEVELS + 1).astype(np.int64)
 
     def _shifted(self, cost: FloatArray, bytes_: int, need_bytes: int) -> FloatArray:
         """The cost with so many bytes less, infinite below the bytes that are needed in any case."""
@@ -235,32 +249,48 @@ class ChainProgram:
 
     def _again(self, start: int, end: int) -> None:
         chain = self.chain
-        block = chain.blocks[start]
+        block, menu = chain.blocks[start], chain.menus[start]
         beside = chain.blocks[end].fixed_backward_bytes + chain.coming[end]
-        best, choice = np.full(LEVELS + 1, np.inf), np.full(LEVELS + 1, _NONE, dtype=np.int64)
-        for number, option in enumerate(chain.menus[start]):
-            # Storages that must not be made twice are held since the first run, where their bytes are counted.
-            once_bytes = option.stored_bytes - chain.held[start][number]
-            need = option.backward_bytes - once_bytes + block.fixed_backward_bytes
-            if start == end:
-                run = chain.ending[start][number]
-                level = self._level(max(need, run.peak_bytes + beside if run.ops else 0))
-                cost = np.full(LEVELS + 1, np.inf)
-                cost[level:] = option.extra_s + run.time_s
-            else:
-                run = chain.storing[start][number]
-                held = chain.held[start][number] + chain.beside[start][number]
-                cost = self._shifted(self.again_cost[start + 1, end], held, max(need, run.peak_bytes + beside))
-                cost += option.extra_s + run.time_s
-            self._take(best, choice, cost, number)
-        need, time_s = 0, 0.0
-        for middle in range(start + 1, end + 1):
-            run = chain.passing[middle - 1]
-            need = max(need, run.peak_bytes + beside + chain.crossing[middle - 1][start])
-            time_s += run.time_s
-            later = self._shifted(self.again_cost[middle, end], chain.crossing[middle][start], need)
-            self._take(best, choice, later + self.again_cost[start, middle - 1] + time_s, _SPLIT + middle)
-        self.again_cost[start, end], self.again_choice[start, end] = best, choice
+        # Storages that must not be made twice are held since the first run, where their bytes are counted.
+        needs = [
+            option.backward_bytes - (option.stored_bytes - held) + block.fixed_backward_bytes
+            for option, held in zip(menu, chain.held[start], strict=True)
+        ]
+        if start == end:
+            runs = chain.ending[start]
+            levels = [
+                max(need, run.peak_bytes + beside if run.ops else 0) for need, run in zip(needs, runs, strict=True)
+            ]
+            costs = _WALLS[self._levels(np.array(levels, dtype=np.int64))]
+        else:
+            runs = chain.storing[start]
+            levels = [max(need, run.peak_bytes + beside) for need, run in zip(needs, runs, strict=True)]
+            held_bytes = np.add(chain.held[start], chain.beside[start])
+            costs = self._later([start + 1] * len(menu), held_bytes, np.array(levels, dtype=np.int64))
+        costs += np.array([option.extra_s + run.time_s for option, run in zip(menu, runs, strict=True)])[:, None]
+        codes = np.arange(len(menu))
+        if start < end:
+            # Or the next checkpoint stands further on.
+            crossing = self._crossing[:, start]
+            most_bytes = np.maximum.accumulate(self._passing_peaks[start:end] + crossing[start:end] + beside)
+            later = self._later(np.arange(start + 1, end + 1), crossing[start + 1 : end + 1], most_bytes)
+            later += self.again_cost[start, start:end]
+            later += np.cumsum(self._passing_times[start:end])[:, None]
+            costs = np.concatenate([costs, later])
+            codes = np.concatenate([codes, _SPLIT + np.arange(start + 1, end + 1)])
+        cheapest = costs.argmin(axis=0)
+        best = costs[cheapest, np.arange(LEVELS + 1)]
+        self.again_cost[start, end] = best
+        self.again_choice[start, end] = np.where(np.isfinite(best), codes[cheapest], _NONE)
+
+    def _later(self, starts: Sequence[int] | IntArray, held_bytes: IntArray, need_bytes: IntArray) -> FloatArray:
+        """The costs from each of some blocks to the present last one, see ``_shifted``."""
+        places = np.arange(LEVELS + 1) + (LEVELS + 1 - self._levels(held_bytes))[:, None]
+        rows = np.multiply(starts, self._to_end.shape[1])
+        # One flat index is three times as quick as two, and a sum with what is infinite as quick as a mask twice over.
+        result: FloatArray = self._to_end.ravel().take(places + rows[:, None])
+        result += _WALLS[self._levels(need_bytes)]
+        return result
 
     def schedule(self, level: int) -> tuple[int, ...] | None:
         """The schedule of least cost within a number of levels."""

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, cast, get_args
 
 from remat.core.budget import check_budget
 from remat.fit.first_step import OnChange, replans
 from remat.torch.api.compile import compile
 from remat.torch.api.eager_limit import eagerly
 
+Mode = Literal["auto", "graph", "eager"]
+"""How a step is carried out: "graph" captures it, "eager" watches its operators; "auto" is "graph" where that can be
+had."""
+
 
 def limit_memory(
     loss_fn: Callable[..., Any] | None = None,
     budget: int | str = "60%",
     *,
-    mode: Literal["eager", "graph"] = "eager",
+    mode: Mode = "auto",
     on_change: OnChange = "replan",
     strict: bool = False,
     **options: Any,
@@ -30,21 +34,22 @@ def limit_memory(
         @remat.torch.limit_memory(budget="4GiB")                                        # a method of a module
         def loss(self, x, y): ...
 
-    The first call plans, which runs the function once on tensors without values: what it does beside computing (a log,
-    a counter) happens then as well. Calls without gradients (evaluation) are left alone.
+    The first call plans. Calls without gradients (evaluation) are left alone. In eager mode, planning runs the function
+    once on tensors without values: what it does beside computing (a log, a counter) happens then as well.
 
     Args:
         loss_fn: returns the loss, a mapping with "loss", or a tuple that begins with it. None gives a decorator.
         budget: as ``plan`` takes it. A share means one of the first plan's plain step.
-        mode: "eager" watches the operators of the step, as ``apply`` does; "graph" captures the function and runs the
-            plan itself, as ``compile(backend="aten")`` does, with the same numbers at less cost on the host. What
-            cannot be captured then runs as with "eager", and a warning says why.
+        mode: "graph" captures the function and runs the plan itself, as ``compile(backend="aten")`` does. What cannot
+            be captured runs eagerly, and one warning says why and where. "eager" watches the operators of each step, as
+            ``apply`` does: the same numbers, at a higher cost on the host. "auto" is "graph" wherever ``on_change``
+            allows it.
         on_change: what happens to a step that departs from its plan, with tensors of other shapes or through another
             branch: "replan" plans such steps too, up to three plans for the same shapes; "keep" runs them under the
             first plan, where they keep what plain PyTorch keeps from the place on where they depart. "replan" also
             plans once more, for what it really took, a step whose first run takes more than the budget.
         strict: raise an error where the budget does not hold then either; else this is logged as a warning, once.
-        **options: passed on to ``plan``; with mode="graph" to ``compile``.
+        **options: passed on to ``compile``; in eager mode to ``plan``.
 
     Returns:
         A function like ``loss_fn``, with the plans made so far in ``plans``. Each plan's ``mode`` says how it is
@@ -54,21 +59,31 @@ def limit_memory(
         InvalidBudget: if the budget cannot be read.
         PlanMismatch: with ``strict``, from the backward pass of a step that takes more than the budget.
         InfeasibleBudget: if no plan fits; with ``strict``, also where none leaves room for what a first step took.
-        ValueError: for another ``on_change`` or ``mode``, and for "keep" in graph mode, which plans what it captures.
+        ValueError: for another ``on_change`` or ``mode``, and for "keep" with ``mode="graph"``.
     """
-    if mode not in ("eager", "graph"):
-        raise ValueError(f'mode={mode!r} is unknown; it is "eager" or "graph"')
+    check_mode(mode)
     plans_again = replans(on_change)
     if mode == "graph" and on_change == "keep":
         raise ValueError(
-            'on_change="keep" needs mode="eager"; graph mode plans each combination of shapes that it meets'
+            'on_change="keep" needs mode="eager" or "auto"; graph mode plans each combination of shapes that it meets'
         )
     check_budget(budget)
     if loss_fn is None:
         return functools.partial(limit_memory, budget=budget, mode=mode, on_change=on_change, strict=strict, **options)
-    if mode == "graph":
+    if mode == "graph" or (mode == "auto" and plans_again):
         return _in_graph_mode(loss_fn, budget, strict, options)
     return eagerly(loss_fn, budget, plans_again, strict, options, [])
+
+
+def check_mode(mode: str) -> Mode:
+    """A mode, if there is one of this name.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    if mode not in get_args(Mode):
+        raise ValueError(f'mode={mode!r} is unknown; it is "auto", "graph" or "eager"')
+    return cast("Mode", mode)
 
 
 def _in_graph_mode(function: Callable[..., Any], budget: int | str, strict: bool, options: dict[str, Any]) -> Any:

@@ -9,7 +9,7 @@ import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 import torch._decomp.decompositions
@@ -23,7 +23,9 @@ from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 from torch._dynamo.variables import user_defined
 from torch._dynamo.variables.torch import tracing_state_functions
 from torch._functorch import config as functorch_config
+from torch._functorch._aot_autograd import graph_compile
 from torch._guards import TracingContext
+from torch._logging._internal import trace_log
 from torch._ops import OpOverload, OpOverloadPacket
 
 from remat.torch.graph_mode.recurrent import lstm
@@ -40,6 +42,12 @@ _LSTM: Any = torch.ops.aten.lstm.input
 _AT_ONCE = {
     name: True for name in ("force_non_lazy_backward_lowering",) if hasattr(functorch_config, name)
 }  # PyTorch 2.13 has it.
+
+# What AOTAutograd calls to log its graphs, and what stands for it where nobody listens. PyTorch 2.13 has both.
+_GRAPH_LOGS: Final[dict[str, Callable[..., Any]]] = {
+    "_log_joint_graph": lambda *args, **kwargs: None,
+    "_log_fw_bw_graphs": lambda *args, **kwargs: (None, None),
+}
 
 # Kernels of these keys stand between the caller and the operators that eager PyTorch runs.
 _ABOVE_OPERATORS = (DispatchKey.CompositeImplicitAutograd, DispatchKey.Autograd)
@@ -81,7 +89,7 @@ def backend(
     )
 
     def compile_with(module: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-        with _eager_kernels(), functorch_config.patch(_AT_ONCE), without_collections():
+        with _eager_kernels(), functorch_config.patch(_AT_ONCE), without_collections(), _without_unread_logs():
             return traced(module, inputs)
 
     return compile_with
@@ -93,6 +101,8 @@ _WHILE_CAPTURING = {
     # Combinations of shapes, each with a plan of its own. A judgement: Dynamo's own limit, 8, is soon reached where the
     # length of sequences varies. Beyond the limit all calls run eagerly.
     "recompile_limit": 64,
+    # Dynamo would look for garbage after each capture: of a GPT-2 of 24 layers that is half a second for nothing.
+    "run_gc_after_compile": False,
     # Dynamo would turn NumPy into PyTorch, whose random numbers are others: transformers' Wav2Vec2 draws a mask so.
     "trace_numpy": False,
 }
@@ -166,6 +176,31 @@ def without_collections() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+@contextmanager
+def _without_unread_logs() -> Iterator[None]:
+    """Inside, AOTAutograd does not write its graphs out as text where nobody listens.
+
+    It writes them before it asks whether anybody does: of a GPT-2 of 24 layers, one second of 20.
+    """
+    names = [name for name in _GRAPH_LOGS if hasattr(graph_compile, name)]
+    if _hears_graphs():
+        names = []
+    own = {name: getattr(graph_compile, name) for name in names}
+    for name in names:
+        setattr(graph_compile, name, _GRAPH_LOGS[name])
+    try:
+        yield
+    finally:
+        for name, function in own.items():
+            setattr(graph_compile, name, function)
+
+
+def _hears_graphs() -> bool:
+    """Does anybody listen to AOTAutograd's logs of graphs (``TORCH_LOGS``, ``TORCH_TRACE``)?"""
+    loggers = [getattr(graph_compile, name, None) for name in ("aot_joint_log", "aot_graphs_log")]
+    return bool(trace_log.handlers) or any(one is not None and one.isEnabledFor(logging.INFO) for one in loggers)
 
 
 @contextmanager

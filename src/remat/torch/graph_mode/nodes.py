@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 from torch import fx
 
-from remat.torch._private import OpOverload, is_mutable, tree_leaves, tree_map_only
+from remat.torch._private import OpOverload, is_mutable, tree_leaves
 from remat.torch.trace import aot_notes, op_facts
 
 # Operators that hand on the storage of their argument, though their schema does not say so.
@@ -297,7 +297,14 @@ def tensors_of(node: fx.Node) -> Iterator[torch.Tensor]:
 
 def arguments(node: fx.Node) -> Any:
     """The arguments of a call, with the tensors that tracing saw."""
-    return tree_map_only(fx.Node, lambda one: one.meta.get("val"), (node.args, dict(node.kwargs)))
+    # Quicker than a map over trees of any kind; this is asked several times for each call.
+    args: Any = fx.map_arg(node.args, _value)
+    kwargs: Any = fx.map_arg(dict(node.kwargs), _value)
+    return args, kwargs
+
+
+def _value(node: fx.Node) -> Any:
+    return node.meta.get("val")
 
 
 def layer_of(node: fx.Node) -> str:
