@@ -152,6 +152,11 @@ class ValueAndGrad:
             is_whole = len(pieces) == 1
             piece = [a if is_whole or n not in places else a[start : start + size] for n, a in enumerate(args)]
             value, denominator = sum_and_denominator(self._run(*piece, **kwargs), self._reduction)
+            if value.size != 1:
+                raise UnsupportedStep(
+                    f"{getattr(self._fn, '__name__', type(self._fn).__name__)!r} returns a tensor of the shape "
+                    f"{list(value.shape)}, and a loss is one number; return its mean or its sum"
+                )
             if isinstance(denominator, paddle.Tensor) and not denominator.stop_gradient:
                 raise trained_denominator("a parameter")
             gradients = self._gradients(value, parameters, args)

@@ -58,9 +58,9 @@ def limit_memory(
         planner: a planner's name.
         time_limit_s: wall seconds for each round of planning.
         device: profile for the predicted times.
-        on_change: what happens where the first step takes more than the budget by more than 1 %, or the next one would,
-            because of gradients that are kept as zeros: "replan" plans once more, for what the step took; "keep" leaves
-            the plan. On a CPU only; on a GPU nothing is measured.
+        on_change: what happens where the first step under a plan takes more than the budget, or the next one would,
+            because of gradients that are kept as zeros: "replan" plans again, for what the step took, three times at
+            most; "keep" leaves the plan. On a CPU only; on a GPU nothing is measured.
         strict: raise an error where the budget does not hold then either, from the call after; else this is logged as a
             warning, once.
         **options: passed on to the planner.

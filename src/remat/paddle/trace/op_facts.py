@@ -219,4 +219,9 @@ def _convolution(
 
 def is_gradient(op: Any) -> bool:
     """Is it an operator of the backward pass?"""
-    return kind(op).endswith(("_grad", "_grad_"))
+    return is_gradient_kind(kind(op))
+
+
+def is_gradient_kind(name: str) -> bool:
+    """Is it the name of an operator of the backward pass, without its dialect?"""
+    return name.endswith(("_grad", "_grad_"))
