@@ -18,6 +18,7 @@ from remat.core.plan import Plan
 from remat.fit.first_step import broken_budget, exceeds, no_room_for_excess, tell
 from remat.paddle import _private
 from remat.paddle.emit.fences import settled_bytes
+from remat.paddle.tensors import bytes_of
 
 _log = logging.getLogger("remat")
 
@@ -199,4 +200,4 @@ class FirstStep:
 def gradient_bytes(parameters: Iterable[Any]) -> int:
     """What the gradients of parameters hold at this moment, zeros included."""
     gradients = (parameter.grad for parameter in parameters)
-    return sum(one.size * one.element_size() for one in gradients if one is not None)
+    return bytes_of(one for one in gradients if one is not None)

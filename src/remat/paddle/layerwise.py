@@ -32,7 +32,7 @@ from remat.paddle.candidate import ProgramPlan
 from remat.paddle.emit.fences import settled_bytes
 from remat.paddle.first_step import MOST_CORRECTIONS, FirstStep, Training, gradient_bytes
 from remat.paddle.recompute import recompute, side_effects_left_alone
-from remat.paddle.tensors import tensors_in
+from remat.paddle.tensors import bytes_of, tensors_in
 
 _log = logging.getLogger("remat")
 
@@ -423,8 +423,8 @@ def _graph_of(layer: Any, parts: Sequence[Part], whole: Part, args: tuple[Any, .
         ops.append(Op(name, kind, tuple(inputs), tuple(made), time_s, phase=phase, **more))
 
     pinned = [
-        tensor(sum(p.size * p.element_size() for p in (*layer.parameters(), *layer.buffers())), "parameters"),
-        tensor(sum(t.size * t.element_size() for t in tensors_in((list(args), kwargs))), "batch"),
+        tensor(bytes_of((*layer.parameters(), *layer.buffers())), "parameters"),
+        tensor(bytes_of(tensors_in((list(args), kwargs))), "batch"),
     ]
     rest = tensor(_rest_bytes(whole, {id(part) for part in parts}), "saved between the parts")
     op("between the parts", "forward", pinned, [rest], 0.0, recomputable=False)
@@ -458,7 +458,7 @@ def _graph_of(layer: Any, parts: Sequence[Part], whole: Part, args: tuple[Any, .
     op("loss", "loss", [ops[-2].outputs[-1] if ops[-2].outputs else rest], made_by[-1], 0.0, recomputable=False)
     for number in reversed(range(len(parts))):
         part = parts[number]
-        trained = sum(p.size * p.element_size() for p in part.layer.parameters() if not p.stop_gradient)
+        trained = bytes_of(p for p in part.layer.parameters() if not p.stop_gradient)
         outputs.append(tensor(trained, f"gradients of {part.name}"))
         op(
             f"{part.name}, backward",

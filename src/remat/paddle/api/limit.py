@@ -17,7 +17,7 @@ from remat.paddle.candidate import ProgramPlan
 from remat.paddle.captured import CannotCapture, Captured
 from remat.paddle.first_step import FirstStep
 from remat.paddle.layerwise import Layerwise
-from remat.paddle.tensors import tensors_in
+from remat.paddle.tensors import bytes_of, tensors_in
 
 _limits: weakref.WeakKeyDictionary[Any, Limit] = weakref.WeakKeyDictionary()
 
@@ -236,4 +236,4 @@ class _ModelTraining:
         optimizer = getattr(self._model(), "_optimizer", None)
         if optimizer is None:
             return 0
-        return sum(one.size * one.element_size() for one in tensors_in(optimizer.state_dict()))
+        return bytes_of(tensors_in(optimizer.state_dict()))

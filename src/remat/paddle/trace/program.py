@@ -15,7 +15,6 @@ from typing import Any, Final
 from remat.core.graph import Graph, Op, Tensor
 from remat.paddle import _private
 from remat.paddle.trace import op_facts
-from remat.paddle.trace.in_place import takeovers
 from remat.paddle.trace.scratch import workspace_bytes
 from remat.paddle.trace.sizes import Sizes
 from remat.running.cost_model import DeviceProfile, op_time_s
@@ -342,7 +341,7 @@ class _Builder:
         """Which result takes over the bytes of which operand, where nothing of the program reads that any more."""
         pairs = []
         operands, results = op.operands_source(), op.results()
-        for result, operand in takeovers(op).items():
+        for result, operand in op_facts.takeovers(op).items():
             if operand >= len(operands) or result >= len(results):
                 return ()
             given, made = operands[operand], results[result]
