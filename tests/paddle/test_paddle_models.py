@@ -5,8 +5,14 @@ The first case of each way runs always; the others, and ResNet-50's, take minute
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
+import inspect
+import logging
+import re
+import types
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +26,9 @@ import remat
 import remat.fit.first_step
 import remat.paddle
 from remat.paddle import _private
+from remat.paddle.emit.fences import settled_bytes
+from remat.paddle.first_step import gradient_bytes
+from remat.paddle.tensors import bytes_of, tensors_in
 from said import said
 
 STEPS = 5
@@ -54,7 +63,12 @@ def static(name: str, budget: int | str | None) -> Trained:
         inputs = paddle.static.data("inputs", list(model.shape), model.dtype)
         labels = paddle.static.data("labels", list(model.labels), "int64")
         loss = loss_of(model.make()(inputs), labels)
-        optimizer_of().minimize(loss)
+        optimizer = optimizer_of()
+        if model.is_half:
+            optimizer = paddle.static.amp.decorate(
+                optimizer, level="O1", dtype="bfloat16", use_dynamic_loss_scaling=False, init_loss_scaling=1.0
+            )
+        optimizer.minimize(loss)
     plan = None
     if budget is not None:
         plan = remat.paddle.plan_program(main, budget, fetch_list=[loss], planner=PLANNER)
@@ -90,6 +104,8 @@ def to_static(name: str, budget: int | str | None) -> Trained:
     net = WithLoss(model.make())
     if budget is not None:
         remat.paddle.limit_memory(net, budget, planner=PLANNER)
+    elif model.is_half:
+        capture(net)
     optimizer = optimizer_of(net.parameters())
     held = sum(p.size * p.element_size() for p in (*net.parameters(), *net.buffers()))
     losses, peaks = [], []
@@ -110,6 +126,18 @@ def to_static(name: str, budget: int | str | None) -> Trained:
     return Trained(tuple(losses), values, (min(peaks), max(peaks)), budget and remat.paddle.plan_of(net))
 
 
+def capture(net: Any) -> None:
+    """Let Paddle run a layer as a program, so that it obeys ``auto_cast`` in it."""
+    captured = paddle.jit.to_static(net.forward, full_graph=True)
+
+    # paddle.Model asks how many inputs a layer takes, and does not understand what ``to_static`` returns.
+    def forward(_: Any, *inputs: Any) -> Any:
+        return captured(*inputs)
+
+    forward.__signature__ = inspect.signature(type(net).forward)  # type: ignore[attr-defined]
+    net.forward = types.MethodType(forward, net)
+
+
 class Batches(paddle.io.Dataset):
     """The samples of all steps."""
 
@@ -125,41 +153,49 @@ class Batches(paddle.io.Dataset):
 
 
 class Watched(paddle.callbacks.Callback):
-    """Losses, and the peak of each step."""
+    """Losses, and the peak of each step: what lies there before counts as far as the step reads it.
 
-    def __init__(self) -> None:
+    Args:
+        batch_bytes: of the inputs, which lie there when a step begins; its labels are no part of what remat counts.
+    """
+
+    def __init__(self, batch_bytes: int) -> None:
         super().__init__()
         self.losses: list[float] = []
         self.peaks: list[int] = []
+        self._batch_bytes = batch_bytes
 
     def on_train_batch_begin(self, step: int, logs: Any = None) -> None:
         gc.collect()
+        network, state = self.model.network, self.model._optimizer.state_dict()
+        counted = [*network.parameters(), *network.buffers(), *tensors_in(state)]
+        there_bytes = bytes_of(counted) + gradient_bytes(network.parameters()) + self._batch_bytes
+        self._before = settled_bytes() - there_bytes
         _private.reset_peak()
 
     def on_train_batch_end(self, step: int, logs: Any = None) -> None:
         self.losses.append(float(np.asarray(logs["loss"]).reshape(-1)[0]))
-        self.peaks.append(_private.peak_bytes())
+        self.peaks.append(_private.peak_bytes() - self._before)
 
 
 def fit(name: str, budget: int | str | None) -> Trained:
     """``paddle.Model.fit``; the budget covers the whole step: the loss, the optimizer's state and the update included.
 
-    Peaks are those of the steps from the third on. The first two are measured by remat, and planned for anew between.
+    Peaks are those of the last two steps. The first ones are measured by remat, and planned for anew between.
     """
     paddle.seed(7)
     model = paddle.Model(MODELS[name].make())
+    if budget is None and MODELS[name].is_half:
+        capture(model.network)
     if budget is not None:
         remat.paddle.limit_memory(model, budget, planner=PLANNER)
-    network = model.network
-    gc.collect()
-    before = _private.allocated_bytes() - sum(
-        p.size * p.element_size() for p in (*network.parameters(), *network.buffers())
-    )
     model.prepare(optimizer_of(model.parameters()), loss_of)
-    watched = Watched()
-    model.fit(Batches(name), batch_size=MODELS[name].shape[0], epochs=1, verbose=0, shuffle=False, callbacks=[watched])
+    watched = Watched(MODELS[name].batch()[0].nbytes)
+    # A thread that fetches the batches of later steps would be counted with this one.
+    batches = paddle.io.DataLoader(Batches(name), batch_size=MODELS[name].shape[0], use_buffer_reader=False)
+    model.fit(batches, epochs=1, verbose=0, callbacks=[watched])
     values = {key: value.numpy() for key, value in model.network.state_dict().items()}
-    peaks = [peak - before for peak in watched.peaks[2:]]
+    peaks = watched.peaks[-2:]
     return Trained(tuple(watched.losses), values, (min(peaks), max(peaks)), budget and remat.paddle.plan_of(model))
 
 
@@ -178,9 +214,39 @@ def plain(way: str, name: str) -> Trained:
 
 @functools.cache
 def smallest_of(way: str, name: str) -> int:
+    """The smallest budget that is named; in ``fit`` after the first step, which shows what lies beside the layer."""
     with pytest.raises(remat.InfeasibleBudget) as caught:
         train(way, name, 1000)
-    return int(caught.value.minimum_bytes)
+    named = int(caught.value.minimum_bytes)
+    while way == "fit":
+        log = Log()
+        with log.held():
+            train(way, name, named)
+        larger = [int(found) for line in log.lines for found in re.findall(r"would do is (\d+) bytes", line)]
+        if not larger:
+            break
+        named = larger[-1]
+    return named
+
+
+class Log(logging.Handler):
+    """What remat says."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        logger = logging.getLogger("remat")
+        logger.addHandler(self)
+        try:
+            yield
+        finally:
+            logger.removeHandler(self)
 
 
 def cases() -> list[Any]:
@@ -189,7 +255,9 @@ def cases() -> list[Any]:
         for name in MODELS:
             for budget in BUDGETS:
                 is_quick = (way, name, budget) in QUICK
-                is_large = name in ("resnet50", "mobilenet_v2")
+                is_large = name in ("resnet50", "mobilenet_v2") or (name.endswith("_bfloat16") and way != "static")
+                # The smallest budget is found by training again and again there.
+                is_large = is_large or (way, budget) == ("fit", "smallest")
                 marks = () if is_quick else (pytest.mark.slow if is_large else pytest.mark.thorough,)
                 found.append(pytest.param(way, name, budget, marks=marks))
     return found
@@ -199,6 +267,7 @@ def cases() -> list[Any]:
 def test_a_model_keeps_its_budget_with_the_same_numbers(way, name, budget, record_property, caplog):
     expected = plain(way, name)
     asked = smallest_of(way, name) if budget == "smallest" else budget
+    caplog.clear()
     found = refused = None
     try:
         found = train(way, name, asked)
@@ -228,12 +297,7 @@ def test_a_model_keeps_its_budget_with_the_same_numbers(way, name, budget, recor
     for key, value in figures.items():
         record_property(key, value)
     if way == "fit":
-        # What lies outside of the layer is seen in the first step. Where no plan leaves room for it, one line says so.
-        told = said(caplog)
-        assert told or not remat.fit.first_step.exceeds(plan, plan.measured_peak_bytes)
-        record_property("told", " ".join(told))
-        assert found.peaks[1] < expected.peaks[0]
-        return
+        record_property("told", " ".join(said(caplog)))
     assert plan.measured_peak_bytes <= plan.budget_bytes
     assert found.peaks[1] <= plan.budget_bytes
-    assert found.peaks[1] == pytest.approx(plan.peak_bytes, rel=ACCURACY.get(name, 0.05))
+    assert figures["measured_bytes"] == pytest.approx(plan.peak_bytes, rel=ACCURACY.get(name, 0.05))

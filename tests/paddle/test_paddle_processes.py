@@ -56,7 +56,7 @@ def run_two(kind, how):
 
 
 @pytest.mark.thorough  # Four processes each, all of which import Paddle.
-@pytest.mark.parametrize("kind", ["fleet", "layers"])
+@pytest.mark.parametrize("kind", ["fleet", "amp", "layers"])
 def test_two_processes_train_alike_and_to_the_bit(kind):
     plain, planned = run_two(kind, "plain"), run_two(kind, "planned")
     assert [one["extra"] for one in plain] == [0, 0]

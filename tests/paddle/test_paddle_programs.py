@@ -195,6 +195,36 @@ def test_an_unknown_checkpoint_is_refused():
         remat.paddle.plan_program(built.main, checkpoints=["fc_0.tmp_1"])
 
 
+def test_what_is_no_value_of_the_program_is_refused():
+    built, other = build("mlp"), build("mlp")
+    for given, error, said in (
+        ({"program": built.loss}, TypeError, r"loss\.block\.program"),
+        ({"checkpoints": "x"}, TypeError, r"write checkpoints=\[\.\.\.\]"),
+        ({"checkpoints": [3]}, TypeError, "not int"),
+        ({"checkpoints": [other.loss]}, remat.UnsupportedStep, "none of this program"),
+        ({"budget": "80%", "fetch_list": [other.loss]}, remat.UnsupportedStep, "a value in fetch_list"),
+    ):
+        with pytest.raises(error, match=said):
+            remat.paddle.plan_program(**{"program": built.main, **given})
+    with pytest.raises(TypeError, match="a value of a static program"):
+        remat.paddle.named(3, "three")
+
+
+def test_the_update_of_a_weight_does_not_forbid_to_run_its_product_again():
+    """The gradient of the bias beside it is read after the weight was written, and is made of the same activation."""
+    built = build("mlp")
+    graph = remat.paddle.trace(built.main, fetch_list=[built.loss])
+    update = next(n for n, op in enumerate(graph.ops) if op.phase == "update")
+    forward = [op for op in graph.ops if op.phase == "forward" and op.kind in ("matmul", "add", "gelu")]
+    assert len(forward) == 36
+    assert all(op.recomputable for op in forward)
+    # Weights are written by then: what makes their gradients must not run again.
+    read_by_update = {t for op in graph.ops[update:] for t in op.inputs}
+    last = [op for op in graph.ops if op.kind.endswith("_grad") and read_by_update & set(op.outputs)]
+    assert len(last) == 24
+    assert not any(op.recomputable for op in last)
+
+
 def test_a_graph_says_where_its_ops_come_from():
     built = build("mlp")
     graph = remat.paddle.trace(built.main, fetch_list=[built.loss])

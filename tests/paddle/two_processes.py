@@ -1,7 +1,7 @@
 """One of two processes that train the same model on halves of a batch; prints what it left behind.
 
-``python two_processes.py fleet|layers plain|planned``: a static program through the Fleet-shaped entry, or a layer in
-``DataParallel``.
+``python two_processes.py fleet|amp|layers plain|planned``: a static program through the Fleet-shaped entry, the same in
+mixed precision, or a layer in ``DataParallel``.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import paddle
 import paddle.distributed as dist
+from models import NEED_FLOAT32, RUN_IN_BFLOAT16
 from programs import values_in
 
 import remat.paddle
@@ -30,29 +31,39 @@ def main(kind: str, is_planned: bool) -> None:
     paddle.seed(3)
     random = np.random.default_rng(dist.get_rank())
     batches = [random.standard_normal(SHAPE).astype("float32") for _ in range(3)]
-    losses, values, plan, peak_bytes = {"fleet": fleet, "layers": layers}[kind](batches, is_planned)
+    losses, values, plan, peak_bytes = {"fleet": fleet, "amp": amp, "layers": layers}[kind](batches, is_planned)
     digest = hashlib.sha256(b"".join(value.tobytes() for value in values)).hexdigest()
     found = {"rank": dist.get_rank(), "losses": losses, "digest": digest, "peak_bytes": peak_bytes}
     print("RESULT", json.dumps({**found, "extra": plan.recomputed if plan is not None else 0}))
 
 
-def fleet(batches: list[Any], is_planned: bool) -> tuple[list[float], Iterable[Any], Any, int]:
+def amp(batches: list[Any], is_planned: bool) -> tuple[list[float], Iterable[Any], Any, int]:
+    return fleet(batches, is_planned, is_half=True)
+
+
+def fleet(batches: list[Any], is_planned: bool, is_half: bool = False) -> tuple[list[float], Iterable[Any], Any, int]:
     paddle.enable_static()
     program, startup = paddle.static.Program(), paddle.static.Program()
     with paddle.static.program_guard(program, startup):
         x = paddle.static.data("x", SHAPE)
         h, kept = x, []
+        lists = {"custom_white_list": RUN_IN_BFLOAT16, "custom_black_list": NEED_FLOAT32}
         for number in range(8):
-            h = F.gelu(paddle.nn.Linear(64, 64)(h))
+            with paddle.amp.auto_cast(enable=is_half, level="O1", dtype="bfloat16", **lists):
+                h = F.dropout(F.gelu(paddle.nn.Linear(64, 64)(h)), 0.1)
             if number in (2, 5):
                 kept.append(f"hidden {number}")
                 remat.paddle.named(h, kept[-1])
-        loss = (h * h).mean()
+        loss = h.astype("float32").square().mean()
         strategy = dist.fleet.DistributedStrategy()
         strategy.recompute = is_planned
         strategy.recompute_configs = {"checkpoints": kept}
         clip = paddle.nn.ClipGradByGlobalNorm(0.01)
         inner = paddle.optimizer.Adam(1e-3, grad_clip=clip)
+        if is_half:
+            inner = paddle.static.amp.decorate(
+                inner, level="O1", dtype="bfloat16", use_dynamic_loss_scaling=False, init_loss_scaling=1.0
+            )
         optimizer = remat.paddle.fleet.distributed_optimizer(inner, strategy)
         optimizer.minimize(loss)
     executor = paddle.static.Executor(paddle.CPUPlace())

@@ -77,6 +77,6 @@ def no_room_for_excess(excess_bytes: int, minimum_bytes: int) -> str:
     """
     return (
         f"The first step took {format_bytes(excess_bytes)} more than was predicted, and no plan leaves so much room; "
-        f"the smallest budget that would do is {format_bytes(minimum_bytes)}. The step runs on under its first plan, "
-        "over its budget."
+        f"the smallest budget that would do is {minimum_bytes} bytes ({format_bytes(minimum_bytes)}). The step runs on "
+        "under the plan that it has, over its budget."
     )

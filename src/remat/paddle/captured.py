@@ -19,7 +19,7 @@ from remat.fit.request import Request
 from remat.paddle import _private
 from remat.paddle.candidate import ProgramCandidate, ProgramPlan
 from remat.paddle.emit.shape_reads import redirect_shape_reads
-from remat.paddle.first_step import FirstStep, Training, gradient_bytes, no_room
+from remat.paddle.first_step import MOST_CORRECTIONS, FirstStep, Training, gradient_bytes
 from remat.paddle.recompute import layers_of
 from remat.paddle.sequential import BackwardOrder, in_program_order
 from remat.paddle.tensors import tensors_in
@@ -49,14 +49,14 @@ class _Beside:
 
     Attributes:
         there_bytes: what lay beside the layer before the step that the plan was made for.
-        counted_bytes: what the plan counts: that, and what a first step was seen to take.
-        is_corrected: was a first step seen?
+        counted_bytes: what the plan counts: that, and what steps under earlier plans were seen to take.
+        corrections: how many such plans there were.
         budget_bytes: of the plan before; None where the request says it.
     """
 
     there_bytes: int = 0
     counted_bytes: int = 0
-    is_corrected: bool = False
+    corrections: int = 0
     budget_bytes: int | None = None
 
 
@@ -70,7 +70,7 @@ class _Made:
         error: why it could not be planned.
         beside: what its plan counts beside the layer.
         first_step: the first step under its plan; None where nothing was planned.
-        excess_bytes: what its first step took beyond the prediction, where that broke the budget.
+        corrected: the program that runs in its place, because its first step broke the budget.
     """
 
     partial: Any
@@ -78,7 +78,7 @@ class _Made:
     error: RematError | None
     beside: _Beside = field(default_factory=_Beside)
     first_step: FirstStep | None = None
-    excess_bytes: int = 0
+    corrected: _Made | None = None
 
 
 class Captured:
@@ -164,27 +164,24 @@ class Captured:
         """The program for a call; made anew where the first step under its plan took more than its budget."""
         modes = self._modes(args)
         there_bytes = self._there_bytes(args)
-        first = self._make(args, kwargs, modes, _Beside(there_bytes, there_bytes))
-        if first.first_step is None:
-            return first
-        first.excess_bytes = first.excess_bytes or first.first_step.excess_bytes(there_bytes)
-        if not first.excess_bytes:
-            return first
-        counted_bytes = first.beside.counted_bytes + first.excess_bytes
+        made = self._make(args, kwargs, modes, _Beside(there_bytes, there_bytes))
+        while made.corrected is not None:
+            made = made.corrected
+        if made.first_step is None:
+            return made
+        excess_bytes = made.first_step.excess_bytes(there_bytes)
+        if not excess_bytes:
+            return made
+        corrections = made.beside.corrections + 1
         # A share stays one of the layer's own plain peak, unless it is known what trains the layer.
-        budget_bytes = first.first_step.plan.budget_bytes if self.training is None else None
-        beside = _Beside(there_bytes, counted_bytes, True, budget_bytes)
+        budget_bytes = made.first_step.plan.budget_bytes if self.training is None else None
+        beside = _Beside(there_bytes, made.beside.counted_bytes + excess_bytes, corrections, budget_bytes)
         try:
-            again = self._make(args, kwargs, f"{modes} again", beside)
+            made.corrected = self._make(args, kwargs, f"{modes} {corrections}", beside)
         except InfeasibleBudget as error:
-            if self._strict:
-                raise
-            _log.warning("%s", no_room(first.excess_bytes, there_bytes, error.minimum_bytes))
-            first.excess_bytes = 0
-            return first
-        if again.first_step is not None:
-            again.first_step.excess_bytes(there_bytes)
-        return again
+            made.first_step.tell_no_room(excess_bytes, there_bytes, error)
+            return made
+        return made.corrected
 
     def _there_bytes(self, args: tuple[Any, ...]) -> int:
         """What lies beside the layer before a step, and counts: gradients from before, the state of an optimizer."""
@@ -223,7 +220,7 @@ class Captured:
 
     def _first_step(self, plan: ProgramPlan, beside: _Beside) -> FirstStep:
         counted_bytes = plan.graph.pinned_bytes + self._resident_bytes + beside.there_bytes
-        plans_again = self._plans_again and not beside.is_corrected
+        plans_again = self._plans_again and beside.corrections < MOST_CORRECTIONS
         return FirstStep(plan, beside.there_bytes, counted_bytes, plans_again=plans_again, strict=self._strict)
 
     def _modes(self, args: tuple[Any, ...]) -> str:

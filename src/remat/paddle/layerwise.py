@@ -30,9 +30,9 @@ from remat.fit.request import Request
 from remat.paddle import _private
 from remat.paddle.candidate import ProgramPlan
 from remat.paddle.emit.fences import settled_bytes
-from remat.paddle.first_step import FirstStep, Training, gradient_bytes, no_room
+from remat.paddle.first_step import MOST_CORRECTIONS, FirstStep, Training, gradient_bytes
 from remat.paddle.recompute import recompute, side_effects_left_alone
-from remat.paddle.tensors import tensors_in
+from remat.paddle.tensors import bytes_of, tensors_in
 
 _log = logging.getLogger("remat")
 
@@ -96,11 +96,13 @@ class _Planned:
         chosen: the layers that are recomputed, by id.
         first_step: the first step under the plan.
         counted_bytes: what the plan counts beside the layer.
+        corrections: how many plans of the signature were before it.
     """
 
     chosen: frozenset[int]
     first_step: FirstStep
     counted_bytes: int
+    corrections: int
 
 
 class Layerwise:
@@ -182,11 +184,9 @@ class Layerwise:
         budget_bytes = known.first_step.plan.budget_bytes if self.training is None else None
         counted_bytes = known.counted_bytes + excess_bytes
         try:
-            return self._plan(args, kwargs, there_bytes, counted_bytes, budget_bytes, is_corrected=True)
+            return self._plan(args, kwargs, there_bytes, counted_bytes, budget_bytes, known.corrections + 1)
         except InfeasibleBudget as error:
-            if self._strict:
-                raise
-            _log.warning("%s", no_room(excess_bytes, there_bytes, error.minimum_bytes))
+            known.first_step.tell_no_room(excess_bytes, there_bytes, error)
             return known
 
     def _plan(
@@ -196,8 +196,7 @@ class Layerwise:
         there_bytes: int,
         counted_bytes: int,
         budget_bytes: int | None = None,
-        *,
-        is_corrected: bool = False,
+        corrections: int = 0,
     ) -> _Planned:
         whole = observe(self._layer, self._plain, args, kwargs)
         parts = parts_of(whole)
@@ -218,7 +217,7 @@ class Layerwise:
         for number in again:
             self._switch(parts[number].layer)
         _log.log(
-            logging.INFO if is_corrected else logging.WARNING,
+            logging.INFO if corrections else logging.WARNING,
             "paddle.jit.to_static cannot capture %s (%s): it runs eagerly, %d of its %d parts recomputed; peak %s.",
             name,
             self._reason,
@@ -230,10 +229,11 @@ class Layerwise:
             found,
             there_bytes,
             found.graph.pinned_bytes + self._resident_bytes + there_bytes,
-            plans_again=self._plans_again and not is_corrected,
+            plans_again=self._plans_again and corrections < MOST_CORRECTIONS,
             strict=self._strict,
         )
-        return _Planned(frozenset(id(parts[number].layer) for number in again), first_step, counted_bytes)
+        chosen = frozenset(id(parts[number].layer) for number in again)
+        return _Planned(chosen, first_step, counted_bytes, corrections)
 
     def _switch(self, layer: Any) -> None:
         """Let a part be recomputed by the calls whose plan says so."""
@@ -423,8 +423,8 @@ def _graph_of(layer: Any, parts: Sequence[Part], whole: Part, args: tuple[Any, .
         ops.append(Op(name, kind, tuple(inputs), tuple(made), time_s, phase=phase, **more))
 
     pinned = [
-        tensor(sum(p.size * p.element_size() for p in (*layer.parameters(), *layer.buffers())), "parameters"),
-        tensor(sum(t.size * t.element_size() for t in tensors_in((list(args), kwargs))), "batch"),
+        tensor(bytes_of((*layer.parameters(), *layer.buffers())), "parameters"),
+        tensor(bytes_of(tensors_in((list(args), kwargs))), "batch"),
     ]
     rest = tensor(_rest_bytes(whole, {id(part) for part in parts}), "saved between the parts")
     op("between the parts", "forward", pinned, [rest], 0.0, recomputable=False)
@@ -458,7 +458,7 @@ def _graph_of(layer: Any, parts: Sequence[Part], whole: Part, args: tuple[Any, .
     op("loss", "loss", [ops[-2].outputs[-1] if ops[-2].outputs else rest], made_by[-1], 0.0, recomputable=False)
     for number in reversed(range(len(parts))):
         part = parts[number]
-        trained = sum(p.size * p.element_size() for p in part.layer.parameters() if not p.stop_gradient)
+        trained = bytes_of(p for p in part.layer.parameters() if not p.stop_gradient)
         outputs.append(tensor(trained, f"gradients of {part.name}"))
         op(
             f"{part.name}, backward",

@@ -6,7 +6,6 @@ that the whole batch has; a piece with fewer samples counts by its real size; th
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +20,7 @@ from remat.micro_batches.reduce import MEAN, RATIO, check_reduction, sum_and_den
 from remat.paddle import _private
 from remat.paddle.captured import Captured
 from remat.paddle.recompute import layers_of
-from remat.paddle.tensors import tensors_in
+from remat.paddle.tensors import closed_over, tensors_in
 
 
 def value_and_grad(
@@ -152,6 +151,11 @@ class ValueAndGrad:
             is_whole = len(pieces) == 1
             piece = [a if is_whole or n not in places else a[start : start + size] for n, a in enumerate(args)]
             value, denominator = sum_and_denominator(self._run(*piece, **kwargs), self._reduction)
+            if value.size != 1:
+                raise UnsupportedStep(
+                    f"{getattr(self._fn, '__name__', type(self._fn).__name__)!r} returns a tensor of the shape "
+                    f"{list(value.shape)}, and a loss is one number; return its mean or its sum"
+                )
             if isinstance(denominator, paddle.Tensor) and not denominator.stop_gradient:
                 raise trained_denominator("a parameter")
             gradients = self._gradients(value, parameters, args)
@@ -163,7 +167,7 @@ class ValueAndGrad:
         if self._parameters is not None:
             return self._parameters
         layers = layers_of(self._fn, args)
-        found = [p for layer in layers for p in layer.parameters()] + tensors_in((args, _closed_over(self._fn)))
+        found = [p for layer in layers for p in layer.parameters()] + tensors_in((args, closed_over(self._fn)))
         by_id = {id(tensor): tensor for tensor in found if not tensor.stop_gradient}
         if not by_id:
             raise UnsupportedStep(
@@ -208,14 +212,6 @@ class ValueAndGrad:
             graph = Captured(self._fn, Request(), device=self._device).program_of(*args, **kwargs).graph
             self._whole_bytes[key] = simulate(graph, graph.plain_schedule).peak_bytes + self._resident_bytes
         return self._whole_bytes[key]
-
-
-def _closed_over(function: Any) -> list[Any]:
-    found = []
-    for cell in getattr(function, "__closure__", None) or ():
-        with contextlib.suppress(ValueError):  # A cell that is not filled yet.
-            found.append(cell.cell_contents)
-    return found
 
 
 class _Total:

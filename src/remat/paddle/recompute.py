@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast
 import paddle
 
 from remat.paddle import _private
+from remat.paddle.tensors import closed_over
 from remat.running.recompute_switch import is_switched_off
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -180,10 +181,6 @@ def _buffers_left_alone(function: Callable[..., Any], args: Sequence[Any]) -> It
 def layers_of(function: Any, args: Sequence[Any] = ()) -> list[Any]:
     """The layers that a function is a method of, closes over, or is given."""
     function = getattr(function, "__wrapped__", function)
-    closure = []
-    for cell in getattr(function, "__closure__", None) or ():
-        with contextlib.suppress(ValueError):  # A cell that is not filled yet.
-            closure.append(cell.cell_contents)
-    known = [function, getattr(function, "__self__", None), *closure, *args]
+    known = [function, getattr(function, "__self__", None), *closed_over(function), *args]
     flat = [item for one in known for item in (one if isinstance(one, list | tuple) else (one,))]
     return [item for item in flat if isinstance(item, paddle.nn.Layer)]

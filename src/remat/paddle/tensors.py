@@ -1,8 +1,9 @@
-"""The tensors in what a function takes and returns."""
+"""The tensors in what a function takes, returns and closes over, and their bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import paddle
@@ -15,3 +16,17 @@ def tensors_in(value: Any) -> list[Any]:
     if isinstance(value, Mapping):
         value = list(value.values())
     return [leaf for one in value for leaf in tensors_in(one)] if isinstance(value, list | tuple) else []
+
+
+def bytes_of(tensors: Iterable[Any]) -> int:
+    """What tensors hold together."""
+    return sum(one.size * one.element_size() for one in tensors)
+
+
+def closed_over(function: Callable[..., Any]) -> list[Any]:
+    """What a function of Python's closes over."""
+    found = []
+    for cell in getattr(function, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # A cell that is not filled yet.
+            found.append(cell.cell_contents)
+    return found

@@ -125,8 +125,9 @@ class PaddleFunction:
         if not (isinstance(loss, paddle.Tensor) and loss.size == 1 and loss.is_floating_point()):
             is_tensor = isinstance(loss, paddle.Tensor)
             found = f"{loss.dtype}{list(loss.shape)}" if is_tensor else f"a {type(loss).__name__}"
+            name = getattr(self._function, "__name__", type(self._function).__name__)
             raise NotAStep(
-                f"the function {getattr(self._function, '__name__', self._function)!r} returns {found}, no loss: a "
+                f"the function {name!r} returns {found}, no loss: a "
                 "loss is one floating-point number. Return the mean or the sum of it"
             )
         self._set_back(nudged=False, keep_parameters=True)

@@ -37,6 +37,7 @@ def distributed_optimizer(
         **planning: as ``RecomputeOptimizer`` takes it.
 
     Raises:
+        TypeError: for a strategy that is none.
         ValueError: for both a budget and checkpoints.
         UnsupportedStep: for other parts of the strategy that are switched on.
     """
@@ -61,7 +62,10 @@ class DistributedOptimizer:
         self._optimizer = RecomputeOptimizer(inner, budget, checkpoints, **planning) if self._recomputes else inner
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_inner"], name)
+        inner = self.__dict__.get("_inner")  # A copy that is being made has none yet.
+        if inner is None:
+            raise AttributeError(name)
+        return getattr(inner, name)
 
     @property
     def plan(self) -> Any:
@@ -83,9 +87,8 @@ class DistributedOptimizer:
                 "remat.paddle.fleet is for static programs (paddle.enable_static()); for a layer in an ordinary loop "
                 "wrap what remat.paddle.limit_memory returned in paddle.DataParallel"
             )
-        pairs = self._optimizer.backward(
-            loss, startup_program=startup_program, parameters=parameters, no_grad_set=no_grad_set
-        )
+        # By position: what paddle.static.amp.decorate returns has another name for the parameters.
+        pairs = self._optimizer.backward(loss, startup_program, parameters, no_grad_set)
         processes = dist.get_world_size()
         averaged = []
         for parameter, gradient in pairs:
@@ -97,7 +100,11 @@ class DistributedOptimizer:
 
 
 def _checkpoints_of(strategy: Any) -> Any:
-    if strategy is None or not getattr(strategy, "recompute", False):
+    if strategy is not None and not hasattr(strategy, "recompute_configs"):
+        raise TypeError(
+            f"distributed_optimizer takes a paddle.distributed.fleet.DistributedStrategy, not {type(strategy).__name__}"
+        )
+    if strategy is None or not strategy.recompute:
         return None
     return list(strategy.recompute_configs.get("checkpoints", ()))
 

@@ -17,7 +17,7 @@ from remat.paddle.candidate import ProgramPlan
 from remat.paddle.captured import CannotCapture, Captured
 from remat.paddle.first_step import FirstStep
 from remat.paddle.layerwise import Layerwise
-from remat.paddle.tensors import tensors_in
+from remat.paddle.tensors import bytes_of, tensors_in
 
 _limits: weakref.WeakKeyDictionary[Any, Limit] = weakref.WeakKeyDictionary()
 
@@ -58,9 +58,9 @@ def limit_memory(
         planner: a planner's name.
         time_limit_s: wall seconds for each round of planning.
         device: profile for the predicted times.
-        on_change: what happens where the first step takes more than the budget by more than 1 %, or the next one would,
-            because of gradients that are kept as zeros: "replan" plans once more, for what the step took; "keep" leaves
-            the plan. On a CPU only; on a GPU nothing is measured.
+        on_change: what happens where the first step under a plan takes more than the budget, or the next one would,
+            because of gradients that are kept as zeros: "replan" plans again, for what the step took, three times at
+            most; "keep" leaves the plan. On a CPU only; on a GPU nothing is measured.
         strict: raise an error where the budget does not hold then either, from the call after; else this is logged as a
             warning, once.
         **options: passed on to the planner.
@@ -236,4 +236,4 @@ class _ModelTraining:
         optimizer = getattr(self._model(), "_optimizer", None)
         if optimizer is None:
             return 0
-        return sum(one.size * one.element_size() for one in tensors_in(optimizer.state_dict()))
+        return bytes_of(tensors_in(optimizer.state_dict()))

@@ -76,10 +76,17 @@ def plan_program(
         InvalidBudget: if the budget cannot be read.
         InfeasibleBudget: if no schedule fits; it names the smallest budget. The program is then as it was.
         PlanMismatch: where ``plan`` is for another program; with ``strict``, from the first ``exe.run``.
-        UnsupportedStep: for a program that was run or planned before, without a backward pass, or of unknown sizes.
+        TypeError: for what is no program, and for checkpoints or fetches that are no lists of values or names.
+        UnsupportedStep: for a program that was run or planned before, without a backward pass, or of unknown sizes; for
+            values of another program.
         ValueError: for more than one of a budget, a plan and checkpoints.
     """
     program = paddle.static.default_main_program() if program is None else program
+    if not isinstance(program, paddle.static.Program):
+        raise TypeError(
+            f"plan_program takes a paddle.static.Program, not {type(program).__name__}; the program of a loss is "
+            "loss.block.program, and for a layer in an ordinary loop there is remat.paddle.limit_memory"
+        )
     request = Request(budget, plan, checkpoints, planner, time_limit_s, options)
     request = request.check("remat.paddle.plan_program", takes_auto=False)
     if not request.plans:
@@ -90,8 +97,8 @@ def plan_program(
             f"this program of {len(program.global_block().ops)} operators has no backward pass, so there is nothing to "
             "recompute for; call minimize(loss) or paddle.static.append_backward(loss) first"
         )
-    kept = [value_of(program, one) for one in checkpoints or ()]
-    fetched = [value_of(program, one) for one in fetch_list]
+    kept = values_of(program, checkpoints or (), "checkpoints")
+    fetched = values_of(program, fetch_list, "fetch_list")
     profile = get_profile(device or device_here("cpu"))
     traced = trace_program(program, profile, Sizes(program, feed_shapes, batch_size), kept=fetched)
     candidate = ProgramCandidate(traced, resident_bytes)
@@ -124,30 +131,60 @@ def named(value: Any, name: str) -> Any:
 
     Returns:
         The value.
+
+    Raises:
+        TypeError: for anything else.
     """
+    if not isinstance(value, paddle.pir.Value):
+        raise TypeError(f"named takes a value of a static program, as a layer returns it, not {type(value).__name__}")
     value.get_defining_op().set_str_attr(_NAME, name)
     return value
 
 
-def value_of(program: Any, wanted: Any) -> Any:
-    """The value of a program that a user means: the value itself, or the name of an input or a parameter.
+def values_of(program: Any, wanted: Any, argument: str) -> list[Any]:
+    """The values of a program that a user means: the values themselves, or names of inputs and parameters.
+
+    Args:
+        program: that the values are of.
+        wanted: the values or names, in a list.
+        argument: what the user calls them.
 
     Raises:
-        UnsupportedStep: for a name that the program does not have.
+        TypeError: for no list, and for what is neither a value nor a name.
+        UnsupportedStep: for a name that the program does not have, and for a value of another program.
     """
-    if not isinstance(wanted, str):
-        return wanted
+    if not isinstance(wanted, list | tuple):
+        raise TypeError(
+            f"{argument} takes a list of values or names, not {type(wanted).__name__}; write {argument}=[...]"
+        )
+    own = {value.id for op in program.global_block().ops for value in op.results() if value.initialized()}
+    found = []
+    for one in wanted:
+        if not isinstance(one, str | paddle.pir.Value):
+            raise TypeError(f"{argument} takes values of the program or names, not {type(one).__name__} ({one!r})")
+        value = _value_of_name(program, one) if isinstance(one, str) else one
+        if value.id not in own:
+            raise UnsupportedStep(
+                f"a value in {argument} (shape {list(value.shape)}) is none of this program; give what the layers "
+                "returned while this program was built"
+            )
+        found.append(value)
+    return found
+
+
+def _value_of_name(program: Any, name: str) -> Any:
     known: dict[str, Any] = {}
     for op in program.global_block().ops:
         attributes = op.attrs()
         for key in (_NAME, "name", "parameter_name", "output_name"):
             if isinstance(attributes.get(key), str):
-                results = [*op.results(), *op.operands_source()]
-                known[attributes[key]] = results[0]
-    if wanted not in known:
+                known[attributes[key]] = [*op.results(), *op.operands_source()][0]
+    if name not in known:
+        # Those that the user gave come first; an optimizer's state has names by the hundred.
+        named = sorted(known, key=lambda one: (not known[one].get_defining_op().has_attr(_NAME), one))
         raise UnsupportedStep(
-            f"the program has no value of the name {wanted!r} (named are: {', '.join(sorted(known)[:8]) or 'none'}); "
+            f"the program has no value of the name {name!r} (named are: {', '.join(named[:8]) or 'none'}); "
             "since Paddle 3 only inputs, parameters and outputs have names: give the value itself, as the layer "
             "returned it, or name it with remat.paddle.named(value, name)"
         )
-    return known[wanted]
+    return known[name]

@@ -7,6 +7,7 @@ from typing import Any
 
 import paddle
 
+from remat.core.errors import UnsupportedStep
 from remat.fit.request import Request
 from remat.paddle.api.plan_program import plan_program
 from remat.paddle.candidate import ProgramPlan
@@ -37,6 +38,7 @@ class RecomputeOptimizer:
         **planning: ``planner``, ``time_limit_s``, ``resident_bytes`` and what else ``plan_program`` takes.
 
     Raises:
+        TypeError: for what is no optimizer, and for checkpoints that are no list.
         ValueError: for both a budget and checkpoints.
         InvalidBudget: for a budget that cannot be read.
     """
@@ -50,16 +52,26 @@ class RecomputeOptimizer:
         batch_size: int | None = None,
         **planning: Any,
     ) -> None:
-        Request(budget, checkpoints=checkpoints).check("remat.paddle.RecomputeOptimizer", takes_auto=False)
+        Request(budget).check("remat.paddle.RecomputeOptimizer", takes_auto=False)
+        if not callable(getattr(inner, "minimize", None)):
+            raise TypeError(
+                f"RecomputeOptimizer wraps an optimizer of Paddle, not {type(inner).__name__} ({inner!r}); such as "
+                "paddle.optimizer.Adam(1e-3)"
+            )
         self._inner = inner
         self._budget = budget
-        self._checkpoints = checkpoints
+        self._checkpoints: Sequence[Any] | None = None
+        if checkpoints is not None:
+            self._set_checkpoints(checkpoints)
         self._batch_size = batch_size
         self._planning = planning
         self._program: Any = None
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_inner"], name)
+        inner = self.__dict__.get("_inner")  # A copy that is being made has none yet.
+        if inner is None:
+            raise AttributeError(name)
+        return getattr(inner, name)
 
     def _set_checkpoints(self, checkpoints: Sequence[Any]) -> None:
         """Name what is kept: values as layers returned them, or names of inputs and parameters.
@@ -115,8 +127,6 @@ class RecomputeOptimizer:
 
     def _check_is_told(self) -> None:
         if paddle.in_dynamic_mode():
-            from remat.core.errors import UnsupportedStep
-
             raise UnsupportedStep(
                 "RecomputeOptimizer is for static programs (paddle.enable_static()); for a layer in an ordinary loop "
                 "call remat.paddle.limit_memory(layer, budget) and keep your optimizer"

@@ -15,7 +15,6 @@ from typing import Any, Final
 from remat.core.graph import Graph, Op, Tensor
 from remat.paddle import _private
 from remat.paddle.trace import op_facts
-from remat.paddle.trace.in_place import takeovers
 from remat.paddle.trace.scratch import workspace_bytes
 from remat.paddle.trace.sizes import Sizes
 from remat.running.cost_model import DeviceProfile, op_time_s
@@ -342,7 +341,7 @@ class _Builder:
         """Which result takes over the bytes of which operand, where nothing of the program reads that any more."""
         pairs = []
         operands, results = op.operands_source(), op.results()
-        for result, operand in takeovers(op).items():
+        for result, operand in op_facts.takeovers(op).items():
             if operand >= len(operands) or result >= len(results):
                 return ()
             given, made = operands[operand], results[result]
@@ -382,8 +381,11 @@ def _without_late_reads(ops: Sequence[Op], tensors: Sequence[Tensor]) -> list[Op
     """The ops, those marked as not recomputable that might read a storage after the program has written to it.
 
     A parameter may be read until the update writes it. An op that reads it may run again as long as nobody can need the
-    result of that after the write.
+    result of that after the write. The update reads gradients: where the gradient of a bias could be made again after
+    the weight beside it was written, neither the products with that weight nor what is made of them could run again. So
+    what makes a gradient that the update reads runs once.
     """
+    first_update = next((index for index, op in enumerate(ops) if op.phase == "update"), len(ops))
     root = list(range(len(tensors)))
     for number, tensor in enumerate(tensors):
         root[number] = number if tensor.alias_of is None else root[tensor.alias_of]
@@ -398,12 +400,13 @@ def _without_late_reads(ops: Sequence[Op], tensors: Sequence[Tensor]) -> list[Op
         op = ops[index]
         until = max((needed_until.get(output, index) for output in op.outputs), default=index)
         moves = _moves_statistics(op)
+        is_last_gradient = op.phase == "backward" and op_facts.is_gradient_kind(op.kind) and until >= first_update
         is_overwritten = not moves and any(
             index <= write and (write == index or write < until)
             for read in op.inputs
             for write in written.get(root[read], ())
         )
-        recomputable = op.recomputable and not is_overwritten
+        recomputable = op.recomputable and not is_overwritten and not is_last_gradient
         if op.recomputable and not recomputable:
             found[index] = replace(op, recomputable=False)
         for read in op.inputs:

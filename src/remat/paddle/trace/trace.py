@@ -38,8 +38,11 @@ def trace(
         The graph, its order fixed; sizes in bytes, times in seconds.
 
     Raises:
+        TypeError: for anything else.
         UnsupportedStep: for a program of unknown sizes.
     """
+    if not isinstance(fn, paddle.static.Program) and not callable(fn):
+        raise TypeError(f"trace takes a static program, a layer or a function, not {type(fn).__name__}")
     if isinstance(fn, paddle.static.Program):
         profile = get_profile(device or device_here("cpu"))
         return trace_program(fn, profile, Sizes(fn, feed_shapes, batch_size), kept=fetch_list).graph
