@@ -14,6 +14,7 @@ from remat.fit.first_step import OnChange, replans
 from remat.fit.request import Request
 from remat.jax.api.arguments import (
     Call,
+    checked_levers,
     is_any_traced,
     jit_options_of,
     kinds_of,
@@ -37,6 +38,7 @@ def jit(
     planner: str = "auto",
     time_limit_s: float | None = None,
     options: Mapping[str, Any] | None = None,
+    levers: Sequence[str] = ("recompute",),
     on_change: OnChange = "replan",
     strict: bool = False,
     **jit_options: Any,
@@ -51,6 +53,7 @@ def jit(
     planner: str = "auto",
     time_limit_s: float | None = None,
     options: Mapping[str, Any] | None = None,
+    levers: Sequence[str] = ("recompute",),
     on_change: OnChange = "replan",
     strict: bool = False,
     **jit_options: Any,
@@ -66,6 +69,7 @@ def jit(
     planner: str = "auto",
     time_limit_s: float | None = None,
     options: Mapping[str, Any] | None = None,
+    levers: Sequence[str] = ("recompute",),
     on_change: OnChange = "replan",
     strict: bool = False,
     **jit_options: Any,
@@ -90,6 +94,9 @@ def jit(
         time_limit_s: wall seconds for each round of planning; None for a fixed amount of work, so that every machine
             makes the same plan.
         options: passed on to the planner.
+        levers: what a plan may do. "recompute" runs equations again. "split" runs the widest part of the function that
+            can be cut along an axis, such as the head of a language model, slice by slice; sums over slices are made
+            in another order, so that numbers differ by rounding. A split is used where it is predicted to cost less.
         on_change: what to do where the compiled program takes more than the budget by over 1 %, which is seen before
             its first run: "replan" plans once more, for as much less; "keep" keeps the plan.
         strict: raise an error where the budget does not hold then either; else this is logged as a warning, once.
@@ -108,7 +115,9 @@ def jit(
     """
     on_broken = OnBroken(replans(on_change), strict)
     kept = None if checkpoints is None else tuple(checkpoints)
-    request = Request(budget, plan, kept, planner, time_limit_s, dict(options or {}))
+    request = Request(
+        budget, plan, kept, planner, time_limit_s, dict(options or {}), levers=checked_levers(levers, kept)
+    )
     request.check("remat.jax.jit", takes_hints=True)
     if fun is None:
         return lambda function: Jitted(function, request, jit_options, on_broken)
