@@ -22,6 +22,7 @@ from remat.jax import _private
 from remat.jax._private import ClosedJaxpr
 from remat.jax.candidate import FunctionCandidate
 from remat.jax.context import Tie
+from remat.jax.early_updates import EarlyUpdatesOf
 from remat.jax.emit.evaluate import FlatFunction, emit
 from remat.jax.peak import Compiler, Gauge, Returned
 from remat.jax.sharding import arrays_sent, is_sharded, on_one_device, received_in_bodies
@@ -194,9 +195,15 @@ def plan_function(
     def compiler_of(one: Variant) -> Compiler:
         return Compiler(one.program, one.turning_point, tie, shapes, donated, accept, returned, gauge)
 
+    given = request.plan if request.plan is not None else request.known
+    moves_updates = "update" in request.levers or (given is not None and given.update is not None)
+    updates = EarlyUpdatesOf(donated)
+
     def candidate_of(one: ClosedJaxpr) -> FunctionCandidate:
         nonlocal accept
         variants = variants_of_jaxpr(one, find_received, request.checkpoints or ())
+        if moves_updates:
+            variants = variants.changed(updates.moved)
         if find_received is not None:
             variants = variants.changed(lambda one: _on_one_device(one, shapes, tie))
             plain = compiler_of(variants[0]).compile(variants[0].graph.plain_schedule)
@@ -230,6 +237,8 @@ def plan_function(
         if plan.fingerprint in compilers:
             exact_bytes = compilers[plan.fingerprint].exact_peak_bytes(plan.schedule)
             plan = dataclasses.replace(plan, peak_bytes=exact_bytes)
+        if moves_updates:
+            plan = dataclasses.replace(plan, update=updates.described(splittable.candidate_for(plan).variant_of(plan)))
         _log.info("%s", plan)
     chosen = splittable.candidate_for(plan).variant_of(plan)
     run = emit(chosen.program, plan.schedule, chosen.turning_point, tie)
