@@ -98,10 +98,10 @@ def compiled_peak(function, *args):
 def test_losses_are_equal_to_rounding(loss):
     args = (parameters(), *data())
     function = jax.value_and_grad(loss, has_aux=loss is penalised_loss)
-    step = planned(function, "45%")
+    step = planned(function, "50%")
     found = step(*args)
     assert step.plan.split is not None
-    assert step.plan.measured_peak_bytes <= 0.45 * compiled_peak(function, *args)
+    assert step.plan.measured_peak_bytes <= 0.5 * compiled_peak(function, *args)
     assert_near(found, jax.jit(function)(*args))
 
 
@@ -116,6 +116,30 @@ def test_random_numbers_are_drawn_once_and_whole():
     loops = [eqn for eqn in made.jaxpr.eqns if eqn.primitive.name == "scan"]
     assert loops
     assert not any("random" in str(loop.params["jaxpr"]) for loop in loops)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("mode", ["fill", "clip"])
+def test_labels_out_of_range_count_as_in_the_plain_step(mode):
+    """The gradient of the chosen logit is written without a scatter, where that comes to the same."""
+
+    def loss(params, tokens, labels):
+        logarithms = jax.nn.log_softmax(logits_of(params, tokens))
+        return jnp.nansum(jnp.take_along_axis(logarithms, labels[..., None], -1, mode=mode))
+
+    tokens, labels = data()
+    args = (parameters(), tokens, labels.at[1, :7].set(WORDS + 5))
+    function = jax.value_and_grad(loss)
+    closed, _ = trace_jaxpr(function, args)
+    made = Splitter(closed, 1).split(4)
+    assert_near(
+        jax.jit(jax.extend.core.jaxpr_as_fun(made))(*jax.tree.leaves(args)), jax.tree.leaves(function(*args)), atol=1e-5
+    )
+    (loop,) = [eqn for eqn in made.jaxpr.eqns if eqn.primitive.name == "scan"]
+    shapes = [
+        tuple(eqn.outvars[0].aval.shape) for eqn in loop.params["jaxpr"].eqns if eqn.primitive.name == "scatter-add"
+    ]
+    assert any(shape[-1] == WORDS for shape in shapes) == (mode == "clip")
 
 
 @pytest.mark.thorough
@@ -142,13 +166,15 @@ def test_five_steps_of_an_optimizer_in_one_function():
         return optax.apply_updates(params, updates), state, loss
 
     outcomes = []
-    for step in (jax.jit(update), planned(update, "60%", donate_argnums=(0, 1))):
+    levers = (*LEVERS, "update")
+    for step in (jax.jit(update), planned(update, "60%", levers, donate_argnums=(0, 1))):
         params = parameters()
         state = optimizer.init(params)
         for _ in range(5):
             params, state, loss = step(params, state, *data())
         outcomes.append((params, loss))
     assert step.plan.split is not None
+    assert step.plan.update is not None
     assert_near(outcomes[1], outcomes[0], rtol=1e-4, atol=1e-5)
 
 

@@ -124,9 +124,9 @@ class _Order:
                 waiting.setdefault(max(numbers), set()).update(self._graph.roots[t] for t in gradients)
         if not waiting:
             return None, 0
-        sizes = {op: sum(self._graph.tensors[t].size_bytes for t in roots) for op, roots in waiting.items()}
-        op = max(sizes, key=lambda one: (sizes[one], one))
-        return op, sizes[op]
+        sizes = {one: sum(self._graph.tensors[t].size_bytes for t in roots) for one, roots in waiting.items()}
+        binding = max(sizes, key=lambda one: (sizes[one], one))
+        return binding, sizes[binding]
 
     def _earlier(self, number: int) -> Iterable[int]:
         op = self._graph.ops[number]
