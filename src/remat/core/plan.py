@@ -195,11 +195,11 @@ class Plan:
 
 
 def _update_line(update: Update) -> str:
-    if update.moved:
+    if update.saved_bytes:
         saved = format_bytes(update.saved_bytes)
         text = f"{update.moved} ops of updates run as soon as their gradient is final: {saved} less, for no time"
     else:
-        text = "no update runs earlier than in program order"
+        text = f"{update.moved} ops of updates run earlier, which lowers the plain peak by nothing"
     if update.bound_by:
         text += f"; {format_bytes(update.waiting_bytes)} of gradients wait for {update.bound_by}"
     return f"  update         {text}"
