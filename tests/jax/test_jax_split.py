@@ -119,8 +119,6 @@ def test_random_numbers_are_drawn_once_and_whole():
 @pytest.mark.thorough
 @pytest.mark.parametrize("mode", ["fill", "clip"])
 def test_labels_out_of_range_count_as_in_the_plain_step(mode):
-    """The gradient of the chosen logit is written without a scatter, where that comes to the same."""
-
     def loss(params, tokens, labels):
         logarithms = jax.nn.log_softmax(logits_of(params, tokens))
         return jnp.nansum(jnp.take_along_axis(logarithms, labels[..., None], -1, mode=mode))
@@ -133,11 +131,6 @@ def test_labels_out_of_range_count_as_in_the_plain_step(mode):
     assert_near(
         jax.jit(jax.extend.core.jaxpr_as_fun(made))(*jax.tree.leaves(args)), jax.tree.leaves(function(*args)), atol=1e-5
     )
-    (loop,) = [eqn for eqn in made.jaxpr.eqns if eqn.primitive.name == "scan"]
-    shapes = [
-        tuple(eqn.outvars[0].aval.shape) for eqn in loop.params["jaxpr"].eqns if eqn.primitive.name == "scatter-add"
-    ]
-    assert any(shape[-1] == WORDS for shape in shapes) == (mode == "clip")
 
 
 @pytest.mark.thorough

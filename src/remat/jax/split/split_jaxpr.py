@@ -155,12 +155,6 @@ def _holds_nothing(one: Equation) -> bool:
     return op_facts.viewed_input(one.eqn) is not None or op_facts.holds_nothing(one.eqn)
 
 
-def _one_hot(zeros: Any, indices: Any, updates: Any) -> Any:
-    """Zeros with one number in each row, which the compiler makes where they are read: a scatter fills an array."""
-    places = lax.broadcasted_iota(indices.dtype, zeros.shape, zeros.ndim - 1)
-    return jnp.where(places == indices[..., 0], updates, jnp.zeros((), updates.dtype))
-
-
 class _Writer:
     """Writes one slice inside of the loop's body.
 
@@ -203,33 +197,10 @@ class _Writer:
         one = self._equations[call]
         given = iter(operands)
         read = [next(given) if isinstance(atom, int) else atom.val for atom in one.inputs]
-        if self._is_one_hot(call):
-            return [_one_hot(*read)]
         part = self._region.ways[call].outputs[0]
         made = cut.shape(self._program.shapes[one.outputs[0]], part if isinstance(part, int) else None)
         params = sliced_parameters(one.eqn, [jnp.shape(array) for array in read], made)
         return _private.evaluate(one.eqn.replace(params=params), read)
-
-    def _is_one_hot(self, call: int) -> bool:
-        """Does an equation put one number into each row of zeros, as the gradient of the chosen logit does?"""
-        one = self._equations[call]
-        if one.eqn.primitive.name != "scatter-add" or not isinstance(one.inputs[0], int):
-            return False
-        maker = self._program.producer.get(one.inputs[0])
-        zeros = None if maker is None else self._equations[maker]
-        if zeros is None or zeros.eqn.primitive.name != "broadcast_in_dim" or isinstance(zeros.inputs[0], int):
-            return False
-        if zeros.inputs[0].val != 0 or one.eqn.params["mode"] == lax.GatherScatterMode.CLIP:
-            return False
-        shape, indices, updates = ([*map(int, var.aval.shape)] for var in one.eqn.invars)  # type: ignore[attr-defined]
-        numbers, rows = one.eqn.params["dimension_numbers"], tuple(range(len(shape) - 1))
-        chosen = (numbers.inserted_window_dims, numbers.scatter_dims_to_operand_dims)
-        by_row = (numbers.operand_batching_dims, numbers.scatter_indices_batching_dims)
-        return (
-            chosen == ((len(rows),), (len(rows),))
-            and by_row == (rows, rows)
-            and (indices, updates) == ([*shape[:-1], 1, 1], [*shape[:-1], 1])
-        )
 
     def put(self, value: int, axis: int, cut: Slice, made: Any) -> None:
         """Write a part of a result to its place."""
