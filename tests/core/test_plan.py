@@ -13,6 +13,7 @@ from hypothesis import given, settings
 
 import remat
 from remat import Graph, InfeasibleBudget, InvalidBudget, InvalidSchedule, Op, PlanMismatch, RematError, Tensor
+from remat.core.plan import Update
 from remat.planners import planner_names, registry
 from remat.planners.linear import bounds as lower_bound
 from remat.testing import chain, graphs
@@ -74,6 +75,7 @@ def test_everything_in_a_plan(use: Use, bound: Callable[[float], None]) -> None:
         "traced_peak_bytes": None,
         "traced_budget_bytes": None,
         "split": None,
+        "update": None,
         "mode": None,
     }
     assert plan.recomputed == 1
@@ -264,3 +266,19 @@ def test_a_mode_is_printed_and_saved(use: Use, bound: Callable[[float], None], t
     assert "mode           graph" in str(plan)
     plan.save(tmp_path / "plan.json")
     assert remat.load_plan(tmp_path / "plan.json").mode == "graph"
+
+
+def test_an_update_goes_to_json_and_back_and_has_a_line(
+    use: Use, bound: Callable[[float], None], tmp_path: Path
+) -> None:
+    use(RECOMPUTED)
+    bound(0.0)
+    plan = remat.plan(chain(3), 4, planner="given")
+    for update, said in (
+        (Update(6, 2**20, "", 0), "6 ops of updates run as soon as their gradient is final: 1 MiB less"),
+        (Update(0, 0, "norm (clip.py:3)", 2**20), "1 MiB of gradients wait for norm (clip.py:3)"),
+    ):
+        changed = dataclasses.replace(plan, update=update)
+        changed.save(tmp_path / "plan.json")
+        assert remat.load_plan(tmp_path / "plan.json") == changed
+        assert said in str(changed)

@@ -13,6 +13,15 @@ from remat.fit.candidate import Candidate
 from remat.fit.fit import fit, fits_plainly, infeasible
 from remat.fit.request import Request
 
+LEAST_SAVED: Final = 0.05
+"""A region is split if what lives inside it only is this share of the plain peak. A judgement: splitting less moves the
+peak to another place of the step at best. With 0, steps are looked at in vain, at some tenths of a second each."""
+
+MOST_EXTRA_TIME: Final = 0.5
+"""Slices are not made smaller once the step is predicted to take this share of its time longer: by then the slices no
+longer fill the device, since each reads all weights of its products. A judgement. With a larger share, smaller budgets
+can be kept, at a price that nobody asked for."""
+
 _LEAST_GAIN: Final = 0.01
 """Twice as many slices are of use if they lower the plain peak by this share. A judgement: each halves what the region
 takes, so that less means that the peak is elsewhere. With 0, regions are cut until slices are too small."""

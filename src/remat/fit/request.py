@@ -17,6 +17,9 @@ LEVERS: Final = ("recompute", "split")
 """What a plan may do to save memory: run ops again, and run a region of the step in slices. A split sums in another
 order, so that numbers differ by rounding; it is used only where it is asked for."""
 
+WHOLE_STEP_LEVERS: Final = (*LEVERS, "update")
+"""Where the update of the parameters is a part of the step, it may also run as soon as its gradient is final."""
+
 
 @dataclass(frozen=True)
 class Request:
@@ -33,7 +36,7 @@ class Request:
         options: passed on to the planner.
         known: a plan that was made for the same request before, followed where the step turns out to be the one that
             it is for.
-        levers: what the plan may do, of ``LEVERS``.
+        levers: what the plan may do, of ``WHOLE_STEP_LEVERS``.
     """
 
     budget: int | str | None = None
@@ -55,13 +58,21 @@ class Request:
         """Checkpoints that are kept only if the budget allows it; None where there are none."""
         return self.checkpoints if self.budget is not None else None
 
-    def check(self, caller: str, *, takes_auto: bool = True, takes_hints: bool = False) -> Request:
+    def check(
+        self,
+        caller: str,
+        *,
+        takes_auto: bool = True,
+        takes_hints: bool = False,
+        takes_levers: tuple[str, ...] = LEVERS,
+    ) -> Request:
         """Refuse at once what can only fail later; returns the request.
 
         Args:
             caller: the function that the user called, for the error.
             takes_auto: does it take the budget "auto"?
             takes_hints: does it take checkpoints beside a budget?
+            takes_levers: the levers that it knows.
 
         Raises:
             ValueError: for more than one of budget, plan and checkpoints, for an unknown planner, or for levers that
@@ -77,6 +88,6 @@ class Request:
         if self.plan is not None and not isinstance(self.plan, Plan):
             raise TypeError(f"plan= of {caller} is a remat.Plan, not {type(self.plan).__name__}")
         get_planner(self.planner)
-        if not self.levers or set(self.levers) - set(LEVERS):
-            raise ValueError(f"levers={self.levers!r} of {caller} is not a tuple of some of {', '.join(LEVERS)}")
+        if not self.levers or set(self.levers) - set(takes_levers):
+            raise ValueError(f"levers={self.levers!r} of {caller} is not a tuple of some of {', '.join(takes_levers)}")
         return self

@@ -66,6 +66,12 @@ class FunctionCandidate(Candidate):
         plain: Variant = self._variants[0]
         return plain.graph
 
+    @property
+    def program(self) -> Program:
+        """The function as it is, as a program."""
+        plain: Variant = self._variants[0]
+        return plain.program
+
     @cached_property
     def plain_peak(self) -> PeakRange:
         """The peak of the compiled function with nothing recomputed."""

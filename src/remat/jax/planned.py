@@ -12,21 +12,24 @@ from typing import Any, Protocol, TypeVar
 
 import jax
 
-from remat.core.errors import InfeasibleBudget
+from remat.core.errors import InfeasibleBudget, UnsupportedStep
 from remat.core.graph import Graph
 from remat.core.plan import Plan
 from remat.core.simulator import simulate
 from remat.fit.peaks import PeakRange
 from remat.fit.request import Request
 from remat.jax import _private
+from remat.jax._private import ClosedJaxpr
 from remat.jax.candidate import FunctionCandidate
 from remat.jax.context import Tie
+from remat.jax.early_updates import EarlyUpdatesOf
 from remat.jax.emit.evaluate import FlatFunction, emit
 from remat.jax.peak import Compiler, Gauge, Returned
 from remat.jax.sharding import arrays_sent, is_sharded, on_one_device, received_in_bodies
+from remat.jax.split.choose import SplittableFunction
 from remat.jax.trace.graph import after_donation
-from remat.jax.trace.program import Program
-from remat.jax.variants import Variant, variants_of
+from remat.jax.trace.program import Program, trace_jaxpr
+from remat.jax.variants import Variant, variants_of_jaxpr
 
 _log = logging.getLogger("remat")
 
@@ -174,50 +177,70 @@ def plan_function(
     Raises:
         InfeasibleBudget: where no schedule fits; it names the smallest budget.
         PlanMismatch: where ``request.plan`` is for another function.
-        UnsupportedStep: where a shape is unknown.
+        UnsupportedStep: where a shape is unknown, or where slices are asked for over several devices.
     """
-    find_received = functools.partial(received_in_bodies, shapes=shapes, tie=tie) if is_sharded(shapes) else None
-    variants, structure = variants_of(function, arguments, find_received, request.checkpoints or ())
+    is_over_devices = is_sharded(shapes)
+    if is_over_devices and "split" in request.levers:
+        raise UnsupportedStep(
+            "slices of a function whose arguments lie on several devices cannot be planned: leave 'split' out of "
+            "levers="
+        )
+    closed, structure = trace_jaxpr(function, arguments)
+    find_received = functools.partial(received_in_bodies, shapes=shapes, tie=tie) if is_over_devices else None
     returned = None if out_shardings is None else Returned(structure, out_shardings)
     accept: Callable[[Any], bool] | None = None
     gauge = Gauge()
+    compilers: dict[str, Compiler] = {}
 
     def compiler_of(one: Variant) -> Compiler:
         return Compiler(one.program, one.turning_point, tie, shapes, donated, accept, returned, gauge)
 
-    if find_received is not None:
-        variants = variants.changed(lambda one: _on_one_device(one, shapes, tie))
-        plain = compiler_of(variants[0]).compile(variants[0].graph.plain_schedule)
-        allowed = arrays_sent(plain.as_text())
+    given = request.plan if request.plan is not None else request.known
+    moves_updates = "update" in request.levers or (given is not None and given.update is not None)
+    updates = EarlyUpdatesOf(donated)
 
-        def sends_no_more(compiled: Any) -> bool:
-            return arrays_sent(compiled.as_text()) <= allowed
+    def candidate_of(one: ClosedJaxpr) -> FunctionCandidate:
+        nonlocal accept
+        variants = variants_of_jaxpr(one, find_received, request.checkpoints or ())
+        if moves_updates:
+            variants = variants.changed(updates.moved)
+        if find_received is not None:
+            variants = variants.changed(lambda one: _on_one_device(one, shapes, tie))
+            plain = compiler_of(variants[0]).compile(variants[0].graph.plain_schedule)
+            allowed = arrays_sent(plain.as_text())
 
-        accept = sends_no_more
-    traced = variants
-    if donated:
-        variants = variants.changed(
-            lambda one: dataclasses.replace(one, graph=after_donation(one.graph, one.program, donated))
-        )
-    compilers: dict[str, Compiler] = {}
+            def sends_no_more(compiled: Any) -> bool:
+                return arrays_sent(compiled.as_text()) <= allowed
 
-    def compiled_peak(plan: Plan) -> PeakRange:
-        if _private.names_devices():
-            # The compiler cannot be asked: the function is only a part of a program over named axes.
-            return PeakRange.exactly(simulate(candidate.graph_of(plan), plan.schedule).peak_bytes)
-        if plan.fingerprint not in compilers:
-            compilers[plan.fingerprint] = compiler_of(candidate.variant_of(plan))
-        return compilers[plan.fingerprint].peak(plan.schedule)
+            accept = sends_no_more
+        traced = variants
+        if donated:
+            variants = variants.changed(
+                lambda one: dataclasses.replace(one, graph=after_donation(one.graph, one.program, donated))
+            )
 
-    candidate = FunctionCandidate(variants, compiled_peak, traced)
+        def compiled_peak(plan: Plan) -> PeakRange:
+            if _private.names_devices():
+                # The compiler cannot be asked: the function is only a part of a program over named axes.
+                return PeakRange.exactly(simulate(candidate.graph_of(plan), plan.schedule).peak_bytes)
+            if plan.fingerprint not in compilers:
+                compilers[plan.fingerprint] = compiler_of(candidate.variant_of(plan))
+            return compilers[plan.fingerprint].peak(plan.schedule)
+
+        candidate = FunctionCandidate(variants, compiled_peak, traced)
+        return candidate
+
+    splittable = SplittableFunction(closed, candidate_of)
     with naming_our_jit(tie):
-        plan = candidate.planned(request)
+        plan = splittable.planned(request)
     if plan not in (request.plan, request.known):
         if plan.fingerprint in compilers:
             exact_bytes = compilers[plan.fingerprint].exact_peak_bytes(plan.schedule)
             plan = dataclasses.replace(plan, peak_bytes=exact_bytes)
+        if moves_updates:
+            plan = dataclasses.replace(plan, update=updates.described(splittable.candidate_for(plan).variant_of(plan)))
         _log.info("%s", plan)
-    chosen = candidate.variant_of(plan)
+    chosen = splittable.candidate_for(plan).variant_of(plan)
     run = emit(chosen.program, plan.schedule, chosen.turning_point, tie)
     return Planned(chosen.program, chosen.graph, plan, run, structure)
 

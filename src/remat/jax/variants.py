@@ -13,6 +13,7 @@ import jax
 from remat.core.graph import Graph
 from remat.core.plan import Plan
 from remat.core.simulator import simulate
+from remat.jax._private import ClosedJaxpr
 from remat.jax.scans.variants import FindReceived, scan_variants
 from remat.jax.trace.graph import graph_of_program
 from remat.jax.trace.program import Program, program_of, trace_jaxpr
@@ -107,6 +108,30 @@ class Variants(Sequence[Variant]):
                 yield self[number]
 
 
+def variants_of_jaxpr(
+    closed: ClosedJaxpr, find_received: FindReceived | None = None, kept_names: Sequence[str] = ()
+) -> Variants:
+    """A traced function as it is, then with loops that keep less and less.
+
+    Args:
+        closed: the function.
+        find_received: as in ``scan_variants``, where the arguments lie on several devices.
+        kept_names: as in ``program_of``.
+
+    Raises:
+        UnsupportedStep: where a shape is unknown.
+    """
+    profile = get_profile(device_here("cpu" if jax.default_backend() == "cpu" else "a100"))
+
+    def variant_of(make: Callable[[], Any]) -> Variant:
+        program = program_of(make(), kept_names)
+        graph = graph_of_program(program, profile)
+        return Variant(program, graph, Problem.of(graph).turning_point)
+
+    makers: list[Callable[[], Any]] = [lambda: closed, *scan_variants(closed, profile, find_received)]
+    return Variants([partial(variant_of, make) for make in makers])
+
+
 def variants_of(
     function: Callable[..., Any],
     arguments: Sequence[Any],
@@ -118,19 +143,11 @@ def variants_of(
     Args:
         function: takes the flat arguments.
         arguments: arrays, tracers or shapes.
-        find_received: as in ``scan_variants``, where the arguments lie on several devices.
-        kept_names: as in ``program_of``.
+        find_received: as in ``variants_of_jaxpr``.
+        kept_names: likewise.
 
     Raises:
         UnsupportedStep: where a shape is unknown, or values are offloaded.
     """
     closed, structure = trace_jaxpr(function, arguments)
-    profile = get_profile(device_here("cpu" if jax.default_backend() == "cpu" else "a100"))
-
-    def variant_of(make: Callable[[], Any]) -> Variant:
-        program = program_of(make(), kept_names)
-        graph = graph_of_program(program, profile)
-        return Variant(program, graph, Problem.of(graph).turning_point)
-
-    makers: list[Callable[[], Any]] = [lambda: closed, *scan_variants(closed, profile, find_received)]
-    return Variants([partial(variant_of, make) for make in makers]), structure
+    return variants_of_jaxpr(closed, find_received, kept_names), structure

@@ -15,7 +15,7 @@ need not be the largest possible one.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final, Literal, TypeAlias
@@ -38,6 +38,14 @@ head's logits and their gradients make up nearly all of what any region around t
 _MOST_ROUNDS: Final = 32
 """How often a region is mended, each time in time that is linear in the size of the step. A judgement: a head needs one
 or two rounds. With more, a region that reaches through many layers takes seconds to be given up."""
+
+_MOST_BETWEEN: Final = 100
+"""A region with more calls between its own is given up. A judgement: 8 to 13 stood between those of heads in JAX, 280
+and more between those of a region that reached through two layers. With more, deep models take longer."""
+
+_ENOUGH_UNITS: Final = 64
+"""With so many units along an axis, an axis with more has no merit. A judgement: a head in 64 slices takes a few
+percent of its bytes. With 1, logits of a few long sequences are cut between the sequences, and into no more slices."""
 
 _WIDE: Final = 0.25
 """A value is wide if it has this share of the bytes of the value from which a region is grown, and a region grows
@@ -105,6 +113,21 @@ class Program:
                 found.setdefault(value, {})[index] = None
         return {value: tuple(readers) for value, readers in found.items()}
 
+    @cached_property
+    def earlier_calls(self) -> tuple[tuple[int, ...], ...]:
+        """For each call, those whose results it reads."""
+        made = self.producer
+        return tuple(tuple({made[value]: None for value in call.inputs if value in made}) for call in self.calls)
+
+    @cached_property
+    def next_calls(self) -> tuple[tuple[int, ...], ...]:
+        """For each call, those that read its results."""
+        found: list[list[int]] = [[] for _ in self.calls]
+        for index, earlier in enumerate(self.earlier_calls):
+            for one in earlier:
+                found[one].append(index)
+        return tuple(map(tuple, found))
+
 
 @dataclass(frozen=True)
 class Region:
@@ -148,14 +171,27 @@ def find_region(program: Program, banned: Iterable[int] = (), least_bytes: int =
     left_out = frozenset(banned)
     by_size = sorted(program.producer, key=lambda value: (-program.size_bytes[value], value))
     found: list[Region] = []
-    for value in by_size[:_MOST_STARTS]:
+    starts = 0
+    for value in by_size:
+        if starts == _MOST_STARTS:
+            break
+        if any(program.producer[value] in one.ways for one in found):
+            continue  # The region around it would be much the same.
+        starts += 1
         axes = [axis for axis, size in enumerate(program.shapes[value]) if size > 1]
         regions = [_Growth(program, value, axis, left_out).region(least_bytes) for axis in axes]
         good = [one for one in regions if one is not None and one.length > 1 and one.saved_bytes >= least_bytes]
         if good:
-            found.append(max(good, key=lambda one: (one.saved_bytes, -len(one.ways))))
+            found.append(_best(good))
     most_bytes = max((one.saved_bytes for one in found), default=0)
     return next((one for one in found if one.saved_bytes >= _MOST_OF_IT * most_bytes), None)
+
+
+def _best(regions: Sequence[Region]) -> Region:
+    """Of the regions around one value, cut along different axes, the one to split."""
+    most_bytes = max(one.saved_bytes for one in regions)
+    as_good = [one for one in regions if one.saved_bytes >= _MOST_OF_IT * most_bytes]
+    return max(as_good, key=lambda one: (min(one.length, _ENOUGH_UNITS), one.saved_bytes, -len(one.ways)))
 
 
 class _Growth:
@@ -246,12 +282,14 @@ class _Growth:
 
     def _mend(self) -> bool | None:
         """Take in, or leave out, what stands between calls; True once nothing does, None if no region is left."""
+        self._keep_connected()
         if not self._ways:
             return None
-        self._keep_connected()
         between = self._between()
         if not between:
             return True
+        if len(between) > _MOST_BETWEEN:
+            return None
         for index in between:
             way = None if index in self._banned else self._way_of(index)
             if way is not None:
@@ -282,22 +320,19 @@ class _Growth:
 
     def _between(self) -> list[int]:
         """The calls outside that read, directly or through others, of the region, and that it reads of."""
+        first, last = min(self._ways), max(self._ways)
         behind = self._reached_from(self._ways)
         leads: set[int] = set()
-        for index in reversed(range(len(self._program.calls))):
-            made = self._program.calls[index].outputs
-            readers = {one for value in made for one in self._program.readers.get(value, ())}
-            if any(one in self._ways or one in leads for one in readers):
+        for index in range(last, first, -1):
+            if any(one in self._ways or one in leads for one in self._program.next_calls[index]):
                 leads.add(index)
         return sorted(index for index in behind & leads if index not in self._ways)
 
-    def _reached_from(self, calls: Iterable[int]) -> set[int]:
-        """The calls that read of some calls, directly or through others; not the calls themselves, unless they do."""
-        starts = set(calls)
+    def _reached_from(self, calls: Collection[int]) -> set[int]:
+        """The calls up to the region's last one that read of some calls, directly or through others."""
         found: set[int] = set()
-        for index, call in enumerate(self._program.calls):
-            makers = (self._program.producer.get(value) for value in call.inputs)
-            if any(maker in starts or maker in found for maker in makers):
+        for index in range(min(calls) + 1, max(self._ways) + 1):
+            if any(one in calls or one in found for one in self._program.earlier_calls[index]):
                 found.add(index)
         return found
 

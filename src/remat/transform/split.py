@@ -72,19 +72,23 @@ def write_slices(program: Program, region: Region, slices: int, writer: Writer[H
     """
     bounds = region.bounds(slices)
     for number in range(slices):
-        cut = Slice(number, bounds[number], bounds[number + 1], region.length)
-        made: dict[int, Handle] = {}
-        for index, way in region.ways.items():
-            call = program.calls[index]
-            operands = [
-                made[value] if value in made else writer.whole(value) if axis is None else writer.part(value, axis, cut)
-                for value, axis in zip(call.inputs, way.inputs, strict=True)
-            ]
-            results = writer.run(index, operands, cut)
-            for value, part, result in zip(call.outputs, way.outputs, results, strict=True):
-                if part is not None and part != SUMMED:
-                    made[value] = result
-                if value in region.summed:
-                    writer.add(value, cut, result)
-                elif value in region.concatenated:
-                    writer.put(value, region.concatenated[value], cut, result)
+        write_slice(program, region, Slice(number, bounds[number], bounds[number + 1], region.length), writer)
+
+
+def write_slice(program: Program, region: Region, cut: Slice, writer: Writer[Handle]) -> None:
+    """Have one slice of a region written. A front end with a loop writes one that stands for all."""
+    made: dict[int, Handle] = {}
+    for index, way in region.ways.items():
+        call = program.calls[index]
+        operands = [
+            made[value] if value in made else writer.whole(value) if axis is None else writer.part(value, axis, cut)
+            for value, axis in zip(call.inputs, way.inputs, strict=True)
+        ]
+        results = writer.run(index, operands, cut)
+        for value, part, result in zip(call.outputs, way.outputs, results, strict=True):
+            if part is not None and part != SUMMED:
+                made[value] = result
+            if value in region.summed:
+                writer.add(value, cut, result)
+            elif value in region.concatenated:
+                writer.put(value, region.concatenated[value], cut, result)

@@ -57,6 +57,17 @@ def _as_tuple(given: Any, kind: type) -> tuple[Any, ...]:
     return (given,) if isinstance(given, kind) else tuple(given)
 
 
+def checked_levers(levers: Sequence[str], checkpoints: Sequence[str] | None) -> tuple[str, ...]:
+    """The levers as a tuple, or as they are where they are none, for ``Request.check`` to refuse.
+
+    Raises:
+        ValueError: for slices beside checkpoints.
+    """
+    if "split" in levers and checkpoints is not None:
+        raise ValueError('checkpoints= says what is kept, and slices keep nothing: leave it out, or "split" in levers=')
+    return levers if isinstance(levers, str) else tuple(levers)  # type: ignore[return-value]
+
+
 def jit_options_of(kind: str, places: Iterable[Place]) -> dict[str, Any]:
     """The places as options of ``jax.jit``: ``kind`` is "static" or "donate"."""
     numbers = tuple(sorted(place for place in places if isinstance(place, int)))

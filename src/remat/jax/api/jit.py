@@ -11,9 +11,10 @@ import jax
 
 from remat.core.plan import Plan
 from remat.fit.first_step import OnChange, replans
-from remat.fit.request import Request
+from remat.fit.request import WHOLE_STEP_LEVERS, Request
 from remat.jax.api.arguments import (
     Call,
+    checked_levers,
     is_any_traced,
     jit_options_of,
     kinds_of,
@@ -37,6 +38,7 @@ def jit(
     planner: str = "auto",
     time_limit_s: float | None = None,
     options: Mapping[str, Any] | None = None,
+    levers: Sequence[str] = ("recompute",),
     on_change: OnChange = "replan",
     strict: bool = False,
     **jit_options: Any,
@@ -51,6 +53,7 @@ def jit(
     planner: str = "auto",
     time_limit_s: float | None = None,
     options: Mapping[str, Any] | None = None,
+    levers: Sequence[str] = ("recompute",),
     on_change: OnChange = "replan",
     strict: bool = False,
     **jit_options: Any,
@@ -66,6 +69,7 @@ def jit(
     planner: str = "auto",
     time_limit_s: float | None = None,
     options: Mapping[str, Any] | None = None,
+    levers: Sequence[str] = ("recompute",),
     on_change: OnChange = "replan",
     strict: bool = False,
     **jit_options: Any,
@@ -90,6 +94,11 @@ def jit(
         time_limit_s: wall seconds for each round of planning; None for a fixed amount of work, so that every machine
             makes the same plan.
         options: passed on to the planner.
+        levers: what a plan may do. "recompute" runs equations again. "split" runs the widest part of the function that
+            can be cut along an axis, such as the head of a language model, slice by slice; sums over slices are made
+            in another order, so that numbers differ by rounding. A split is used where it is predicted to cost less.
+            "update", for a whole step, runs each update of the optimizer as soon as its gradient is final and the old
+            parameter is read no more; the plan says what forbids it.
         on_change: what to do where the compiled program takes more than the budget by over 1 %, which is seen before
             its first run: "replan" plans once more, for as much less; "keep" keeps the plan.
         strict: raise an error where the budget does not hold then either; else this is logged as a warning, once.
@@ -108,8 +117,10 @@ def jit(
     """
     on_broken = OnBroken(replans(on_change), strict)
     kept = None if checkpoints is None else tuple(checkpoints)
-    request = Request(budget, plan, kept, planner, time_limit_s, dict(options or {}))
-    request.check("remat.jax.jit", takes_hints=True)
+    request = Request(
+        budget, plan, kept, planner, time_limit_s, dict(options or {}), levers=checked_levers(levers, kept)
+    )
+    request.check("remat.jax.jit", takes_hints=True, takes_levers=WHOLE_STEP_LEVERS)
     if fun is None:
         return lambda function: Jitted(function, request, jit_options, on_broken)
     return Jitted(fun, request, jit_options, on_broken)
@@ -138,7 +149,7 @@ class Jitted(Follower):
         on_broken: OnBroken = REPLAN,
         first_run: FirstRun | None = None,
     ) -> None:
-        request.check("remat.jax.jit", takes_hints=True)
+        request.check("remat.jax.jit", takes_hints=True, takes_levers=WHOLE_STEP_LEVERS)
         if not callable(fun):
             raise TypeError(f"remat.jax.jit takes a function, not {type(fun).__name__}")
         super().__init__(request)

@@ -16,7 +16,16 @@ from remat.core.plan import Plan
 from remat.fit.first_step import OnChange, replans
 from remat.fit.request import Request
 from remat.jax import _private
-from remat.jax.api.arguments import Place, is_any_traced, jit_options_of, kinds_of, places_of, refuse_shapes, shapes_of
+from remat.jax.api.arguments import (
+    Place,
+    checked_levers,
+    is_any_traced,
+    jit_options_of,
+    kinds_of,
+    places_of,
+    refuse_shapes,
+    shapes_of,
+)
 from remat.jax.api.jit import Jitted
 from remat.jax.context import barriers_stay, current_tie
 from remat.jax.first_run import REPLAN, FirstRun, OnBroken
@@ -59,6 +68,7 @@ def value_and_grad(
     allow_int: bool = False,
     static_argnums: int | Iterable[int] | None = None,
     static_argnames: str | Iterable[str] | None = None,
+    levers: Sequence[str] = ("recompute",),
     on_change: OnChange = "replan",
     strict: bool = False,
     **options: Any,
@@ -91,6 +101,7 @@ def value_and_grad(
         static_argnums: as in ``jax.jit``: positional arguments that are part of the function, so that Python may decide
             by them. Flags, names and functions are so by themselves.
         static_argnames: likewise, by name.
+        levers: as in ``remat.jax.jit``; slices do not go together with ``micro_batches``.
         on_change: as in ``remat.jax.jit``, for calls on arrays; what is compiled around it elsewhere is not looked at.
         strict: likewise.
         **options: passed on to the planner.
@@ -107,7 +118,7 @@ def value_and_grad(
     """
     on_broken = OnBroken(replans(on_change), strict)
     kept = None if checkpoints is None else tuple(checkpoints)
-    request = Request(budget, plan, kept, planner, time_limit_s, options)
+    request = Request(budget, plan, kept, planner, time_limit_s, options, levers=checked_levers(levers, kept))
     request.check("remat.jax.value_and_grad", takes_hints=True)
     split = Split(
         micro_batches,
@@ -119,6 +130,10 @@ def value_and_grad(
     split.check()
     if micro_batches > 1 and (holomorphic or allow_int):
         raise UnsupportedStep("micro_batches does not go together with holomorphic and allow_int; leave it at 1")
+    if micro_batches > 1 and "split" in request.levers:
+        raise UnsupportedStep(
+            f'micro_batches={micro_batches} does not go together with slices: leave it at 1, or "split" out of levers='
+        )
 
     def of(function: Callable[..., Any]) -> Gradient:
         if not callable(function):

@@ -16,7 +16,7 @@ from remat.core.plan import Plan, Split
 from remat.core.simulator import simulate
 from remat.fit.candidate import Candidate
 from remat.fit.fit import fit
-from remat.fit.levers import Variant, fit_with_splits
+from remat.fit.levers import LEAST_SAVED, MOST_EXTRA_TIME, Variant, fit_with_splits
 from remat.fit.loop import Rounds
 from remat.fit.peaks import PeakRange
 from remat.fit.request import Request
@@ -31,15 +31,6 @@ _LARGE: Final = 1000
 """Ops from which on a plan is not sought thoroughly at first, since a user waits for it. Measured on a GPT-2 of 24
 layers (2,013 ops) at 60 %: 4.1 s in place of 11.3, for 5.56 % in place of 5.54 %. Smaller steps are planned in a few
 seconds; with a larger number, the first call of a deep model takes half a minute."""
-
-_LEAST_SAVED: Final = 0.05
-"""A region is split if what lives inside it only is this share of the plain peak. A judgement: splitting less moves the
-peak to another place of the step at best. With 0, steps are looked at in vain, at some tenths of a second each."""
-
-_MOST_EXTRA_TIME: Final = 0.5
-"""Slices are not made smaller once the step is predicted to take this share of its time longer: by then the slices no
-longer fill the device, since each reads all weights of its products. A judgement. With a larger share, smaller budgets
-can be kept, at a price that nobody asked for."""
 
 
 class GraphCandidate(Candidate):
@@ -149,14 +140,14 @@ class GraphCandidate(Candidate):
             return None
         one, stands_for = made
         extra_time_s = one.graph.time_s - self.graph.time_s
-        if extra_time_s > _MOST_EXTRA_TIME * self.graph.time_s:
+        if extra_time_s > MOST_EXTRA_TIME * self.graph.time_s:
             return None
         saved_bytes = self._splitter.saved_bytes
         return Variant(one, Split(slices, saved_bytes, extra_time_s, self.graph.fingerprint, stands_for))
 
     @functools.cached_property
     def _splitter(self) -> Splitter:
-        return Splitter(self._joint, int(_LEAST_SAVED * self._plain_peak.highest_bytes))
+        return Splitter(self._joint, int(LEAST_SAVED * self._plain_peak.highest_bytes))
 
     def _in_slices(self, slices: int) -> tuple[GraphCandidate, tuple[tuple[int, int], ...]] | None:
         """The step in slices, and for each op that a slice runs the op that it is a part of."""

@@ -1,0 +1,216 @@
+"""A function with a region that runs in slices: ``remat.transform`` finds it, this writes it as a loop.
+
+The loop's body is one slice of the region, forward and backward equations together. What the slices make parts of is
+written into one array in place, and what they make terms of is added up: XLA keeps both in the buffers that the loop
+carries. A function that differentiates itself needs nothing more to make a head one region, because the gradient of its
+loss stands in it as the number 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from remat.jax import _private
+from remat.jax._private import ClosedJaxpr
+from remat.jax.split.separable_primitives import sliced_parameters, ways_of
+from remat.jax.trace import op_facts
+from remat.jax.trace.program import Equation, Flattener, alive, trace_jaxpr
+from remat.transform.separable import Call, Program, Region, find_region
+from remat.transform.split import Slice, write_slice
+
+SCOPE: Final = "remat_slices"
+"""In the names of the loops over slices, for reports and for whoever looks a loop up."""
+
+_SUMMED_IN: Final = {"bfloat16": jnp.float32, "float16": jnp.float32}
+"""The type in which slices are added up, where it is not the result's own."""
+
+
+class Splitter:
+    """Splits the region of a function that saves the most, into any number of slices.
+
+    Args:
+        closed: the function, traced.
+        least_bytes: what lives inside a region before it is worth the trouble, values that are fused away counted.
+
+    Attributes:
+        region: what is split; None where there is nothing.
+    """
+
+    def __init__(self, closed: ClosedJaxpr, least_bytes: int) -> None:
+        flattener = Flattener()
+        self._inputs = tuple(flattener.value(var.aval) for var in closed.jaxpr.invars)
+        self._outputs = flattener.add(closed, self._inputs)
+        self._avals = flattener.avals
+        self._constants = flattener.constants
+        self._equations = alive(flattener.equations, self._outputs)
+        self._program = Program(
+            tuple(map(_call, self._equations)),
+            tuple(tuple(getattr(aval, "shape", ())) for aval in self._avals),
+            tuple(map(op_facts.size_bytes, self._avals)),
+            frozenset(atom for atom in self._outputs if isinstance(atom, int)),
+            frozenset(value for one in self._equations if _holds_nothing(one) for value in one.outputs),
+        )
+        region = find_region(self._program, (), least_bytes)
+        self.region = region if region is not None and self._ahead_of(region) is not None else None
+
+    @property
+    def values(self) -> frozenset[int]:
+        """What the region makes, by the ids that ``program_of`` gives the values of the same function."""
+        if self.region is None:
+            return frozenset()
+        return frozenset(value for index in self.region.ways for value in self._equations[index].outputs)
+
+    def split(self, slices: int) -> ClosedJaxpr | None:
+        """The function with the region in about so many slices; None where it cannot be cut so often.
+
+        All slices have as many units but the last, which has the rest. So there may be fewer than were asked for.
+        """
+        region = self.region
+        if region is None or slices > region.length:
+            return None
+        ahead = self._ahead_of(region)
+        assert ahead is not None, "the region was found to have a place"
+        outside = [number for number in range(len(self._equations)) if number not in region.ways]
+        behind = [number for number in outside if number not in ahead]
+
+        def run(*arguments: Any) -> list[Any]:
+            values: dict[int, Any] = dict(zip(self._inputs, arguments, strict=True))
+            values.update(self._constants)
+            for number in sorted(ahead):
+                self._evaluate(number, values)
+            values.update(self._loop(region, slices, values))
+            for number in behind:
+                self._evaluate(number, values)
+            return [values[atom] if isinstance(atom, int) else atom.val for atom in self._outputs]
+
+        make: Any = jax.ShapeDtypeStruct
+        avals = [self._avals[value] for value in self._inputs]
+        shapes = [make(one.shape, one.dtype, weak_type=bool(getattr(one, "weak_type", False))) for one in avals]
+        return trace_jaxpr(run, shapes)[0]
+
+    def _evaluate(self, number: int, values: dict[int, Any]) -> None:
+        one = self._equations[number]
+        read = [values[atom] if isinstance(atom, int) else atom.val for atom in one.inputs]
+        values.update(zip(one.outputs, _private.evaluate(one.eqn, read), strict=True))
+
+    def _ahead_of(self, region: Region) -> frozenset[int] | None:
+        """The equations in front of the region; None where one that has an effect would come behind another one."""
+        producer = self._program.producer
+        inside = frozenset(region.ways)
+        reads = {value for index in inside for value in self._equations[index].reads}
+        makers = {producer[value] for value in reads if value in producer} - inside
+        last = max(makers, default=-1)
+        behind: set[int] = set()
+        for number, one in enumerate(self._equations):
+            if number not in inside and any(producer.get(value) in behind | inside for value in one.reads):
+                behind.add(number)
+        ahead = frozenset(number for number in range(last + 1) if number not in inside and number not in behind)
+        assert makers <= ahead, "nothing stands between two equations of a region"
+        moved = [number for number in behind if number <= last]
+        return None if any(self._equations[number].eqn.effects for number in moved) else ahead
+
+    def _loop(self, region: Region, slices: int, values: dict[int, Any]) -> dict[int, Any]:
+        """What the region makes for others, slice by slice."""
+        units = -(-region.length // slices)
+        count = region.length // units
+        buffers = {value: self._buffer(value, value in region.summed) for value in self._made(region)}
+        with jax.named_scope(SCOPE):
+            buffers = self._slices(region, values, buffers, 0, units, count)
+            if rest := region.length - count * units:
+                buffers = self._slices(region, values, buffers, count * units, rest, 1)
+        return {value: buffer.astype(self._avals[value].dtype) for value, buffer in buffers.items()}
+
+    def _made(self, region: Region) -> list[int]:
+        return sorted((*region.concatenated, *region.summed))
+
+    def _buffer(self, value: int, is_summed: bool) -> Any:
+        aval = self._avals[value]
+        dtype = _SUMMED_IN.get(str(aval.dtype), aval.dtype) if is_summed else aval.dtype
+        return jnp.zeros(aval.shape, dtype)
+
+    def _slices(
+        self, region: Region, values: dict[int, Any], buffers: dict[int, Any], first: int, units: int, count: int
+    ) -> dict[int, Any]:
+        """Some slices of as many units each, beginning at a unit; ``buffers`` with what they make."""
+
+        def one(number: Any, carried: dict[int, Any]) -> dict[int, Any]:
+            writer = _Writer(self._program, self._equations, region, values, carried, first + number * units)
+            write_slice(self._program, region, Slice(0, 0, units, region.length), writer)
+            return writer.buffers
+
+        made: dict[int, Any] = lax.fori_loop(0, count, one, buffers)
+        return made
+
+
+def _call(one: Equation) -> Call:
+    return Call(one.reads, one.outputs, ways_of(one.eqn, [isinstance(atom, int) for atom in one.inputs]))
+
+
+def _holds_nothing(one: Equation) -> bool:
+    return op_facts.viewed_input(one.eqn) is not None or op_facts.holds_nothing(one.eqn)
+
+
+class _Writer:
+    """Writes one slice inside of the loop's body.
+
+    Args:
+        program: what the search for regions sees of the function.
+        equations: of the function.
+        region: what is cut.
+        values: what is known outside of the region.
+        buffers: for what is read outside, which it changes.
+        start: the slice's first unit, which the loop tells.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        equations: Sequence[Equation],
+        region: Region,
+        values: dict[int, Any],
+        buffers: dict[int, Any],
+        start: Any,
+    ) -> None:
+        self._program = program
+        self._equations = equations
+        self._region = region
+        self._values = values
+        self._start = start
+        self.buffers = dict(buffers)
+
+    def whole(self, value: int) -> Any:
+        """A value from outside of the region."""
+        return self._values[value]
+
+    def part(self, value: int, axis: int, cut: Slice) -> Any:
+        """A slice of a value from outside of the region."""
+        size = self._values[value].shape[axis]
+        return lax.dynamic_slice_in_dim(self._values[value], self._at(size, cut), cut.of(size)[1], axis)
+
+    def run(self, call: int, operands: Sequence[Any], cut: Slice) -> Sequence[Any]:
+        """A slice of an equation."""
+        one = self._equations[call]
+        given = iter(operands)
+        read = [next(given) if isinstance(atom, int) else atom.val for atom in one.inputs]
+        part = self._region.ways[call].outputs[0]
+        made = cut.shape(self._program.shapes[one.outputs[0]], part if isinstance(part, int) else None)
+        params = sliced_parameters(one.eqn, [jnp.shape(array) for array in read], made)
+        return _private.evaluate(one.eqn.replace(params=params), read)
+
+    def put(self, value: int, axis: int, cut: Slice, made: Any) -> None:
+        """Write a part of a result to its place."""
+        buffer = self.buffers[value]
+        self.buffers[value] = lax.dynamic_update_slice_in_dim(buffer, made, self._at(buffer.shape[axis], cut), axis)
+
+    def add(self, value: int, cut: Slice, made: Any) -> None:
+        """Add a term to a result."""
+        buffer = self.buffers[value]
+        self.buffers[value] = buffer + made.astype(buffer.dtype)
+
+    def _at(self, size: int, cut: Slice) -> Any:
+        return self._start * (size // cut.length)
