@@ -103,6 +103,21 @@ def test_a_pair_of_loops_is_found(pair: Pair) -> None:
     assert all(slot.item.graph is pair.first and slot.popped.graph is pair.second for slot in pair.slots)
 
 
+def test_loops_with_branches_inside_are_left_alone(variables: list[tf.Variable]) -> None:
+    @tf.function
+    def step(x: tf.Tensor) -> tf.Tensor:
+        with tf.GradientTape() as tape:
+            _, h = tf.while_loop(
+                lambda i, _: i < ITERATIONS,
+                lambda i, h: (i + 1, tf.cond(i > 3, lambda: tf.sin(h @ variables[0]), lambda: tf.cos(h))),
+                [tf.constant(0), x],
+            )
+            loss = tf.reduce_sum(h * h)
+        return tape.gradient(loss, variables[0])
+
+    assert not find_pairs(step.get_concrete_function(tf.TensorSpec(SHAPE)).graph.get_operations())
+
+
 def test_a_value_without_a_list_cannot_be_stored(pair: Pair) -> None:
     tensors = [t.name for op in pair.first.get_operations() for t in op.outputs if t.dtype == tf.float32]
     choice = Choice(frozenset(tensors), frozenset())

@@ -1,4 +1,8 @@
-"""One step written in several ways, such as with loops that keep less: the cheapest plan over all of them."""
+"""One step written in several ways, such as with loops that keep less: the cheapest plan over all of them.
+
+The JAX front end has an older copy of this in ``jax/variants.py`` and ``jax/candidate.py``, and one of ``loop_menu`` in
+``jax/scans/menu.py``; both are to be put on these.
+"""
 
 from __future__ import annotations
 

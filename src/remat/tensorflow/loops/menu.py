@@ -70,5 +70,4 @@ def _repeatable_behind(wanted: list[tf.Tensor]) -> list[tf.Operation]:
 
 
 def _may_repeat(op: tf.Operation) -> bool:
-    calls = any(value.HasField("func") or value.list.func for value in op.node_def.attr.values())
-    return op.type not in op_facts.RESIDENT and not calls and op_facts.may_repeat(op)
+    return op.type not in op_facts.RESIDENT and op_facts.may_repeat(op)

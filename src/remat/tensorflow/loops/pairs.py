@@ -52,18 +52,25 @@ class Pair:
 
 
 def find_pairs(operations: Sequence[tf.Operation]) -> list[Pair]:
-    """Each loop with the one that pops its lists; a loop without such a one is left out."""
+    """Each loop with the one that pops its lists; a loop without such a one, or that calls functions, is left out."""
     pairs = []
     taken: set[tf.Operation] = set()
     for backward in (op for op in operations if op.type in LOOPS):
         filled_by = dict.fromkeys(t.op for t in backward.inputs if t.dtype == tf.variant and t.op.type in LOOPS)
         for forward in filled_by:
             bodies = [_private.function_of(loop, "body") for loop in (forward, backward)]
+            if any(calls_function(op) for body in bodies for op in body.get_operations()):
+                continue  # A copy of such a body would name functions that its graph does not have.
             slots = _slots(forward, backward, *bodies)
             if slots and taken.isdisjoint((forward, backward)):
                 pairs.append(Pair(forward, backward, bodies[0], bodies[1], slots))
                 taken |= {forward, backward}
     return pairs
+
+
+def calls_function(op: tf.Operation) -> bool:
+    """Does an operation run a function, as branches, loops and calls do?"""
+    return any(value.HasField("func") or bool(value.list.func) for value in op.node_def.attr.values())
 
 
 def _slots(
