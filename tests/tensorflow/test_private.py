@@ -32,6 +32,7 @@ SYMBOLS = [
     ("tensorflow.python.framework.ops", "add_exit_callback_to_default_func_graph"),
     ("tensorflow.python.framework.func_graph", "FuncGraph"),
     ("tensorflow.python.ops.control_flow_util", "GraphOrParentsInXlaContext"),
+    ("tensorflow.python.ops.control_flow_util_v2", "create_new_tf_function"),
     ("tensorflow.python.ops.gradients", "gradients"),
     ("tensorflow.python.ops.gradients_impl", "gradients"),
     ("tensorflow.python.ops.gradients_impl", "gradients_v2"),
@@ -47,7 +48,8 @@ METHODS = [
     (tf.Graph, "_attr_scope", ["attr_map"]),
     (tf.Graph, "gradient_override_map", ["op_type_map"]),
     (tf.Operation, "_update_input", ["index", "tensor"]),
-    (tf.Operation, "_add_control_inputs", []),  # These two are C++: they show no signature.
+    (tf.Operation, "_add_control_inputs", []),  # These are C++: they show no signature.
+    (tf.Operation, "_remove_all_control_inputs", []),
     (tf.Operation, "_set_device", []),
     (tf.Operation, "_set_attr", []),
     (type(tf.function(lambda: None)), "_clone", ["python_function"]),

@@ -58,9 +58,9 @@ def test_a_loop_is_counted_and_exact(weight: tf.Variable) -> None:
     device.reset_peak()
     limited(x, count)
     assert device.peak_bytes <= plan.budget_bytes
-    # The backward loop gives back what it has read; the prediction holds all of it to the loop's end. It also counts
-    # the blocks that the counter leaves out. In a heap that earlier tests left in pieces, blocks are larger than asked.
-    assert 0.9 * device.peak_bytes <= plan.peak_bytes <= 1.25 * device.peak_bytes
+    # The prediction also counts the blocks that the counter leaves out. In a heap that earlier tests left in pieces,
+    # blocks are larger than asked.
+    assert 0.9 * device.peak_bytes <= plan.peak_bytes <= 1.1 * device.peak_bytes
     for want, value in zip(expected, got, strict=True):
         np.testing.assert_allclose(value, want, rtol=1e-4, atol=1e-5 * float(np.abs(want).max()))
 
@@ -77,7 +77,8 @@ def test_the_lists_of_a_loop_grow_with_its_iterations(weight: tf.Variable) -> No
 def test_a_loop_of_unknown_length_warns(weight: tf.Variable) -> None:
     step, _ = make_step(weight, None, limit=None)
     with pytest.warns(UserWarning, match="number of iterations of the loop .* is not known"):
-        remat.tensorflow.trace(step, tf.TensorSpec(SHAPE), tf.TensorSpec((), tf.int32))
+        graph = remat.tensorflow.trace(step, tf.TensorSpec(SHAPE), tf.TensorSpec((), tf.int32))
+    assert any("number of iterations of the loop" in note for note in graph.notes)
 
 
 def test_shapes_behind_a_loop_are_found_for_the_real_batch() -> None:

@@ -24,6 +24,7 @@ from tensorflow.python.framework import ops as _ops
 from tensorflow.python.framework import random_seed as _random_seed
 from tensorflow.python.framework.func_graph import FuncGraph
 from tensorflow.python.ops import control_flow_util as _control_flow_util
+from tensorflow.python.ops import control_flow_util_v2 as _control_flow_util_v2
 from tensorflow.python.ops import gradients_impl as _gradients_impl
 from tensorflow.python.ops import handle_data_util as _handle_data_util
 from tensorflow.python.ops import resource_variable_ops as _resource_variable_ops
@@ -264,6 +265,94 @@ def update_input(op: tf.Operation, index: int, tensor: tf.Tensor) -> None:
 def add_control_inputs(op: tf.Operation, before: Sequence[tf.Operation]) -> None:
     """Make ``op`` run after all of ``before``."""
     op._add_control_inputs(list(before))
+
+
+def run_iterations_one_by_one(loop: tf.Operation) -> None:
+    """No iteration of a ``While`` operation begins before the one before it has ended."""
+    loop._set_attr("parallel_iterations", attr_value_pb2.AttrValue(i=1))
+
+
+def set_body(loop: tf.Operation, body: FuncGraph) -> None:
+    """Make a ``While`` operation run another body of the same signature."""
+    function = attr_value_pb2.NameAttrList(name=_control_flow_util_v2.create_new_tf_function(body))
+    loop._set_attr("body", attr_value_pb2.AttrValue(func=function))
+
+
+def accept_items_of(empty: tf.Operation, dtype: tf.DType) -> None:
+    """Let an ``EmptyTensorList`` operation make a list of items of this type, of its rank and any shape."""
+    with empty.graph.as_default(), empty.graph.control_dependencies(None), _record.stop_recording():
+        any_shape = tf.fill(empty.inputs[0].shape, tf.constant(-1, empty.inputs[0].dtype))
+    empty._update_input(0, any_shape)
+    empty._set_attr("element_dtype", attr_value_pb2.AttrValue(type=dtype.as_datatype_enum))
+
+
+def push(items: tf.Tensor, item: tf.Tensor, more_axes: int) -> tf.Tensor:
+    """The list with one more item, to which axes of length 1 are added first, in the function of the list."""
+    with items.graph.as_default(), items.graph.control_dependencies(None), _record.stop_recording():
+        for _ in range(more_axes):
+            item = tf.expand_dims(item, 0)
+        return tf.raw_ops.TensorListPushBack(input_handle=items, tensor=item)
+
+
+def pop(items: tf.Tensor, like: tf.Tensor, more_axes: int) -> tuple[tf.Tensor, tf.Tensor]:
+    """The list with one item less, and that item without the axes that were added, in the function of the list."""
+    with items.graph.as_default(), items.graph.control_dependencies(None), _record.stop_recording():
+        left, item = tf.raw_ops.TensorListPopBack(
+            input_handle=items, element_shape=tf.constant(-1, tf.int32), element_dtype=like.dtype
+        )
+        if more_axes:
+            item = tf.squeeze(item, list(range(more_axes)))
+        item.set_shape(like.shape)
+        return left, item
+
+
+def wait_for_nothing(op: tf.Operation) -> None:
+    """Take the control inputs of an operation away."""
+    op._remove_all_control_inputs()
+
+
+def copied_operation(graph: FuncGraph, op: tf.Operation, inputs: Sequence[tf.Tensor]) -> tf.Operation:
+    """Make an operation like ``op``, of another function, in ``graph``; tapes do not see it."""
+    with _record.stop_recording():
+        return copy_into(graph, op, inputs, [])
+
+
+def copied_function(function: FuncGraph, outside: tf.Graph) -> tuple[FuncGraph, Callable[[str], tf.Tensor]]:
+    """A copy of a function, to be called in ``outside``, and its tensors by the names that they have in the original.
+
+    What the original captured are inputs of the copy like others.
+    """
+    definition = function.as_graph_def()
+    given = {t.op.name for t in function.inputs}
+    nodes = [node for node in definition.node if node.name not in given]
+    del definition.node[:]
+    definition.node.extend(nodes)
+    read = {name.partition(":")[0].removeprefix("^") for node in nodes for name in node.input}
+    with outside.as_default():
+        copy = FuncGraph(f"{function.name}_remat_{next(_numbers_of_copies)}")
+    inputs: dict[str, tf.Tensor] = {}
+    with copy.as_default(), _record.stop_recording():
+        for number, tensor in enumerate(function.inputs):
+            # A name of its own: one that begins as that of another operation would rename that one.
+            inputs[tensor.name] = tf.compat.v1.placeholder(tensor.dtype, tensor.shape, name=f"remat_given_{number}")
+            if tensor.dtype == tf.resource:
+                set_handle_data_like(tensor, inputs[tensor.name])
+        used = {name: value for name, value in inputs.items() if name.partition(":")[0] in read}
+        tf.graph_util.import_graph_def(definition, input_map=used, name="")
+
+    def named(name: str) -> tf.Tensor:
+        return inputs[name] if name in inputs else copy.get_tensor_by_name(name)
+
+    for op in function.get_operations():
+        for tensor in op.outputs:
+            # TensorFlow forgets the shapes of what is read from lists.
+            named(tensor.name).set_shape(tensor.shape)
+    copy.inputs = list(inputs.values())
+    copy.outputs = [named(t.name) for t in function.outputs]
+    return copy, named
+
+
+_numbers_of_copies = itertools.count()
 
 
 def after_all(ops: Sequence[tf.Operation]) -> tf.Operation:

@@ -23,6 +23,7 @@ from remat.tensorflow import _private
 from remat.tensorflow.emit import xla_ties
 from remat.tensorflow.trace import op_facts
 from remat.tensorflow.trace.func_graph import TracedStep
+from remat.tensorflow.trace.sizes import LOOPS
 
 _Cover: TypeAlias = Callable[[tf.Tensor], tf.Tensor]  # A tensor -> the same values under another name.
 
@@ -141,6 +142,8 @@ class _Emitter:
 
     def _rebind(self, index: int) -> tf.Operation:
         operation = self.step.operations[index]
+        if operation.type in LOOPS:
+            _private.run_iterations_one_by_one(operation)
         # An op that reads only shapes has no inputs in the graph: it keeps reading the first instance.
         for position, number in enumerate(self.graph.ops[index].inputs):
             source = self.newest[number]

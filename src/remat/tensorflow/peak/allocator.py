@@ -168,7 +168,11 @@ class AllocatorModel:
         for step in range(len(schedule) + 1):
             for number in births.get(step, ()):
                 source = taken_over[number]
-                owner[number] = owner.pop(source) if source in owner else number
+                owner[number] = number
+                if source in owner and sizes[source] == sizes[number]:
+                    owner[number] = owner.pop(source)
+                elif source in owner:  # A list shrinks while another one grows.
+                    yield _Event(owner.pop(source))
                 if owner[number] == number:
                     yield _Event(number, sizes[number] // pieces[number], pieces[number])
             if step < len(schedule) and (workspace := graph.ops[schedule[step]].workspace_bytes):

@@ -16,8 +16,10 @@ from remat.fit.candidate import Candidate
 from remat.fit.loop import Rounds
 from remat.fit.peaks import PeakRange
 from remat.fit.request import Request
+from remat.fit.variants import Variants, cheapest_plan
 from remat.tensorflow import _private
 from remat.tensorflow.emit.emit import emit
+from remat.tensorflow.loops.variants import Variant
 from remat.tensorflow.peak.allocator import AllocatorModel
 from remat.tensorflow.trace.func_graph import FunctionToPlan, TracedStep
 
@@ -66,6 +68,15 @@ class FunctionCandidate(Candidate):
         """The function's joint graph."""
         return self.step.graph
 
+    def variant_of(self, plan: Plan) -> Variant:
+        """The way to write the function that a plan is for.
+
+        Raises:
+            PlanMismatch: where it is for another function.
+        """
+        plan.check_graph(self.graph)
+        return Variant(self.step)
+
     def time_limit_of_a_round_s(self, request: Request) -> float | None:
         """What the user allows, else what a graph of this size needs."""
         if request.time_limit_s is not None:
@@ -78,9 +89,43 @@ class FunctionCandidate(Candidate):
 
 
 class ExecutedFunction(FunctionCandidate):
-    """A function whose operations are run one by one; its peak is what the model of the allocator makes of them."""
+    """A function whose operations are run one by one; its peak is what the model of the allocator makes of them.
+
+    Args:
+        variants: the function as it is, then with loops that keep less and less.
+        allocator: how the device counts.
+        resident_bytes: device memory in use that the function does not know of.
+    """
 
     rounds = Rounds(6, 4)
+
+    def __init__(self, variants: Variants[Variant], allocator: AllocatorModel, resident_bytes: int) -> None:
+        super().__init__(variants[0].step, allocator, resident_bytes)
+        self._variants = variants
+
+    def find(self, budget_bytes: int, request: Request) -> Plan:
+        """The cheapest plan over the variants."""
+        return cheapest_plan(self._variants, budget_bytes, request, self.time_limit_of_a_round_s(request))
+
+    def recognises(self, plan: Plan) -> bool:
+        """Is a plan for one of the variants?"""
+        return self._variants.of_plan(plan) is not None
+
+    def graph_of(self, plan: Plan) -> Graph:
+        """The graph of the variant that a plan is for."""
+        return self.variant_of(plan).graph
+
+    def variant_of(self, plan: Plan) -> Variant:
+        """The variant that a plan is for.
+
+        Raises:
+            PlanMismatch: where it is for another function.
+        """
+        found: Variant | None = self._variants.of_plan(plan)
+        if found is None:
+            plan.check_graph(self.graph)
+            raise AssertionError("unreachable: a plan for none of the variants is refused above")
+        return found
 
     @functools.cached_property
     def plain_peak(self) -> PeakRange:
@@ -89,7 +134,7 @@ class ExecutedFunction(FunctionCandidate):
 
     def real_peak(self, plan: Plan) -> PeakRange:
         """The peak of the function under a plan."""
-        return self._allocator.peak_range(self.graph, plan.schedule)
+        return self._allocator.peak_range(self.graph_of(plan), plan.schedule)
 
 
 class CompiledFunction(FunctionCandidate):

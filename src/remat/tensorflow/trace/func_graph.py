@@ -10,12 +10,21 @@ from dataclasses import dataclass, field
 import tensorflow as tf
 
 from remat.core.graph import Graph, Op, Tensor
-from remat.core.simulator import simulate
 from remat.running.cost_model import DeviceProfile, op_time_s
 from remat.tensorflow import _private
 from remat.tensorflow.peak.allocator import AllocatorModel
 from remat.tensorflow.trace import cpu_scratch, op_facts
-from remat.tensorflow.trace.sizes import HANDLES, LOOPS, Loop, Sizes, handle_bytes, shape_bytes, sizes_with_loops
+from remat.tensorflow.trace.loop_memory import LoopMemory, loop_memory
+from remat.tensorflow.trace.sizes import (
+    HANDLES,
+    LIST_OPERATIONS,
+    LOOPS,
+    Loop,
+    Sizes,
+    handle_bytes,
+    shape_bytes,
+    sizes_with_loops,
+)
 from remat.tensorflow.trace.which_run import in_topological_order, operations_that_run
 
 _ANY_DEVICE = AllocatorModel(min_counted_bytes=0)
@@ -85,6 +94,7 @@ def trace_func_graph(
     allocator: AllocatorModel = _ANY_DEVICE,
     outputs: Sequence[tf.Tensor] | None = None,
     carried: Collection[str] = (),
+    bodies: Mapping[tf.Operation, _private.FuncGraph] | None = None,
 ) -> TracedStep:
     """The joint graph of a function that has been traced, or whose trace is about to end.
 
@@ -95,12 +105,18 @@ def trace_func_graph(
         allocator: how the device uses memory; it says whether kernels convert half precision.
         outputs: what the function returns, where its trace has not ended yet; every operation then counts as needed.
         carried: names of inputs of a loop's body that no caller keeps: their blocks may be freed, or written into.
+        bodies: those that loops of the function would get, where they are not to keep their own.
 
     Raises:
         UnsupportedStep: where an input's shape is unknown.
     """
     sizes = sizes_with_loops(func_graph, input_shapes or {})
-    return _Tracer(func_graph, sizes, profile, allocator, outputs, carried).run()
+    return _Tracer(func_graph, sizes, profile, allocator, outputs, carried, bodies=bodies).run()
+
+
+def trace_body(loop: Loop, profile: DeviceProfile, allocator: AllocatorModel = _ANY_DEVICE) -> TracedStep:
+    """The graph of a loop's body, in which what one iteration hands to the next is made by ops."""
+    return _Tracer(loop.body, loop.sizes, profile, allocator, None, loop.carried, loop.items_read()).run()
 
 
 class _Tracer:
@@ -112,8 +128,12 @@ class _Tracer:
         allocator: AllocatorModel,
         outputs: Sequence[tf.Tensor] | None,
         carried: Collection[str] = (),
+        items_read: Mapping[str, int] | None = None,
+        bodies: Mapping[tf.Operation, _private.FuncGraph] | None = None,
     ) -> None:
+        self.bodies = bodies or {}
         self.func_graph = func_graph
+        self.items_read = items_read or {}  # In a loop's body: bytes of what is read from its lists, by name.
         self.carried = carried
         self.sizes = sizes
         self.profile = profile
@@ -130,6 +150,7 @@ class _Tracer:
         self.operations: list[tf.Operation] = []
         self.numbers: dict[tf.Operation, int] = {}
         self.loops: dict[tf.Operation, Loop] = {}
+        self.memory: dict[tf.Operation, LoopMemory] = {}
         self.most_elements: dict[str, int] = {}  # of tensors whose shape depends on values
         self.unsized: dict[str, tf.Tensor] = {}
 
@@ -146,7 +167,8 @@ class _Tracer:
                 self._add_op(op)
         self._warn_of_unsized()
         outputs = tuple(dict.fromkeys(self.ids[t.name] for t in self.outputs if t.name in self.ids))
-        graph = Graph(tuple(self.ops), tuple(self.tensors), tuple(self.pinned), outputs, free_order=False)
+        notes = tuple(loop.assumed for loop in self.loops.values() if loop.known_iterations is None)
+        graph = Graph(tuple(self.ops), tuple(self.tensors), tuple(self.pinned), outputs, False, notes)
         return TracedStep(graph, tuple(self.operations), tuple(self.handles))
 
     def _is_bypassed(self, op: tf.Operation) -> bool:
@@ -195,15 +217,20 @@ class _Tracer:
 
     def _loop(self, op: tf.Operation) -> Loop:
         if op not in self.loops:
-            self.loops[op] = Loop(op, self.sizes)
+            self.loops[op] = Loop(op, self.sizes, self.bodies)
         return self.loops[op]
 
-    def _workspace_bytes(self, op: tf.Operation) -> int:
-        """What a kernel needs besides its inputs and outputs; for a loop what the kernels of its body do."""
-        if op.type in LOOPS:
+    def _memory(self, op: tf.Operation) -> LoopMemory:
+        if op not in self.memory:
             loop = self._loop(op)
-            body = _Tracer(loop.body, loop.sizes, self.profile, self.allocator, None).run().graph
-            return simulate(body, body.plain_schedule).peak_bytes - body.pinned_bytes
+            tracer = _Tracer(loop.body, loop.sizes, self.profile, self.allocator, None, loop.carried, loop.items_read())
+            self.memory[op] = loop_memory(loop, tracer.run().graph, tracer.ids)
+        return self.memory[op]
+
+    def _workspace_bytes(self, op: tf.Operation) -> int:
+        """What a kernel needs besides its inputs and outputs; for a loop what its iterations do."""
+        if op.type in LOOPS:
+            return self._memory(op).workspace_bytes
         if self.allocator.runs_own_kernel(op):
             shapes = [[self.sizes.shape(t) for t in tensors] for tensors in (op.inputs, op.outputs)]
             return cpu_scratch.scratch_bytes(op, *shapes)
@@ -231,7 +258,7 @@ class _Tracer:
             grown = loop.grown_bytes(number)
             if source is not None and not grown:
                 return Tensor(0, output.name, dtype="variant", alias_of=self.ids[op.inputs[source].name])
-            return Tensor(grown, output.name, (loop.iterations(),) if grown else None, "variant")
+            return Tensor(grown, output.name, (loop.items_added(number),) if grown else None, "variant")
         return Tensor(0, output.name, dtype=output.dtype.name)
 
     def _describe(self, op: tf.Operation, number: int, output: tf.Tensor) -> Tensor:
@@ -240,9 +267,9 @@ class _Tracer:
         alias_of = None
         if op.type in op_facts.VIEWS and number == 0:
             alias_of = self.ids[op.inputs[0].name]
-        elif op.type in op_facts.VIEW_LISTS:
+        elif op.type in op_facts.VIEW_LISTS or (op.type in LOOPS and self._loop(op).hands_through(number)):
             alias_of = self.ids[op.inputs[number].name]
-        size = self.sizes.bytes(output)
+        size = self.items_read[output.name] if output.name in self.items_read else self.sizes.bytes(output)
         if size is None:
             size = self._bytes_at_most(op, output)
         return Tensor(size, output.name, self.sizes.shape(output), output.dtype.name, alias_of)
@@ -274,6 +301,8 @@ class _Tracer:
     def _in_place(self, op: tf.Operation, outputs: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
         if not outputs:
             return ()
+        if op.type in LOOPS:
+            return tuple((self.ids[op.inputs[n].name], outputs[m]) for n, m in self._memory(op).takes_over)
         target = self.tensors[outputs[0]]
         pairs = []
         for number in op_facts.in_place_inputs(op):
@@ -288,9 +317,12 @@ class _Tracer:
             or op.type in op_facts.VIEW_LISTS
             or op.type in op_facts.METADATA
             or op.type in op_facts.RESIDENT
+            or op.type in LIST_OPERATIONS
             or not op.outputs
         ):
             return 0.0
+        if op.type in LOOPS:
+            return self._loop(op).iterations() * self._memory(op).time_s
         work = op_facts.flops(op, [self.sizes.shape(t) for t in op.inputs], [self.sizes.shape(t) for t in op.outputs])
         moved = sum(self.tensors[self.ids[t.name]].size_bytes for t in op.inputs)
         moved += sum(self.tensors[number].size_bytes for number in outputs)

@@ -9,6 +9,7 @@ tensor arrays) stand behind ``variant`` handles that have no size of their own: 
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from collections.abc import Mapping, Sequence
@@ -113,7 +114,11 @@ def batch_sizes(graph: _private.FuncGraph, batch_size: int | None) -> dict[str, 
 LOOPS = frozenset({"StatelessWhile", "While"})
 _PASSED_ON = frozenset({"Identity", "TensorListPopBack", "TensorListResize"})
 _APPENDS = {"TensorListPushBack": 1, "TensorListSetItem": 2}  # The number of the input that is appended.
-_READS = {"TensorListGetItem": 0, "TensorListPopBack": 1}  # The number of the output that is the item.
+READS = {"TensorListGetItem": 0, "TensorListPopBack": 1}
+"""Kinds of operations that read an item of a list, and which of their outputs is the item."""
+
+LIST_OPERATIONS = frozenset({"EmptyTensorList", "TensorListReserve", "TensorListResize", *_APPENDS, *READS})
+"""Kinds of operations on lists that copy no item."""
 
 
 def sizes_with_loops(func_graph: _private.FuncGraph, input_shapes: Mapping[str, Sequence[int]]) -> Sizes:
@@ -155,16 +160,21 @@ class Loop:
     Args:
         op: the operation.
         outside: sizes of the tensors of the function that the loop stands in.
+        bodies: those that loops of that function would get, where they are not to keep their own.
 
     Attributes:
         sizes: sizes of the tensors of the loop's body.
     """
 
-    def __init__(self, op: tf.Operation, outside: Sizes) -> None:
+    def __init__(
+        self, op: tf.Operation, outside: Sizes, bodies: Mapping[tf.Operation, _private.FuncGraph] | None = None
+    ) -> None:
         self.op = op
-        self.body = _private.function_of(op, "body")
+        self._bodies = bodies or {}
+        self.body = self._bodies[op] if op in self._bodies else _private.function_of(op, "body")
         self._outside = outside
         self._owners: dict[str, int] = {}
+        self._loops: dict[tf.Operation, Loop] = {}
         given = zip(self.body.inputs, op.inputs, strict=True)
         known = {inner.name: shape for inner, outer in given if (shape := outside.shape(outer)) is not None}
         self.sizes = Sizes(self.body, known)
@@ -174,16 +184,15 @@ class Loop:
     def _shapes_of_items_read(self) -> dict[str, tuple[int, ...]]:
         """Shapes that TensorFlow does not find, of what the body reads from lists that come into the loop."""
         found = {}
-        loops: dict[tf.Operation, Loop] = {}
         for op in self.body.get_operations():
-            if op.type in _READS and self.sizes.shape(item := op.outputs[_READS[op.type]]) is None:
+            if op.type in READS and self.sizes.shape(item := op.outputs[READS[op.type]]) is None:
                 number = self._input_behind(op.inputs[0])
-                shape = None if number is None else self._shape_of_items(self.op.inputs[number], loops)
+                shape = None if number is None else self._shape_of_items(self.op.inputs[number])
                 if shape is not None:
                     found[item.name] = shape
         return found
 
-    def _shape_of_items(self, items: tf.Tensor, loops: dict[tf.Operation, Loop]) -> tuple[int, ...] | None:
+    def _shape_of_items(self, items: tf.Tensor) -> tuple[int, ...] | None:
         """The shape of one item of a list outside the loop."""
         while items.op.type in _PASSED_ON:
             items = items.op.inputs[0]
@@ -192,13 +201,11 @@ class Loop:
             return None if shape is None else shape[1:]
         if items.op.type not in LOOPS:
             return None
-        if items.op not in loops:
-            loops[items.op] = Loop(items.op, self._outside)
-        return loops[items.op].item_shape(items.value_index)
+        return self._beside(items.op).item_shape(items.value_index)
 
     def item_shape(self, number: int) -> tuple[int, ...] | None:
         """The shape of what one iteration adds to the list behind an output."""
-        items = self._appended(number)
+        items = self.appended(number)
         return self.sizes.shape(items[0]) if items else None
 
     def _bytes_in_body(self, tensor: tf.Tensor) -> int:
@@ -212,7 +219,7 @@ class Loop:
         tensor = self.body.outputs[number]
         if tensor.dtype != tf.variant:
             return None
-        read_from = [self._list_read(item) for item in self._appended(number)]
+        read_from = [self._list_read(item) for item in self.appended(number)]
         if read_from and None not in read_from:
             return read_from[0]
         return self._input_behind(tensor)
@@ -224,21 +231,95 @@ class Loop:
 
     def _list_read(self, item: tf.Tensor) -> int | None:
         """Number of the input list that an item was read from, None for a value made in the body."""
-        while item.op.type == "Identity":
-            item = item.op.inputs[0]
+        item = self._behind_identities(item)
         return self._input_behind(item.op.inputs[0]) if item.op.type == "TensorListGetItem" else None
+
+    @functools.cached_property
+    def carried(self) -> frozenset[str]:
+        """Names of the inputs of the body that the iteration before makes anew; no lists among them."""
+        return frozenset(
+            given.name
+            for number, given in enumerate(self.body.inputs)
+            if given.dtype not in HANDLES and not self.hands_through(number)
+        )
+
+    def hands_through(self, number: int) -> bool:
+        """Does each iteration hand on, as output of that number, what it was given?"""
+        return self._behind_identities(self.body.outputs[number]) is self.body.inputs[number]
+
+    def items_added(self, number: int) -> int:
+        """How many blocks the loop adds to the list behind an output, if any."""
+        kept = [self._behind_identities(item) for item in self.appended(number)]
+        first = [n for n, given in enumerate(self.body.inputs) if any(given is item for item in kept)]
+        # The first item is then what the caller gave the loop, which lies there anyway.
+        given = any(self.op.inputs[n].op.type in ("Const", "Placeholder") for n in first)
+        return self.iterations() - given
 
     def grown_bytes(self, number: int) -> int:
         """Bytes that the loop adds to the list behind an output; a value kept in two lists counts in the first."""
-        added = [item for item in self._items(number) if self._owner(item) == number and self._list_read(item) is None]
-        bytes_ = sum(self._bytes_in_body(item) for item in added if not self._is_shared(item))
-        return bytes_ * self.iterations() if bytes_ else 0
+        added = self.added_bytes(number)
+        return added * self.items_added(number) if added else 0
+
+    def added_bytes(self, number: int) -> int:
+        """As ``grown_bytes``, in one iteration."""
+        return sum(self.bytes_if_kept(item) for item in self._items(number) if self._owner(item) == number)
+
+    def bytes_if_kept(self, tensor: tf.Tensor) -> int:
+        """Bytes that a tensor of the body takes in a list; none for what lies elsewhere anyway."""
+        return 0 if self._is_shared(tensor) or self._list_read(tensor) is not None else self._bytes_in_body(tensor)
+
+    def given_back_bytes(self, number: int) -> int:
+        """Bytes that one iteration frees of the list behind an input, where it takes items out of it."""
+        return sum(self._popped_bytes(op) for op in self._reads if self._input_behind(op.inputs[0]) == number)
+
+    def items_read(self) -> dict[str, int]:
+        """What an iteration reads from the lists that it is given: bytes that no list holds once it was read, by name.
+
+        An item that stays in its list has none, nor has what the forward loop keeps anyway.
+        """
+        found = {}
+        for op in self._reads:
+            number = self._input_behind(op.inputs[0])
+            if number is None:
+                continue
+            item = op.outputs[READS[op.type]]
+            if op.type == "TensorListPopBack":
+                found[item.name] = self._popped_bytes(op)
+            else:
+                found[item.name] = self._bytes_in_body(item) if self._only_sets(number) else 0
+        return found
+
+    @functools.cached_property
+    def _reads(self) -> list[tf.Operation]:
+        return [op for op in self.body.get_operations() if op.type in READS]
+
+    def _popped_bytes(self, op: tf.Operation) -> int:
+        number = self._input_behind(op.inputs[0])
+        if op.type != "TensorListPopBack" or number is None:
+            return 0
+        filled = self._behind_identities(self.op.inputs[number])
+        if filled.op.type in LOOPS:
+            return self._beside(filled.op).added_bytes(filled.value_index)
+        return self._bytes_in_body(op.outputs[READS[op.type]])
+
+    def _beside(self, op: tf.Operation) -> Loop:
+        """Another loop of the same function."""
+        if op not in self._loops:
+            self._loops[op] = Loop(op, self._outside, self._bodies)
+        return self._loops[op]
+
+    @staticmethod
+    def _behind_identities(tensor: tf.Tensor) -> tf.Tensor:
+        while tensor.op.type == "Identity":
+            tensor = tensor.op.inputs[0]
+        return tensor
 
     def _items(self, number: int) -> list[tf.Tensor]:
         """The values that one iteration adds to the list behind an output."""
-        return [] if self._only_sets(number) else [self._value_kept(item) for item in self._appended(number)]
+        return [] if self._only_sets(number) else [self._value_kept(item) for item in self.appended(number)]
 
-    def _appended(self, number: int) -> list[tf.Tensor]:
+    def appended(self, number: int) -> list[tf.Tensor]:
+        """The tensors of the body that one iteration puts into the list behind an output, as they are put there."""
         tensor = self.body.outputs[number]
         items = []
         while tensor.dtype == tf.variant and tensor.op.type in _PASSED_ON | _APPENDS.keys():
@@ -279,18 +360,25 @@ class Loop:
 
     def iterations(self) -> int:
         """How often the loop runs, at most; 1 with a warning where the trace does not tell."""
+        if self.known_iterations is None:
+            warnings.warn(f"{self.assumed}; give tf.while_loop maximum_iterations", stacklevel=2)
+            return 1
+        return self.known_iterations
+
+    @functools.cached_property
+    def known_iterations(self) -> int | None:
+        """How often the loop runs, at most; None where the trace does not tell."""
         condition = _private.function_of(self.op, "cond")
-        found = [
-            count for op in condition.get_operations() if (count := self._iterations_by(op, condition)) is not None
-        ]
-        if found:
-            return min(found)
-        warnings.warn(
+        found = (self._iterations_by(op, condition) for op in condition.get_operations())
+        return min((count for count in found if count is not None), default=None)
+
+    @property
+    def assumed(self) -> str:
+        """What is assumed where the number of iterations is not known."""
+        return (
             f"the number of iterations of the loop {self.op.name!r} is not known while it is traced, so what it keeps "
-            "for the backward pass is counted for one iteration only; give tf.while_loop maximum_iterations",
-            stacklevel=2,
+            "for the backward pass is counted for one iteration only"
         )
-        return 1
 
     def _is_shared(self, item: tf.Tensor) -> bool:
         # What the loop only reads (a variable, an outer tensor) is kept by handle, once.
@@ -319,7 +407,7 @@ class Loop:
             if given is tensor:
                 tensor = self.op.inputs[number]
         if tensor.op.type in LOOPS and tensor.value_index == 0:
-            forward = Loop(tensor.op, self._outside)  # A backward loop counts its forward loop.
+            forward = self._beside(tensor.op)  # A backward loop counts its forward loop.
             return float(forward.iterations())
         value = tf.get_static_value(tensor)
         return None if value is None else float(value)

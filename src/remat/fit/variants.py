@@ -1,0 +1,150 @@
+"""One step written in several ways, such as with loops that keep less: the cheapest plan over all of them.
+
+The JAX front end has an older copy of this in ``jax/variants.py`` and ``jax/candidate.py``, and one of ``loop_menu`` in
+``jax/scans/menu.py``; both are to be put on these.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, Final, Generic, Protocol, TypeVar
+
+from remat.core.errors import InfeasibleBudget
+from remat.core.graph import Graph
+from remat.core.plan import Plan
+from remat.core.simulator import simulate
+from remat.fit.request import Request
+from remat.planning.find import find
+
+_SMALLEST_TIME_S: Final = 1e-300  # In place of a plain step that takes no time, by which nothing can be divided.
+
+
+class Way(Protocol):
+    """One way to write a step."""
+
+    @property
+    def graph(self) -> Graph:
+        """The step, written in this way."""
+
+    @property
+    def graph_to_plan(self) -> Graph:
+        """The graph in which what is held may not run twice."""
+
+
+_W = TypeVar("_W", bound=Way)
+
+
+class Variants(Sequence[_W], Generic[_W]):
+    """Variants that are made when they are asked for: the function as it is, then those whose loops leave less.
+
+    Args:
+        makers: make the variants, in this order; each is called once at most.
+    """
+
+    def __init__(self, makers: Sequence[Callable[[], _W]]) -> None:
+        self._makers = tuple(makers)
+        self._made: dict[int, _W] = {}
+
+    def __len__(self) -> int:
+        return len(self._makers)
+
+    def __getitem__(self, number: Any) -> Any:
+        if isinstance(number, slice):
+            return [self[n] for n in range(*number.indices(len(self)))]
+        place = range(len(self))[number]
+        if place not in self._made:
+            self._made[place] = self._makers[place]()
+        return self._made[place]
+
+    def changed(self, change: Callable[[_W], _W]) -> Variants[_W]:
+        """The same variants, each changed when it is asked for."""
+        return Variants([partial(lambda place: change(self[place]), place) for place in range(len(self))])
+
+    def first_within(self, budget_bytes: int) -> int:
+        """Number of the variant that keeps the most and fits as it is; the number of variants where none fits.
+
+        Each variant needs less than those before it, apart from the first and from neighbours that differ by little,
+        so few of them have to be made.
+        """
+        low, high = 0, len(self)
+        while low < high:
+            middle = (low + high) // 2
+            if self._plain_peak_bytes(middle) <= budget_bytes:
+                high = middle
+            else:
+                low = middle + 1
+        return low
+
+    def of_plan(self, plan: Plan) -> _W | None:
+        """The variant that a plan is for; None where it is for none of them."""
+        return next((one for one in self._likeliest_first(plan) if one.graph.fingerprint == plan.fingerprint), None)
+
+    def _plain_peak_bytes(self, number: int) -> int:
+        graph = self[number].graph
+        return simulate(graph, graph.plain_schedule).peak_bytes
+
+    def _likeliest_first(self, plan: Plan) -> Iterator[_W]:
+        made = dict(sorted(self._made.items()))
+        yield from made.values()
+        budget_bytes = plan.budget_bytes if plan.traced_budget_bytes is None else plan.traced_budget_bytes
+        near = self.first_within(budget_bytes)
+        for number in sorted(range(len(self)), key=lambda one: abs(one - near)):
+            if number not in made:
+                yield self[number]
+
+
+def cheapest_plan(
+    variants: Variants[_W], budget_bytes: int, request: Request, time_limit_s: float | None, **defaults: Any
+) -> Plan:
+    """The cheapest plan over the variants: one whose loops keep little, or one that recomputes outside of them.
+
+    Args:
+        variants: the step in all its ways.
+        budget_bytes: of the trace.
+        request: its planner and options.
+        time_limit_s: for each plan.
+        **defaults: options of the planner that the request may overrule.
+
+    Raises:
+        InfeasibleBudget: where none is found; ``minimum_bytes`` is a budget for which one is.
+    """
+    first: _W = variants[0]
+    plain_s = first.graph.time_s
+    options = defaults | dict(request.options)
+
+    def plan_with(variant: _W) -> Plan:
+        plan = find(variant.graph_to_plan, budget_bytes, request.planner, time_limit_s, **options)
+        plan = dataclasses.replace(plan, fingerprint=variant.graph.fingerprint)
+        if variant is first:
+            return plan
+        return dataclasses.replace(
+            plan,
+            baseline_time_s=plain_s,
+            overhead=(plan.time_s - plain_s) / max(plain_s, _SMALLEST_TIME_S),
+            lower_bound_meaning="none was sought over what loops may keep",
+        )
+
+    plans, errors = [], []
+    for variant in _worth_planning(variants, budget_bytes):
+        try:
+            plans.append(plan_with(variant))
+        except InfeasibleBudget as error:
+            errors.append(error)
+    if not plans:
+        raise min(errors, key=lambda error: error.minimum_bytes)
+    return min(plans, key=lambda plan: plan.time_s)
+
+
+def _worth_planning(variants: Variants[_W], budget_bytes: int) -> list[_W]:
+    """The variants that may be cheapest within a budget.
+
+    Where loops are planned, what is outside of them is worth recomputing only near the border: in the variant that
+    keeps the most of those that fit as they are, and in the last that does not fit.
+    """
+    fitting = variants.first_within(budget_bytes)
+    if len(variants) == 1 or fitting == 0:
+        return [variants[0]]
+    numbers = (fitting, max(1, fitting - 1))
+    return [variants[number] for number in dict.fromkeys(numbers) if number < len(variants)]
