@@ -34,9 +34,9 @@ class Written:
     function: Any
 
 
-def write(budget, rewrite=True):
+def write(budget, rewrite=True, chain=None):
     """A chain's training step, planned by tensors alone: the schedule is the planner's, whatever the device counts."""
-    chain = Chain()
+    chain = chain or Chain()
     found = {}
 
     @tf.function(autograph=False)
@@ -156,6 +156,27 @@ def test_the_executor_keeps_the_copies_and_the_memory():
 
     assert predicted > 4 * BATCH * WIDTH * 4
     assert measured > 0.7 * predicted
+
+
+class ManyLight:
+    """A chain of so many operations that each result is less than a thousandth of what they come to."""
+
+    def __init__(self):
+        self.weights = [tf.Variable(tf.ones(WIDTH))]
+
+    def __call__(self, x):
+        x = x * self.weights[0]
+        for _ in range(1200):
+            x = tf.tanh(x)
+        return x
+
+
+def test_light_tensors_are_held_in_order_where_they_are_many():
+    found = write("90%", chain=ManyLight())
+    largest = max(t.size_bytes for t in found.step.graph.tensors)
+    assert largest < found.plan.peak_bytes / 1000
+    assert len(found.copies) > 50
+    assert sum(bool(copy.control_inputs) for copy in found.copies) == len(found.copies)
 
 
 def test_plan_for_another_graph_writes_nothing(written):
