@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 
+from remat.fit.loop_menu import Option, best_of, merged
 from remat.jax.scans.loops import Choice
-from remat.jax.scans.menu import Option, best_of, merged
 
 
 def option(name, held_bytes, again_s):

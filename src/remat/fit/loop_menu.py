@@ -16,7 +16,9 @@ import numpy as np
 from remat.planners.linear.keep import KeepModel
 from remat.planners.view.problem import BoolArray, FloatArray
 
-_LITTLE: Final = 1e-6  # The weight of what decides among equals, and the rounding that a limit on bytes allows.
+LITTLE: Final = 1e-6
+"""The weight of what decides among equals, and the rounding that a limit on bytes allows."""
+
 _SMALLEST_TIME_S: Final = 1e-300  # In place of a body that takes no time, by which nothing can be divided.
 
 # The model of what to store is solved to this share of the optimum. Bodies have tens of values, for which HiGHS takes
@@ -82,21 +84,21 @@ class BodyValues:
         largest = max(1.0, float(size.max(initial=0.0)))
         kept = size / largest
         again = np.array(self.made_bytes, dtype=np.float64) / (largest * self.iterations)
-        costs = _LITTLE * kept, seconds / max(float(seconds.max(initial=0.0)), _SMALLEST_TIME_S)
+        costs = LITTLE * kept, seconds / max(float(seconds.max(initial=0.0)), _SMALLEST_TIME_S)
         room = share * float(kept[list(self.wanted)].sum())
         found = self._best(*costs, kept, again, room)
         if found is None:
-            least = self._best(kept + _LITTLE * costs[0], again + _LITTLE * costs[1], kept, again, np.inf)
+            least = self._best(kept + LITTLE * costs[0], again + LITTLE * costs[1], kept, again, np.inf)
             if least is None:
                 return everything
             smallest = float(kept @ least[0] + again @ least[1])
-            found = self._best(*costs, kept, again, smallest * (1 + _LITTLE)) or least
+            found = self._best(*costs, kept, again, smallest * (1 + LITTLE)) or least
         stored, repeated = (frozenset(np.flatnonzero(chosen).tolist()) for chosen in found)
         return stored, repeated
 
     def options(self, shares: Sequence[float]) -> list[Option[tuple[frozenset[int], frozenset[int]]]]:
         """The cheapest way for each share, those that no other beats in both bytes and seconds, most bytes first."""
-        return best_of([self._option(*self.cheapest(share)) for share in shares])
+        return best_of([self.option(*self.cheapest(share)) for share in shares])
 
     def _best(
         self, keep_cost: FloatArray, again_cost: FloatArray, kept: FloatArray, again: FloatArray, room: float
@@ -110,7 +112,8 @@ class BodyValues:
         model.limit(enumerate(kept.tolist()), enumerate(again.tolist()), room)
         return model.solve(time_limit_s=_SAFETY_S, gap=_GAP, most_nodes=_MOST_NODES)
 
-    def _option(self, stored: frozenset[int], again: frozenset[int]) -> Option[tuple[frozenset[int], frozenset[int]]]:
+    def option(self, stored: frozenset[int], again: frozenset[int]) -> Option[tuple[frozenset[int], frozenset[int]]]:
+        """What it holds and costs to store these values and to run these operations again."""
         held = self.iterations * sum(self.size_bytes[value] for value in stored)
         held += sum(self.made_bytes[op] for op in again)
         return Option((stored, again), held, self.iterations * sum(self.time_s[op] for op in again))

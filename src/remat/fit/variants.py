@@ -1,8 +1,4 @@
-"""One step written in several ways, such as with loops that keep less: the cheapest plan over all of them.
-
-The JAX front end has an older copy of this in ``jax/variants.py`` and ``jax/candidate.py``, and one of ``loop_menu`` in
-``jax/scans/menu.py``; both are to be put on these.
-"""
+"""One step written in several ways, such as with loops that keep less: the cheapest plan over all of them."""
 
 from __future__ import annotations
 

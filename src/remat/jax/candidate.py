@@ -18,24 +18,23 @@ from remat.fit.fit import fit
 from remat.fit.loop import Rounds
 from remat.fit.peaks import PeakRange
 from remat.fit.request import Request
+from remat.fit.variants import Variants
+from remat.fit.variants import cheapest_plan as cheapest_of_variants
 from remat.jax.peak import REFUSED
 from remat.jax.trace.program import Program, name_of
-from remat.jax.variants import Variant, Variants
+from remat.jax.variants import Variant
 from remat.planners.chain.programme import BlockChain
 from remat.planners.replay.improve import without_idle_runs
 from remat.planners.replay.residents import TooManyRuns
 from remat.planners.view.board import Condensed
 from remat.planners.view.problem import Problem
 from remat.planning.checkpoints import plan_with_checkpoints
-from remat.planning.find import find
 
 _log = logging.getLogger("remat")
 
 AUTO_PLANNER: Final = "auto"
 
 _SHOWN: Final = 8  # Names in an error, which is one line.
-
-_SMALLEST_TIME_S: Final = 1e-300  # In place of a plain step that takes no time, by which nothing can be divided.
 
 
 class FunctionCandidate(Candidate):
@@ -52,9 +51,9 @@ class FunctionCandidate(Candidate):
 
     def __init__(
         self,
-        variants: Variants,
+        variants: Variants[Variant],
         compiled_peak: Callable[[Plan], PeakRange],
-        traced: Variants | None = None,
+        traced: Variants[Variant] | None = None,
     ) -> None:
         self._variants = variants
         self._compiled_peak = compiled_peak
@@ -200,53 +199,15 @@ def _with_regions(graph: Graph, regions: Sequence[tuple[int, Sequence[int]]]) ->
     return [number for op in range(len(graph.ops)) for number in (*before.get(op, ()), op)]
 
 
-def cheapest_plan(variants: Variants, budget_bytes: int, request: Request) -> Plan:
+def cheapest_plan(variants: Variants[Variant], budget_bytes: int, request: Request) -> Plan:
     """The cheapest plan over the variants: one whose loops keep little, or one that recomputes outside of them.
 
     Raises:
         InfeasibleBudget: where none is found; ``minimum_bytes`` is a budget for which one is.
     """
-    first: Variant = variants[0]
-    limit_s, plain_s = request.time_limit_s, first.graph.time_s
-    options = dict(request.options)
-    if request.planner == AUTO_PLANNER:
-        # Each round also compiles, and the compiler's fusion changes more than a thorough search would win.
-        options.setdefault("thorough", False)
-
-    def plan_with(variant: Variant) -> Plan:
-        plan = find(variant.graph_to_plan, budget_bytes, request.planner, limit_s, **options)
-        plan = dataclasses.replace(plan, fingerprint=variant.graph.fingerprint)
-        if variant is first:
-            return plan
-        return dataclasses.replace(
-            plan,
-            baseline_time_s=plain_s,
-            overhead=(plan.time_s - plain_s) / max(plain_s, _SMALLEST_TIME_S),
-            lower_bound_meaning="none was sought over what loops may keep",
-        )
-
-    plans, errors = [], []
-    for variant in _worth_planning(variants, budget_bytes):
-        try:
-            plans.append(plan_with(variant))
-        except InfeasibleBudget as error:
-            errors.append(error)
-    if not plans:
-        raise min(errors, key=lambda error: error.minimum_bytes)
-    return min(plans, key=lambda plan: plan.time_s)
-
-
-def _worth_planning(variants: Variants, budget_bytes: int) -> list[Variant]:
-    """The variants that may be cheapest within a budget.
-
-    Where loops are planned, what is outside of them is worth recomputing only near the border: in the variant that
-    keeps the most of those that fit as they are, and in the last that does not fit.
-    """
-    fitting = variants.first_within(budget_bytes)
-    if len(variants) == 1 or fitting == 0:
-        return [variants[0]]
-    numbers = (fitting, max(1, fitting - 1))
-    return [variants[number] for number in dict.fromkeys(numbers) if number < len(variants)]
+    # Each round also compiles, and the compiler's fusion changes more than a thorough search would win.
+    defaults = {"thorough": False} if request.planner == AUTO_PLANNER else {}
+    return cheapest_of_variants(variants, budget_bytes, request, request.time_limit_s, **defaults)
 
 
 def plan_with_names(program: Program, graph: Graph, names: Collection[str]) -> Plan:

@@ -14,13 +14,14 @@ from remat.core.graph import Graph
 from remat.core.plan import Plan
 from remat.fit.peaks import PeakRange
 from remat.fit.request import Request
+from remat.fit.variants import Variants
 from remat.jax.candidate import FunctionCandidate, cheapest_plan, plan_with_names
 from remat.jax.context import Tie, barriers_stay, for_a_plan
 from remat.jax.emit.evaluate import emit
 from remat.jax.first_run import REPLAN, FirstRun, OnBroken
 from remat.jax.peak import compile_quickly, compiler_options, peak_of, shape_of
 from remat.jax.planned import Follower, leaves_of, naming_our_jit
-from remat.jax.variants import Variant, Variants, variants_of
+from remat.jax.variants import Variant, variants_of
 
 Function: TypeAlias = Callable[..., Any]
 Transform: TypeAlias = Callable[[Function], Function]
@@ -56,7 +57,7 @@ class _Part:
         structure: of what it returns.
     """
 
-    variants: Variants
+    variants: Variants[Variant]
     structure: Any
 
     def variant(self, plan: Plan) -> Variant:

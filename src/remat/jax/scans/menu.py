@@ -7,21 +7,16 @@ each chunk forward once more. Bytes and seconds are those of a model; they only 
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Final
 
-import numpy as np
-
 from remat.core.graph import Graph
+from remat.fit.loop_menu import LITTLE, BodyValues, Option, best_of
 from remat.jax.scans.loops import Choice
 from remat.jax.scans.pairs import Pair
 from remat.jax.trace import op_facts
 from remat.jax.trace.program import Program
-from remat.planners.linear.keep import KeepModel
-from remat.planners.view.problem import BoolArray, FloatArray
 
 _SHARES: Final = (*(1.0 - 0.03 * step for step in range(26)), 0.2, 0.16, 0.12, 0.09, 0.06, 0.0)
 """The shares of all that a loop could stack that become options; each takes milliseconds for the model below. With
@@ -42,33 +37,8 @@ _LONG: Final = 64
 """From so many iterations on, chunks are cut into chunks, too. A judgement: in a shorter loop that saves next to
 nothing, and computes a third time."""
 
-# The model of what to stack is solved to this share of the optimum. Bodies have tens of values, for which HiGHS takes
-# milliseconds. So many nodes end the search in bodies of thousands, on every machine alike; the clock is for a model
-# that HiGHS cannot even begin to solve.
-_GAP: Final = 0.005
-_MOST_NODES: Final = 200
-_SAFETY_S: Final = 60.0
 
-_LITTLE: Final = 1e-6  # The weight of what decides among equals, and the rounding that a limit on bytes allows.
-_SMALLEST_TIME_S: Final = 1e-300  # In place of a body that takes no time, by which nothing can be divided.
-
-
-@dataclass(frozen=True)
-class Option:
-    """One way to run a pair of loops.
-
-    Attributes:
-        choice: what the forward loop leaves to the backward one.
-        held_bytes: what lies in memory for that, at most.
-        again_s: seconds of what is computed again.
-    """
-
-    choice: Choice
-    held_bytes: float
-    again_s: float
-
-
-def menu_of(pair: Pair, body: Program, graph: Graph, *, in_chunks: bool = True) -> list[Option]:
+def menu_of(pair: Pair, body: Program, graph: Graph, *, in_chunks: bool = True) -> list[Option[Choice]]:
     """The options of a pair, most bytes first: each costs more seconds than those before it.
 
     Args:
@@ -84,51 +54,6 @@ def menu_of(pair: Pair, body: Program, graph: Graph, *, in_chunks: bool = True) 
     return best_of(options)
 
 
-def best_of(options: Sequence[Option]) -> list[Option]:
-    """The options that no other beats in both bytes and seconds, most bytes first."""
-    kept: list[Option] = []
-    for option in sorted(options, key=lambda one: (one.again_s, one.held_bytes)):
-        if not kept or option.held_bytes < kept[-1].held_bytes:
-            kept.append(option)
-    return kept
-
-
-def merged(menus: Sequence[Sequence[Option]]) -> list[tuple[Choice, ...]]:
-    """One list of choices for several pairs, from most to least bytes: the next step is the one that saves most.
-
-    Each step takes one pair down its menu, from one option on its convex hull to the next: there each further byte
-    costs more than the one before. The options between the two come in between, for budgets that allow them.
-    """
-    hulls = [_hull(menu) for menu in menus]
-    steps = [
-        (_rate(before, after), number, place)
-        for number, hull in enumerate(hulls)
-        for place, (before, after) in enumerate(itertools.pairwise(hull), 1)
-    ]
-    at = [hull[0].choice for hull in hulls]
-    rows = [tuple(at)]
-    for _, number, place in sorted(steps):
-        menu, before, after = menus[number], hulls[number][place - 1], hulls[number][place]
-        for option in menu[menu.index(before) + 1 : menu.index(after) + 1]:
-            at[number] = option.choice
-            rows.append(tuple(at))
-    return rows
-
-
-def _rate(before: Option, after: Option) -> float:
-    """Seconds for each byte that is saved."""
-    return (after.again_s - before.again_s) / max(1.0, before.held_bytes - after.held_bytes)
-
-
-def _hull(menu: Sequence[Option]) -> list[Option]:
-    hull: list[Option] = []
-    for option in menu:
-        while len(hull) > 1 and _rate(hull[-2], hull[-1]) >= _rate(hull[-1], option):
-            hull.pop()
-        hull.append(option)
-    return hull
-
-
 class LoopBody:
     """The forward body of a pair: what the backward one needs of it, and what keeping or making that again costs.
 
@@ -140,101 +65,67 @@ class LoopBody:
     """
 
     def __init__(self, pair: Pair, body: Program, graph: Graph, once: frozenset[int] = frozenset()) -> None:
-        self._body = body
-        self._free = pair.free
         self._length = int(pair.first.eqn.params["length"])
         self._body_s = graph.time_s
-        self.wanted = [value for value in dict.fromkeys(pair.needed) if value not in self._free]
+        self.wanted = [value for value in dict.fromkeys(pair.needed) if value not in pair.free]
         instructions = body.instructions
-        self._producer = {value: n for n, instruction in enumerate(instructions) for value in instruction.outputs}
+        producer = {value: n for n, instruction in enumerate(instructions) for value in instruction.outputs}
         read = (value for instruction in instructions for value in instruction.reads)
-        every = dict.fromkeys([*self.wanted, *self._producer, *read])
-        self._values = [value for value in every if value not in self._free]
-        self._column = {value: k for k, value in enumerate(self._values)}
-        self._size = np.array([op_facts.size_bytes(body.avals[value]) for value in self._values], dtype=np.float64)
-        self._cost_s = np.array([op.time_s for op in graph.ops], dtype=np.float64)
-        self._again_bytes = np.array(
-            [sum(graph.tensors[value].size_bytes for value in one.outputs) for one in instructions], dtype=np.float64
+        every = dict.fromkeys([*self.wanted, *producer, *read])
+        self._values = [value for value in every if value not in pair.free]
+        self._size = {value: op_facts.size_bytes(body.avals[value]) for value in self._values}
+        column = {value: k for k, value in enumerate(self._values)}
+        self._numbers = BodyValues(
+            size_bytes=list(self._size.values()),
+            made_by=[producer.get(value) for value in self._values],
+            wanted=[column[value] for value in self.wanted],
+            time_s=[op.time_s for op in graph.ops],
+            made_bytes=[sum(graph.tensors[value].size_bytes for value in one.outputs) for one in instructions],
+            may_repeat=[
+                all(op_facts.may_repeat(each.eqn) and once.isdisjoint(each.outputs) for each in one.equations)
+                for one in instructions
+            ],
+            reads=[[column[value] for value in one.reads if value in column] for one in instructions],
+            iterations=self._length,
         )
-        self._may_repeat = [
-            all(op_facts.may_repeat(each.eqn) and once.isdisjoint(each.outputs) for each in one.equations)
-            for one in instructions
-        ]
         carried = pair.first.eqn.params["num_carry"]
         self._carried_bytes = float(sum(op_facts.size_bytes(var.aval) for var in pair.first.eqn.outvars[:carried]))
 
-    def cheapest(self, share: float) -> Option:
+    def cheapest(self, share: float) -> Option[Choice]:
         """The values to stack so that making the rest again costs least.
-
-        The model is :class:`remat.planners.linear.keep.KeepModel` over the values and instructions of the body, with
-        one limit on bytes: a stack counts once for each iteration, a value that is made again counts once.
 
         Args:
             share: of the bytes of stacking everything that is needed; 0 for the least that is possible.
         """
-        if share >= 1.0:
-            return self._option(frozenset(self.wanted), ())
-        seconds = self._cost_s * self._length
-        scale = max(1.0, float(self._size.max(initial=0.0))) * self._length
-        kept, again = self._length * self._size / scale, self._again_bytes / scale
-        costs = (
-            _LITTLE * self._size / max(1.0, float(self._size.max(initial=0.0))),
-            seconds / max(float(seconds.max(initial=0.0)), _SMALLEST_TIME_S),
-        )
-        everything = sum(self._size[self._column[value]] for value in self.wanted) * self._length / scale
-        found = self._best(*costs, kept, again, share * everything)
-        if found is None:
-            least = self._best(kept + _LITTLE * costs[0], again + _LITTLE * costs[1], kept, again, np.inf)
-            if least is None:
-                return self._option(frozenset(self.wanted), ())
-            smallest = float(kept @ least[0] + again @ least[1])
-            found = self._best(*costs, kept, again, smallest * (1 + _LITTLE)) or least
-        stacked = frozenset(value for value, is_kept in zip(self._values, found[0], strict=True) if is_kept)
-        return self._option(stacked, np.flatnonzero(found[1]).tolist())
+        option = self._numbers.option(*self._numbers.cheapest(share))
+        stacked = frozenset(self._values[number] for number in option.way[0])
+        return Option(Choice(stacked), option.held_bytes, option.again_s)
 
-    def cheapest_for_shares(self) -> list[Option]:
+    def cheapest_for_shares(self) -> list[Option[Choice]]:
         """The option of each share, most bytes first; those below the least that is possible are left out."""
-        options: list[Option] = []
+        options: list[Option[Choice]] = []
         least = self.cheapest(0.0)
         for share in _SHARES:
-            if options and options[-1].held_bytes <= least.held_bytes * (1 + _LITTLE):
+            if options and options[-1].held_bytes <= least.held_bytes * (1 + LITTLE):
                 break
             options.append(self.cheapest(share))
         return [*options, least]
 
-    def _best(
-        self, keep_cost: FloatArray, again_cost: FloatArray, kept: FloatArray, again: FloatArray, room: float
-    ) -> tuple[BoolArray, BoolArray] | None:
-        made_by = [self._producer.get(value) for value in self._values]
-        model = KeepModel(keep_cost.tolist(), again_cost.tolist(), made_by, self._may_repeat)
-        for value in self.wanted:
-            model.require(self._column[value])
-        for number, instruction in enumerate(self._body.instructions):
-            for value in instruction.reads:
-                if value not in self._free:
-                    model.require_read(number, self._column[value])
-        model.limit(enumerate(kept.tolist()), enumerate(again.tolist()), room)
-        return model.solve(time_limit_s=_SAFETY_S, gap=_GAP, most_nodes=_MOST_NODES)
-
-    def _option(self, stacked: frozenset[int], again: Sequence[int]) -> Option:
-        held = self._length * self._bytes_of(stacked) + float(self._again_bytes[list(again)].sum())
-        return Option(Choice(stacked), held, self._length * float(self._cost_s[list(again)].sum()))
-
     def _bytes_of(self, values: frozenset[int]) -> float:
-        return float(sum(self._size[self._column[value]] for value in values))
+        return float(sum(self._size[value] for value in values))
 
-    def chunked(self, most: Option, least: Option) -> list[Option]:
+    def chunked(self, most: Option[Choice], least: Option[Choice]) -> list[Option[Choice]]:
         """Options whose first iterations run in chunks.
 
         Args:
             most: the option that stacks most.
             least: the one that stacks least.
         """
-        if not self._carried_bytes or not all(self._may_repeat):
+        if not self._carried_bytes or not all(self._numbers.may_repeat):
             return []
         options = []
         for inside in (most, least):
-            own_bytes = self._bytes_of(inside.choice.stacked)
+            own_bytes = self._bytes_of(inside.way.stacked)
             if not own_bytes:
                 continue  # There is nothing to stack for each iteration, so chunks cannot save anything.
             for chunks in dict.fromkeys(self._lengths(own_bytes)):
@@ -263,15 +154,17 @@ class LoopBody:
         around = range(max(2, near - near // 3), min(whole // _FEWEST_CHUNKS, near + near // 2) + 1)
         return min(around, key=lambda one: (whole % one, abs(one - near)), default=1)
 
-    def _in_chunks(self, inside: Option, rest: Option, chunks: tuple[int, ...], count: int) -> Option:
+    def _in_chunks(
+        self, inside: Option[Choice], rest: Option[Choice], chunks: tuple[int, ...], count: int
+    ) -> Option[Choice]:
         chunked = count * chunks[0]
         left = self._length - chunked
         lengths = (chunked, *chunks)
         starts = sum(self._carried_bytes * whole / one for whole, one in zip(lengths, chunks, strict=False))
-        own_bytes, rest_bytes = self._bytes_of(inside.choice.stacked), self._bytes_of(rest.choice.stacked)
+        own_bytes, rest_bytes = self._bytes_of(inside.way.stacked), self._bytes_of(rest.way.stacked)
         first_starts = self._carried_bytes * count
         held = max(first_starts + left * rest_bytes, starts + chunks[-1] * own_bytes)
         again_s = chunked * len(chunks) * self._body_s
         again_s += (inside.again_s * chunked + rest.again_s * left) / self._length
-        choice = Choice(rest.choice.stacked if left else frozenset(), chunked, chunks, inside.choice.stacked)
+        choice = Choice(rest.way.stacked if left else frozenset(), chunked, chunks, inside.way.stacked)
         return Option(choice, held, again_s)

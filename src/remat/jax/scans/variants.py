@@ -15,12 +15,13 @@ import jax
 
 from remat.core.errors import InfeasibleBudget
 from remat.core.simulator import simulate
+from remat.fit.loop_menu import merged
 from remat.jax import _private
 from remat.jax._private import ClosedJaxpr
 from remat.jax.context import native_tie
 from remat.jax.emit.evaluate import emit
 from remat.jax.scans.loops import Body, Choice, LoopPair
-from remat.jax.scans.menu import LoopBody, menu_of, merged
+from remat.jax.scans.menu import LoopBody, menu_of
 from remat.jax.scans.pairs import Pair, find_pairs
 from remat.jax.trace import op_facts
 from remat.jax.trace.graph import graph_of_program
@@ -88,7 +89,7 @@ def scan_variants(
             LoopBody(pair, body, graph, received.get(pair.forward, frozenset()))
             for pair, body, graph in zip(pairs, bodies, graphs, strict=True)
         ]
-        rows = [tuple(loop.cheapest(share).choice for loop in loops) for share in _SHARES_OVER_DEVICES]
+        rows = [tuple(loop.cheapest(share).way for loop in loops) for share in _SHARES_OVER_DEVICES]
         return [partial(traced, row) for row in dict.fromkeys(rows)]
     rows = merged([menu_of(pair, body, graph) for pair, body, graph in zip(pairs, bodies, graphs, strict=True)])
     thinned = [rows[number * (len(rows) - 1) // max(1, _MOST_VARIANTS - 1)] for number in range(_MOST_VARIANTS)]
