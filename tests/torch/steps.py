@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import nn
 from torch_models import Case
 
 import remat.torch
@@ -66,26 +70,32 @@ class Outcome:
         )
 
 
-def run(case: Case, applied: remat.torch.Applied | None = None, seed: int = 7) -> Outcome:
-    """One step from the module's present state, which is put back; plain, or under a plan."""
-    before = {name: value.clone() for name, value in case.module.state_dict().items()}
-    case.module.zero_grad()
+def outcome(module: nn.Module, loss_fn: Callable[..., torch.Tensor], *args: Any, seed: int = 7) -> Outcome:
+    """One step of a loss from the module's present state, which is put back."""
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    module.zero_grad()
     torch.manual_seed(seed)
-    if applied is None:
-        loss = case.loss(*case.args)
-    else:
-        with applied:
-            loss = case.loss(*case.args)
+    loss = loss_fn(*args)
     loss.backward()
-    outcome = Outcome(
+    found = Outcome(
         loss.detach(),
-        {name: p.grad.clone() for name, p in case.module.named_parameters() if p.grad is not None},
-        {name: b.clone() for name, b in case.module.named_buffers()},
+        {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None},
+        {name: b.clone() for name, b in module.named_buffers()},
         torch.get_rng_state(),
     )
-    case.module.zero_grad()
-    case.module.load_state_dict(before)
-    return outcome
+    module.zero_grad()
+    module.load_state_dict(before)
+    return found
+
+
+def run(case: Case, applied: remat.torch.Applied | None = None, seed: int = 7) -> Outcome:
+    """One step of a case as ``outcome`` takes it; plain, or under a plan."""
+
+    def loss_fn(*args):
+        with contextlib.nullcontext() if applied is None else applied:
+            return case.loss(*args)
+
+    return outcome(case.module, loss_fn, *case.args, seed=seed)
 
 
 def peak_bytes(case: Case, applied: remat.torch.Applied | None = None) -> int:

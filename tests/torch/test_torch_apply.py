@@ -17,6 +17,7 @@ from torch_models import Case, bert, mlp
 import remat
 import remat.torch
 from remat.core.schedule import recomputed_ops
+from remat.planning.checkpoints import plan_with_checkpoints
 from remat.torch.emit import recipes
 
 
@@ -323,6 +324,51 @@ def test_what_was_overwritten_is_refused_as_ever():
         with torch.no_grad():
             kept[0].add_(1)
         with pytest.raises(RuntimeError, match=r"in-?place"):
+            value.backward()
+
+
+class Filled(nn.Module):
+    """Fills tensors that PyTorch's factories made, before they are saved for the backward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64, 64))
+        self.factories_made = []
+
+    def forward(self, x):
+        mask = torch.zeros(64, 64)
+        mask[::2] = x[::2]
+        order = torch.empty(64, dtype=torch.long)
+        order[torch.arange(64).flip(0)] = torch.arange(64)
+        scale = torch.full((64, 64), 2.0)
+        self.factories_made = [mask, scale]
+        return ((self.weight * mask).exp() * scale).sin()[order]
+
+
+def made_again_but_for_what_factories_make(graph):
+    """A plan that keeps the results of factories, and makes everything else of the forward pass again."""
+    kept = {t for op in graph.ops if op.kind in ("zeros", "empty.memory_format", "full") for t in op.outputs}
+    assert len(kept) == 3
+    last = max(index for index, op in enumerate(graph.ops) if op.phase == "forward")
+    return plan_with_checkpoints(graph, kept, last)
+
+
+def test_what_a_factory_made_may_be_filled_before_it_is_saved():
+    """PyTorch's factories hand out a tensor with a version counter of its own."""
+    module = Filled()
+    check(module_case(module, torch.randn(64, 64)), made_again_but_for_what_factories_make)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_what_a_factory_made_is_refused_if_it_is_filled_after_the_forward_pass(which):
+    module = Filled()
+    case = module_case(module, torch.randn(64, 64))
+    applied = planned(case, made_again_but_for_what_factories_make)
+    for context in (contextlib.nullcontext(), applied):
+        with context:
+            value = case.loss(*case.args)
+        module.factories_made[which].add_(1)
+        with pytest.raises(RuntimeError, match=r"modified by an in-?place operation"):
             value.backward()
 
 

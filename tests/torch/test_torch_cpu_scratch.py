@@ -7,7 +7,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from remat.torch import _private
-from remat.torch.trace import cpu_scratch
+from remat.torch.trace import cpu_scratch, onednn_scratch
 
 ATEN = torch.ops.aten
 
@@ -62,6 +62,103 @@ def test_convolutions_with_channels_last(given):
     args = (torch.randn_like(out), x, weight, [0], *rest[1:], [True, True, False])
     scratch, out = measured(ATEN.convolution_backward.default, *args)
     assert cpu_scratch.workspace_bytes(ATEN.convolution_backward.default, args, out) == pytest.approx(scratch, rel=0.02)
+
+
+@pytest.mark.usefixtures("_threads")
+@pytest.mark.parametrize("last", ["neither", "input", "gradient", "both"])
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "samples"),
+    [
+        (1, torch.float32, 8),
+        (1, torch.float32, 16),
+        (1, torch.float64, 8),
+        (3, torch.float32, 8),
+        (3, torch.float64, 8),
+        (3, torch.float32, 1),
+        (3, torch.bfloat16, 8),
+    ],
+)
+def test_convolutions_of_every_kernel_and_order(kernel, dtype, samples, last):
+    """oneDNN has no kernel for some, and PyTorch takes its own for others, which unfold images or need nothing."""
+    _, weight, *rest = convolution(16, 24, 32, kernel)
+    x, weight = torch.randn(samples, 16, 32, 32, dtype=dtype), weight.to(dtype)
+    x = x.to(memory_format=torch.channels_last) if last in ("input", "both") else x
+    args = (x, weight, *rest)
+    scratch, out = measured(ATEN.convolution.default, *args)
+    assert cpu_scratch.workspace_bytes(ATEN.convolution.default, args, out) == pytest.approx(
+        scratch, rel=0.05, abs=16e3
+    )
+
+    gradient = torch.randn_like(out, memory_format=torch.contiguous_format)
+    gradient = gradient.to(memory_format=torch.channels_last) if last in ("gradient", "both") else gradient
+    args = (gradient, x, weight, [0], *rest[1:], [True, True, False])
+    predicted = cpu_scratch.workspace_bytes(ATEN.convolution_backward.default, args, out)
+    scratch, out = measured(ATEN.convolution_backward.default, *args)
+    if kernel == 1 and (dtype == torch.float64 or (samples < 16 and torch.get_num_threads() == 1)):
+        # PyTorch's own kernel takes an image for each thread past the allocator, which the profiler does not see.
+        scratch += torch.get_num_threads() * 16 * 32 * 32 * dtype.itemsize
+    assert predicted == pytest.approx(scratch, rel=0.05, abs=16e3)
+
+
+@pytest.mark.usefixtures("_threads")
+@pytest.mark.parametrize("turned", ["neither", "left", "right"])
+@pytest.mark.parametrize("name", ["mm", "addmm", "bmm"])
+def test_products_in_half_precision(name, turned):
+    batch = (4,) if name == "bmm" else ()
+
+    def matrix(rows, columns, is_turned):
+        shape = (*batch, columns, rows) if is_turned else (*batch, rows, columns)
+        made = torch.randn(shape, dtype=torch.bfloat16)
+        return made.transpose(-1, -2) if is_turned else made
+
+    args = matrix(256, 192, turned == "left"), matrix(192, 320, turned == "right")
+    args = (torch.randn(320, dtype=torch.bfloat16), *args) if name == "addmm" else args
+    func = getattr(ATEN, name).default
+    scratch, out = measured(func, *args)
+    # Where oneDNN has no kernel for it, PyTorch's own takes what is its own to know.
+    expected = scratch if _private.onednn_computes(torch.bfloat16) else 0
+    assert cpu_scratch.workspace_bytes(func, args, out) == expected
+
+
+def test_large_products_are_asked_with_smaller_ones(monkeypatch):
+    monkeypatch.setattr(onednn_scratch, "_MOST_PRODUCT_BYTES", 1 << 16)
+    monkeypatch.setattr(onednn_scratch, "_known", {})
+    asked = []
+    monkeypatch.setattr(onednn_scratch, "_scratch_of", lambda run: asked.append(run.args) or 0)
+    x, y = torch.empty(1000, 64, dtype=torch.bfloat16), torch.empty(48, 64, dtype=torch.bfloat16).t()
+    onednn_scratch.of_product(ATEN.mm.default, (x, y))
+    ((left, right),) = asked
+    assert (left.shape, right.shape) == ((250, 64), (64, 48))
+    assert right.stride() == (1, 64)
+
+
+def test_convolutions_without_onednn():
+    args = convolution(16, 24, 32)
+    with torch.backends.mkldnn.flags(enabled=False):
+        scratch, out = measured(ATEN.convolution.default, *args)
+        assert scratch == cpu_scratch.workspace_bytes(ATEN.convolution.default, args, out)
+    assert scratch != cpu_scratch.workspace_bytes(ATEN.convolution.default, args, out)
+
+
+@pytest.mark.parametrize("order", ["channels first", "channels last", "part"])
+@pytest.mark.parametrize("kind", ["nearest", "bilinear"])
+@pytest.mark.parametrize("channels", [2, 64])
+def test_enlarged_images(channels, kind, order):
+    def image(side):
+        x = torch.randn(4, 2 * channels, side, side)
+        x = x if order == "channels first" else x.to(memory_format=torch.channels_last)
+        return x[:, channels:] if order == "part" else x[:, channels:].clone()
+
+    x, how = image(16), [None] if kind == "nearest" else [False, None]
+    if order != "part":
+        forward = getattr(ATEN, f"upsample_{kind}2d").default
+        args = (x, [32, 32], *how)
+        scratch, out = measured(forward, *args)
+        assert cpu_scratch.workspace_bytes(forward, args, out) == pytest.approx(scratch, rel=0.05, abs=16e3)
+    backward = getattr(ATEN, f"upsample_{kind}2d_backward").default
+    args = (image(32), [32, 32], list(x.shape), *how)
+    scratch, out = measured(backward, *args)
+    assert cpu_scratch.workspace_bytes(backward, args, out) == pytest.approx(scratch, rel=0.05, abs=16e3)
 
 
 def test_copies_of_what_is_not_contiguous():

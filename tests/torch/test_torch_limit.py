@@ -11,6 +11,8 @@ from torch_models import mlp
 import remat
 import remat.torch
 
+pytestmark = pytest.mark.usefixtures("no_compiled_code")
+
 
 def gradients(module, loss_fn, *args, **kwargs):
     module.zero_grad()
@@ -23,12 +25,6 @@ def gradients(module, loss_fn, *args, **kwargs):
 
 def same(a, b):
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
-
-
-@pytest.fixture(autouse=True)
-def no_compiled_code():
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("mode", ["auto", "eager"])

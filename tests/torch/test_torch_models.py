@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from steps import peak_bytes, run
-from torch_models import CASES, gpt2, resnet, resnet50, unet
+from torch import nn
+from torch_models import CASES, Case, gpt2, resnet, resnet50, unet
 
 import remat
 import remat.torch
@@ -68,3 +70,26 @@ def test_the_plain_peak_is_predicted(name):
     graph = remat.torch.trace(case.loss, *case.args)
 
     assert remat.simulate(graph, graph.plain_schedule).peak_bytes == pytest.approx(peak_bytes(case), rel=0.05)
+
+
+class Gated(nn.Module):
+    """Blocks of which each gates one half of a product by the other half, as language models do."""
+
+    def __init__(self, width: int = 64, blocks: int = 3) -> None:
+        super().__init__()
+        self.up = nn.ModuleList(nn.Linear(width, 8 * width, bias=False) for _ in range(blocks))
+        self.down = nn.ModuleList(nn.Linear(4 * width, width, bias=False) for _ in range(blocks))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for up, down in zip(self.up, self.down, strict=True):
+            gate, value = up(x).chunk(2, -1)
+            x = x + down(value * nn.functional.silu(gate))
+        return x.square().mean()
+
+
+def test_a_backward_node_holds_what_it_has_read_until_it_ends():
+    """Two nodes read both halves one after the other; between them nothing is gained by making the halves again."""
+    torch.manual_seed(0)
+    module = Gated()
+    case = Case(module, module, (torch.randn(512, 64),))
+    check(case, "1%", time_limit_s=0.3)

@@ -7,6 +7,7 @@ import gc
 
 import pytest
 import torch
+from torch._subclasses.functional_tensor import dispatch_functionalize
 from torch.profiler import ProfilerActivity, profile
 
 from remat.torch import _private
@@ -192,18 +193,41 @@ def test_while_aotautograd_traces_no_kernel_in_python_stands_in_for_pytorchs_own
     assert not _aot.dynamo_config.allow_rnn
 
 
+def test_while_aotautograd_traces_what_is_written_in_place_keeps_its_layout():
+    from remat.torch.graph_mode import _aot, layouts
+
+    own = _aot.FunctionalTensorMode.__torch_dispatch__
+
+    def written(wide):
+        part = torch.ops.aten.unsafe_split.Tensor(wide, 4, 1)[0]
+        part.add_(1)
+        return part
+
+    def strides():
+        return dispatch_functionalize(written)(torch.randn(4, 12)).stride()
+
+    assert strides() == (4, 1)
+    with _aot._eager_layouts():
+        assert strides() == (12, 1)
+    assert _aot.FunctionalTensorMode.__torch_dispatch__ is own
+    assert layouts.in_place_form(torch.ops.aten.add.Tensor) is torch.ops.aten.add_.Tensor
+    assert layouts.in_place_form(torch.ops.aten.mm.default) is None
+
+
 def test_aotautograds_logs_of_graphs_are_left_out_where_nobody_listens(monkeypatch):
     from remat.torch.graph_mode import _aot
 
-    own = [getattr(_aot.graph_compile, name) for name in _aot._GRAPH_LOGS]
+    names = [name for name in _aot._GRAPH_LOGS if hasattr(_aot.graph_compile, name)]
+    assert names == list(_aot._GRAPH_LOGS) or torch.__version__ < (2, 13)
+    own = [getattr(_aot.graph_compile, name) for name in names]
     monkeypatch.setattr(_aot.trace_log, "handlers", [])
     assert not _aot._hears_graphs()
     with _aot._without_unread_logs():
-        assert [getattr(_aot.graph_compile, name) for name in _aot._GRAPH_LOGS] == list(_aot._GRAPH_LOGS.values())
-    assert [getattr(_aot.graph_compile, name) for name in _aot._GRAPH_LOGS] == own
+        assert [getattr(_aot.graph_compile, name) for name in names] == [_aot._GRAPH_LOGS[name] for name in names]
+    assert [getattr(_aot.graph_compile, name) for name in names] == own
     monkeypatch.setattr(_aot.graph_compile.aot_graphs_log, "isEnabledFor", lambda level: True)
     with _aot._without_unread_logs():
-        assert [getattr(_aot.graph_compile, name) for name in _aot._GRAPH_LOGS] == own
+        assert [getattr(_aot.graph_compile, name) for name in names] == own
 
 
 def test_operators_are_bound_to_functions():
@@ -223,3 +247,20 @@ def test_modules_carry_what_is_known_of_them():
     module = torch.fx.GraphModule({}, graph)
     module.meta["remat_step"] = 3
     assert copy.deepcopy(module).meta["remat_step"] == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_whether_onednn_computes_in_half_precision(dtype):
+    x, weight = torch.randn(8, 16, 32, 32, dtype=dtype), torch.randn(24, 16, 3, 3, dtype=dtype)
+    backend = torch._C._select_conv_backend(x, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    assert _private.onednn_computes(dtype) == (backend == torch._C._ConvBackend.Mkldnn)
+
+
+def test_what_a_call_allocates():
+    x = torch.ones(1000)
+    changes = _private.allocations(lambda: (x + x) * x)
+    assert changes == [4000, 4000, -4000]
+    # A profiler of the caller's own is not in the way, and sees nothing of it.
+    with torch.profiler.profile(profile_memory=True) as profiled, torch.no_grad():
+        assert _private.allocations(lambda: x + x) == [4000]
+    assert not any(event.name == "aten::add" for event in profiled.events())

@@ -1,13 +1,20 @@
-"""Two processes with gloo: DistributedDataParallel and fully_shard under a plan."""
+"""Two processes with gloo: DistributedDataParallel and fully_shard under a plan, and what ends one of them."""
 
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import torch
+
+import remat
 
 HERE = Path(__file__).parent
 
@@ -34,19 +41,122 @@ def run(scenario, folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scenario", ["ddp", "ddp_graph", "fsdp", "fsdp_reshard"])
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        "ddp",
+        "ddp_bucket_view",
+        "ddp_graph",
+        "ddp_graph_bucket_view",
+        "ddp_graph_unused",
+        "fsdp",
+        "fsdp_reshard",
+        "fsdp_whole",
+        "fsdp_mixed",
+    ],
+)
 def test_a_plan_over_two_processes(scenario, tmp_path):
     for found in run(scenario, tmp_path):
         assert found["same"]
         assert found["recomputed"] > 0
         assert found.get("departures", 0) == 0
-        assert found.get("mode", "eager") == ("graph" if scenario == "ddp_graph" else "eager")
+        assert found.get("mode", "eager") == ("graph" if scenario.startswith("ddp_graph") else "eager")
+        if scenario.startswith("ddp_graph"):
+            # Buckets are reduced while later gradients are computed, unless the reducer looks for unused parameters.
+            plainly, planned = found["behind"]
+            assert plainly > 5
+            assert (planned > 5) == (scenario != "ddp_graph_unused")
         plain_calls, planned_calls = found["calls"]
         assert planned_calls == plain_calls
         assert plain_calls
         predicted, measured, budget = found["peak"]
         assert measured <= budget
-        assert measured == pytest.approx(predicted, rel=0.05)
+        assert measured == pytest.approx(predicted, rel=0.03)
+        if scenario.startswith("fsdp"):
+            # What fully_shard gathers and reduces is in the plan, and nobody had to say how much it is.
+            plain_predicted, plain_measured = found["plain"]
+            assert plain_measured == pytest.approx(plain_predicted, rel=0.03)
+            assert found["measured"] == pytest.approx(predicted, rel=0.03)
+
+
+@pytest.mark.slow
+def test_a_limited_step_under_fully_shard(tmp_path):
+    for found in run("fsdp_limited", tmp_path):
+        assert found["mode"] == "eager"
+        assert found["same"]
+        assert found["recomputed"] > 0
+        assert 0 < found["measured"] <= found["budget"]
+
+
+@pytest.mark.slow
+def test_hugging_faces_trainer_in_two_processes(tmp_path):
+    for found in run("hugging_face", tmp_path):
+        assert found["same"]
+        assert found["plans"] == 1
+        assert found["recomputed"] > 0
+        assert found["measured"] == pytest.approx(found["predicted"], rel=0.03)
+        assert found["measured"] <= found["budget"]
+
+
+@pytest.mark.slow
+def test_ranks_with_other_steps_stop_with_one_error(tmp_path):
+    first, second = run("ranks_disagree", tmp_path)
+    assert first["error"] == second["error"]
+    assert "ranks 0 and 1 are about to run different steps" in first["error"]
+
+
+@pytest.mark.slow
+def test_all_ranks_follow_the_plan_of_rank_0(tmp_path):
+    first, second = run("one_plan", tmp_path)
+    assert first["own"] != second["own"]
+    assert first["followed"] == second["followed"] == first["own"]
+    assert first["same"]
+    assert second["same"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+def test_training_goes_on_after_a_process_was_killed(engine, tmp_path):
+    """A killed process ends the others by the engine's own error, and the restart is the unbroken run."""
+    folders = {name: tmp_path / name for name in ("unbroken", "broken")}
+    for folder in folders.values():
+        folder.mkdir()
+    assert all(process.wait(120) == 0 for process in training(engine, folders["unbroken"], tmp_path / "store-0"))
+    survivor, killed = training(engine, folders["broken"], tmp_path / "store-1", stop_at=2)
+    while not (folders["broken"] / "in_the_step").exists():
+        assert killed.poll() is None, killed.communicate()[1][-3000:]
+        time.sleep(0.05)
+    os.kill(killed.pid, signal.SIGKILL)
+    killed.communicate()
+    _, said = survivor.communicate(timeout=60)
+    assert survivor.returncode == 1
+    assert re.search(r"RuntimeError|DistBackendError|DistNetworkError", said), said[-3000:]
+    assert "gloo" in said
+    cache = folders["broken"] / "cache"
+    for plan in cache.rglob("*.json.gz"):
+        remat.load_plan(plan)
+    assert [path.name for path in cache.rglob("*") if path.is_file() and not path.name.endswith(".json.gz")] == []
+    assert all(process.wait(120) == 0 for process in training(engine, folders["broken"], tmp_path / "store-2"))
+    for rank in (0, 1):
+        unbroken, broken = (torch.load(folder / f"checkpoint-{rank}.pt") for folder in folders.values())
+        assert unbroken["step"] == broken["step"] == 4
+        for name in ("weights", "state"):
+            assert all(torch.equal(a, b) for a, b in zip(unbroken[name], broken[name], strict=True))
+
+
+def training(engine, folder, store, stop_at=-1):
+    """Both processes of a training of four steps."""
+    return [
+        subprocess.Popen(
+            [sys.executable, "interrupted_training.py", str(rank), str(store), engine, str(folder), "4", str(stop_at)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=HERE,
+            env={**os.environ, "REMAT_PLAN_CACHE": str(folder / "cache")},
+        )
+        for rank in (0, 1)
+    ]
 
 
 @pytest.mark.slow
@@ -54,3 +164,11 @@ def test_micro_batches_reduce_once(tmp_path):
     for found in run("ddp_micro_batches", tmp_path):
         assert found["difference"] < 1e-5
         assert found["calls"] == [1, 1]
+
+
+@pytest.mark.slow
+def test_micro_batches_in_graph_mode_reduce_once(tmp_path):
+    for found in run("ddp_graph_micro_batches", tmp_path):
+        assert found["mode"] == "graph"
+        assert found["same"]
+        assert found["calls"] == [2, 2]

@@ -165,6 +165,20 @@ def nll_backward(draw):
     return aten.nll_loss_backward.default, args, {}
 
 
+def nll_2d(draw):
+    samples, words, height, width = draw(SIZES), draw(st.integers(2, 5)), draw(SIZES), draw(SIZES)
+    labels = torch.randint(0, words, (samples, height, width))
+    labels[labels == 0] = draw(st.sampled_from([0, -100]))
+    args = (numbers(samples, words, height, width), labels, None, draw(st.integers(0, 2)), -100)
+    return aten.nll_loss2d_forward.default, args, {}
+
+
+def nll_2d_backward(draw):
+    _, args, _ = nll_2d(draw)
+    out, total = aten.nll_loss2d_forward.default(*args)
+    return aten.nll_loss2d_backward.default, (numbers(*out.shape), *args, total), {}
+
+
 def embedding(draw):
     return aten.embedding.default, (numbers(5, 3), torch.randint(0, 5, draw(shapes()))), {}
 
@@ -247,6 +261,8 @@ CASES = {
     "native_layer_norm_backward": layer_norm_backward,
     "nll_loss_forward": nll,
     "nll_loss_backward": nll_backward,
+    "nll_loss2d_forward": nll_2d,
+    "nll_loss2d_backward": nll_2d_backward,
     "embedding": embedding,
     "gather": gathered,
 }

@@ -150,7 +150,7 @@ def test_every_planner(planner):
         assert plan.recomputed == 0
         assert caught.value.minimum_bytes == plan.baseline_peak_bytes
         return
-    plan = remat.torch.plan(case.loss, *case.args, budget="80%", **options)
+    plan = remat.torch.plan(case.loss, *case.args, budget="85%", **options)
     assert plan.planner == planner
     assert plan.recomputed > 0
     remat.validate(plan.graph, plan.schedule)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections import Counter
 from contextlib import contextmanager
@@ -13,11 +14,16 @@ import torch.distributed as dist
 from steps import QUICK
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import parallel
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import remat
 import remat.torch
+
+EAGERLY = {"mode": "eager", **QUICK}
 
 
 class Block(nn.Module):
@@ -62,13 +68,13 @@ def same(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def ddp(rank):
+def ddp(rank, **options):
     """Plain, under a plan, and in micro-batches; how often gradients are reduced."""
     args = batch(rank)
     calls = []
 
     def wrapped():
-        module = DistributedDataParallel(model(batch_norm=True))
+        module = DistributedDataParallel(model(batch_norm=True), **options)
         module.register_comm_hook(None, lambda state, bucket: (calls.append(1), allreduce_hook(None, bucket))[1])
         return module, lambda x, y: nn.functional.cross_entropy(module(x), y)
 
@@ -101,15 +107,36 @@ def ddp(rank):
     }
 
 
-def ddp_graph(rank):
-    """As ``ddp``, in graph mode: the wrapped module captured whole, and its reducer's hooks."""
+class Products(TorchDispatchMode):
+    """Counts the products of matrices that run once a bucket was reduced, and others not yet."""
+
+    def __init__(self, calls):
+        super().__init__()
+        self.calls, self.before = calls, len(calls)
+        self.behind_a_reduction = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.mm.default and len(self.calls) > self.before:
+            self.behind_a_reduction += 1
+        return func(*args, **(kwargs or {}))
+
+
+def ddp_graph(rank, **options):
+    """As ``ddp``, in graph mode: the wrapped module captured whole, and its reducer's hooks.
+
+    Buckets are small. What lies in one depends on the order in which gradients come, so that numbers are counted.
+    """
     args = batch(rank)
     calls = []
 
+    def reduced(state, bucket):
+        calls.append(bucket.buffer().numel())
+        return allreduce_hook(None, bucket)
+
     def wrapped():
         torch._dynamo.reset()
-        module = DistributedDataParallel(model(batch_norm=True))
-        module.register_comm_hook(None, lambda state, bucket: (calls.append(1), allreduce_hook(None, bucket))[1])
+        module = DistributedDataParallel(model(batch_norm=True), bucket_cap_mb=0.05, **options)
+        module.register_comm_hook(None, reduced)
         return module, lambda x, y: nn.functional.cross_entropy(module(x), y)
 
     def run(module, loss):
@@ -117,17 +144,21 @@ def ddp_graph(rank):
         torch.manual_seed(7)
         for _ in range(3):
             module.zero_grad()
-            loss(*args).backward()
-        return gradients(module), len(calls)
+            value = loss(*args)
+            with Products(calls) as products:
+                value.backward()
+        return gradients(module), sum(calls), products.behind_a_reduction
 
-    plain, plain_calls = run(*wrapped())
+    plain, plain_calls, plain_behind = run(*wrapped())
     module, loss = wrapped()
     captured = remat.torch.compile(loss, budget="80%", backend="aten", **QUICK)
-    found, found_calls = run(module, captured)
+    found, found_calls, behind = run(module, captured)
+    module.zero_grad()
     peak = remat.torch.measure(captured, *args, repeats=1).peak_bytes
     return {
         "same": same(plain, found),
         "calls": [plain_calls, found_calls],
+        "behind": [plain_behind, behind],
         "recomputed": captured.plan.recomputed,
         "mode": captured.plan.mode,
         "plans": len(captured.plans),
@@ -160,6 +191,26 @@ def ddp_micro_batches(rank):
     return {"difference": largest, "calls": [whole_calls, len(calls)]}
 
 
+def ddp_graph_micro_batches(rank):
+    """The same in graph mode, with sums that are divided at the end, against eager micro-batches."""
+    args = batch(rank, rows=1024)
+    found, reduced = [], []
+    for backend in (None, "aten"):
+        module = DistributedDataParallel(model())
+        module.eval()
+        calls = []
+        module.register_comm_hook(None, lambda state, bucket: (calls.append(1), allreduce_hook(None, bucket))[1])  # noqa: B023
+        loss = lambda x, y: (nn.functional.cross_entropy(module(x), y, reduction="sum"), torch.tensor(float(len(y))))  # noqa: B023, E731
+        if backend is not None:
+            loss = remat.torch.compile(loss, budget="100%", backend=backend, accumulates=True)
+        step = remat.torch.micro_batches(loss, 4, reduction="ratio", no_sync=module.no_sync)
+        for _ in range(2):
+            step(*args)
+        found.append(gradients(module))
+        reduced.append(len(calls))
+    return {"same": same(*found), "calls": reduced, "mode": loss.plan.mode}
+
+
 @contextmanager
 def counted():
     """Counts the collectives that FSDP starts."""
@@ -173,52 +224,211 @@ def counted():
         yield calls
 
 
-def fsdp(rank, reshard):
-    """fully_shard on each block and on the whole."""
+def fsdp(rank, reshard=True, whole=False, mixed=False):
+    """fully_shard on each block and on the whole, or on the whole only, and an optimizer's updates."""
     args = batch(rank, rows=1024)
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if mixed else MixedPrecisionPolicy()
 
     def sharded():
         module = model()
-        for block in module:
-            fully_shard(block, reshard_after_forward=reshard)
-        fully_shard(module, reshard_after_forward=reshard)
-        return module, lambda x, y: nn.functional.cross_entropy(module(x), y)
+        for block in () if whole else module:
+            fully_shard(block, reshard_after_forward=reshard, mp_policy=policy)
+        fully_shard(module, reshard_after_forward=reshard, mp_policy=policy)
+        optimizer = torch.optim.AdamW(module.parameters(), 1e-3)
+        return module, optimizer, lambda x, y: nn.functional.cross_entropy(module(x).float(), y)
 
-    def run(context, module, loss):
+    def run(context, module, optimizer, loss):
         torch.manual_seed(7)
         with counted() as calls:
             for _ in range(2):
-                module.zero_grad()
                 value = loss(*args) if context is None else within(context, loss, args)
                 value.backward()
-        return gradients(module), calls
+                optimizer.step()
+                optimizer.zero_grad()
+        return {name: p.to_local().detach().clone() for name, p in module.named_parameters()}, calls
 
-    module, loss = sharded()
-    plain, plain_calls = run(None, module, loss)
-    plain_peak = remat.torch.measure(loss, *args, repeats=1).peak_bytes
-    whole = model()
-    whole_loss = lambda x, y: nn.functional.cross_entropy(whole(x), y)  # noqa: E731
-    beside = plain_peak - planned(whole_loss, args).baseline_peak_bytes
-    plan = planned(whole_loss, args, resident_bytes=beside)
+    def peak(context, optimizer, loss):
+        def step(*a):
+            value = loss(*a) if context is None else within(context, loss, a)
+            value.backward()
+            optimizer.zero_grad()
+
+        return remat.torch.measure(step, *args, repeats=1).peak_bytes
+
+    def state_of(module):
+        """The state of the module as users see it, to be the same after it was traced."""
+        return {name: (type(p).__name__, id(p), p.grad) for name, p in module.named_parameters()}
+
+    module, optimizer, loss = sharded()
+    before = state_of(module)
+    plain_plan = planned(loss, args)
+    untouched = state_of(module) == before
+    plain, plain_calls = run(None, module, optimizer, loss)
+    plain_peak = peak(None, optimizer, loss)
+    module, optimizer, loss = sharded()
+    plan = planned(loss, args)
     applied = remat.torch.apply(plan)
-    module, loss = sharded()
-    found, found_calls = run(applied, module, loss)
-    peak = remat.torch.measure(lambda *a: within(applied, loss, a), *args, repeats=1).peak_bytes
+    found, found_calls = run(applied, module, optimizer, loss)
     return {
-        "same": same(plain, found),
+        "same": same(plain, found) and untouched,
         "calls": [Counter(plain_calls), Counter(found_calls)],
         "recomputed": plan.recomputed,
         "departures": applied.departures,
-        "peak": [plan.peak_bytes, peak, plan.budget_bytes],
+        "plain": [plain_plan.baseline_peak_bytes, plain_peak],
+        "peak": [plan.peak_bytes, peak(applied, optimizer, loss), plan.budget_bytes],
+        "measured": plan.measured_peak_bytes,
     }
+
+
+def fsdp_limited(rank):
+    """A step under fully_shard with one line: limit_memory cannot capture it, and plans it as it is."""
+    args = batch(rank, rows=1024)
+    found = []
+    for is_limited in (False, True):
+        module = sharded_by_blocks()
+        loss = lambda x, y: nn.functional.cross_entropy(module(x), y)  # noqa: B023, E731
+        if is_limited:
+            loss = remat.torch.limit_memory(loss, "60%", **QUICK)
+        for _ in range(2):
+            torch.manual_seed(7)
+            loss(*args).backward()
+            found.append(gradients(module))
+    (plan,) = loss.plans
+    return {
+        "mode": plan.mode,
+        "recomputed": plan.recomputed,
+        "same": all(same(found[0], one) for one in found),
+        "measured": plan.measured_peak_bytes,
+        "budget": plan.budget_bytes,
+    }
+
+
+def on_mesh(rank, cut, mesh):
+    """What a step on a mesh was predicted to need, and what it needs.
+
+    Args:
+        rank: of this process.
+        cut: distributes a model with memory over the real mesh.
+        mesh: as ``plan_mesh`` takes it.
+    """
+    module = blocks_and_head()
+    cut(module)
+    optimizer = torch.optim.AdamW(module.parameters(), 1e-3)
+    x, y = batch(rank, rows=1024)
+
+    def loss():
+        return nn.functional.cross_entropy(module(x), y)
+
+    def step():
+        loss().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    torch.manual_seed(7)
+    step()
+    # gloo's own thread lets go of a reduced tensor a moment after the waiting thread has gone on: more in some steps.
+    measured = min(remat.torch.measure(step, repeats=1).peak_bytes for _ in range(5))
+    dist.destroy_process_group()  # The mesh is simulated in this very process.
+
+    def build(rows):
+        with torch.device("meta"):
+            simulated = blocks_and_head()
+            args = torch.empty(rows, 64), torch.empty(rows, dtype=torch.int64)
+        return lambda x, y: nn.functional.cross_entropy(simulated(x), y), *args
+
+    given = {"device": "cpu", "budget": "1GiB", "batch_size": 1024 * (2 if mesh == "fsdp=2" else 1), "styles": STYLES}
+    found = remat.torch.plan_mesh(build, mesh, reshard_after_forward=True, **given)
+    return {"predicted": found.plan.peak_bytes, "measured": measured}
+
+
+STYLES = {"*.one": "colwise", "*.two": "rowwise"}
+
+
+def cut_matrices(module):
+    cuts = {name: parallel.ColwiseParallel() for name, _ in module.named_modules() if name.endswith(".one")}
+    cuts |= {name: parallel.RowwiseParallel() for name, _ in module.named_modules() if name.endswith(".two")}
+    parallel.parallelize_module(module, init_device_mesh("cpu", (2,)), cuts)
+
+
+def shard_blocks(module):
+    blocks, head = module
+    for unit in (*blocks, head):
+        fully_shard(unit, reshard_after_forward=True)
+    fully_shard(module)
+
+
+def blocks_and_head():
+    *blocks, head = model()
+    return nn.Sequential(nn.Sequential(*blocks), head)
+
+
+def sharded_by_blocks():
+    module = model()
+    for block in module:
+        fully_shard(block)
+    return fully_shard(module)
+
+
+def ranks_disagree(rank):
+    """Rank 1 has a longer batch."""
+    module = sharded_by_blocks()
+    loss = remat.torch.limit_memory(lambda x, y: nn.functional.cross_entropy(module(x), y), "60%", **EAGERLY)
+    try:
+        loss(*batch(rank, rows=256 + 64 * rank))
+    except remat.PlanMismatch as error:
+        return {"error": str(error)}
+    return {"error": ""}
+
+
+def one_plan(rank):
+    """Each rank makes a plan for another budget; both follow rank 0's."""
+    args = batch(rank, rows=256)
+    found = []
+    for share in (None, ("80%", "60%")[rank]):
+        module = sharded_by_blocks()
+        loss = lambda x, y: nn.functional.cross_entropy(module(x), y)  # noqa: B023, E731
+        torch.manual_seed(7)
+        if share is None:
+            loss(*args).backward()
+        else:
+            plan = remat.torch.plan(loss, *args, budget=share, **QUICK)
+            applied = remat.torch.apply(plan)
+            within(applied, loss, args).backward()
+        found.append(gradients(module))
+    return {
+        "same": same(*found),
+        "own": list(plan.schedule),
+        "followed": list(applied.plan.schedule),
+    }
+
+
+def hugging_face(rank):
+    """Hugging Face's Trainer as torchrun starts it; it wraps the model in DistributedDataParallel."""
+    import trainers_worker
+
+    os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"})
+    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"})  # The group is there already.
+    return trainers_worker.hugging_face(accumulation=2) | {"processes": dist.get_world_size()}
 
 
 SCENARIOS = {
     "ddp": ddp,
     "ddp_graph": ddp_graph,
+    "ddp_graph_bucket_view": lambda rank: ddp_graph(rank, gradient_as_bucket_view=True),
+    "ddp_graph_unused": lambda rank: ddp_graph(rank, find_unused_parameters=True),
     "ddp_micro_batches": ddp_micro_batches,
+    "ddp_graph_micro_batches": ddp_graph_micro_batches,
+    "ddp_bucket_view": lambda rank: ddp(rank, gradient_as_bucket_view=True),
     "fsdp": lambda rank: fsdp(rank, reshard=False),
-    "fsdp_reshard": lambda rank: fsdp(rank, reshard=True),
+    "fsdp_reshard": fsdp,
+    "fsdp_whole": lambda rank: fsdp(rank, whole=True),
+    "fsdp_mixed": lambda rank: fsdp(rank, mixed=True),
+    "fsdp_limited": fsdp_limited,
+    "mesh_fsdp": lambda rank: on_mesh(rank, shard_blocks, "fsdp=2"),
+    "mesh_tensor": lambda rank: on_mesh(rank, cut_matrices, "tensor=2"),
+    "hugging_face": hugging_face,
+    "ranks_disagree": ranks_disagree,
+    "one_plan": one_plan,
 }
 
 if __name__ == "__main__":
@@ -226,5 +436,6 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
     print(json.dumps(SCENARIOS[scenario](rank)), flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()

@@ -11,11 +11,13 @@ from remat.running.supported import TORCH, check_version
 check_version(TORCH)  # The imports below reach for symbols that move between versions.
 
 from remat.running.measurement import Measurement
+from remat.torch import trainers
 from remat.torch.api.apply import Applied, apply
 from remat.torch.api.compile import Compiled, CompiledPlan, GraphCompiled, compile
 from remat.torch.api.limit import limit_memory
 from remat.torch.api.plan import StepPlan, plan
 from remat.torch.check import check
+from remat.torch.cluster.plan import MeshPlan, plan_mesh
 from remat.torch.measure import measure
 from remat.torch.micro_batches import MicroBatches, micro_batches
 from remat.torch.recompute import recompute
@@ -27,6 +29,7 @@ __all__ = [
     "CompiledPlan",
     "GraphCompiled",
     "Measurement",
+    "MeshPlan",
     "MicroBatches",
     "StepPlan",
     "apply",
@@ -36,6 +39,8 @@ __all__ = [
     "measure",
     "micro_batches",
     "plan",
+    "plan_mesh",
     "recompute",
     "trace",
+    "trainers",
 ]

@@ -1,15 +1,17 @@
 """Every symbol of PyTorch that is not documented as public; ``tests/torch/test_torch_private.py`` checks each.
 
 They are where this file looks for them in PyTorch 2.9 to 2.15; what differs between these says so. Those of Inductor
-are in ``compiled/_inductor.py``.
+are in ``compiled/_inductor.py``, those of ``fully_shard`` in ``_fsdp.py``.
 """
 
 from __future__ import annotations
 
 import mmap
+import sys
 import weakref
-from collections.abc import Callable, MutableMapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, MutableMapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from types import TracebackType
 from typing import Any, Final, TypeAlias
@@ -23,7 +25,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
-from torch.distributed._composable_state import _module_state_mapping
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -70,6 +72,13 @@ def _zeros() -> tuple[int, Any]:
     except (AttributeError, OSError, ValueError, OverflowError):
         return 0, None
     return int(np.frombuffer(region, dtype=np.uint8).ctypes.data), region
+
+
+@cache
+def onednn_computes(dtype: torch.dtype) -> bool:
+    """Has oneDNN kernels for products of this half precision on this CPU?"""
+    short = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
+    return bool(getattr(torch.ops.mkldnn, f"_is_mkldnn_{short}_supported")())
 
 
 def storage_without_memory(size_bytes: int, device: torch.device) -> Storage:
@@ -163,11 +172,16 @@ def no_modes() -> AbstractContextManager[Any]:
     return context
 
 
-def alias(tensor: torch.Tensor) -> torch.Tensor:
-    """Inside an operator: the same storage and version counter in a tensor that no autograd node will hold on to."""
+def alias(tensor: torch.Tensor, place: tuple[Any, Any, int] | None = None) -> torch.Tensor:
+    """Inside an operator: the same storage and version counter in a tensor that no autograd node will hold on to.
+
+    Args:
+        tensor: any tensor.
+        place: shape, strides and offset in the storage; None for those of ``tensor``.
+    """
     # What ``torch.overrides.enable_reentrant_dispatch`` does, at a third of its time.
     with _engine._RestorePythonTLSSnapshot():
-        return tensor.detach()
+        return tensor.detach() if place is None else tensor.detach().as_strided(*place)
 
 
 def copy_of_storage(tensor: torch.Tensor) -> torch.Tensor:
@@ -251,19 +265,82 @@ def enable_grad(enabled: bool) -> None:
     _engine._set_grad_enabled(enabled)
 
 
-def gather(tensor: torch.Tensor) -> None:
-    """Bring a parameter back that ``fully_shard`` let go of after the forward pass.
+def sharding() -> Any:
+    """The module ``remat.torch._fsdp`` where ``fully_shard`` is imported; else None, since importing it takes long."""
+    if "torch.distributed.fsdp" not in sys.modules:
+        return None
+    from remat.torch import _fsdp
 
-    The module's own backward pass, which would gather it later, then finds it there. Does nothing for other tensors.
-    """
-    key = storage_key(tensor.untyped_storage())
-    for module, state in list(_module_state_mapping.items()):
-        for group in getattr(state(), "_fsdp_param_groups", ()):
-            for parameter in group.fsdp_params:
-                whole = getattr(parameter, "_unsharded_param", None)
-                if whole is not None and storage_key(whole.untyped_storage()) == key:
-                    module.unshard()  # type: ignore[operator]
-                    return
+    return _fsdp
+
+
+def is_one_of_several() -> bool:
+    """Is this process one of a process group?"""
+    dist = torch.distributed
+    return bool(dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
+
+
+def process_group() -> tuple[int, int, Any]:
+    """This process's rank, how many there are, and the store in which they found each other."""
+    dist = torch.distributed
+    return dist.get_rank(), dist.get_world_size(), dist.distributed_c10d._get_default_store()
+
+
+@contextmanager
+def observed_sharding(observer: Any) -> Iterator[None]:
+    """Inside, somebody is told what ``fully_shard`` does: a ``remat.torch._fsdp.Observer``."""
+    used = sharding()
+    if used is None:
+        yield
+        return
+    used.observe(observer)
+    try:
+        yield
+    finally:
+        used.ignore(observer)
+
+
+def gather(tensor: torch.Tensor) -> None:
+    """Bring a parameter back that ``fully_shard`` let go of; does nothing for other tensors."""
+    if (sharded := sharding()) is not None:
+        sharded.gather(tensor)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a distributed tensor (DTensor) that lies in this process; any other tensor as it is."""
+    found: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return found
+
+
+def placement(tensor: Any) -> Any:
+    """How a distributed tensor (DTensor) is distributed, for ``distributed``."""
+    return tensor._spec
+
+
+def distributed(part: torch.Tensor, placement: Any) -> torch.Tensor:
+    """A distributed tensor of its local part."""
+    from torch.distributed.tensor import DTensor
+
+    make: Any = DTensor
+    found: torch.Tensor = make(part, placement, requires_grad=False)
+    return found
+
+
+_COLLECTIVES: Final = {
+    "all_reduce": "AllReduce",
+    "all_gather_into_tensor": "AllGather",
+    "reduce_scatter_tensor": "ReduceScatter",
+    "all_to_all_single": "AllToAll",
+    "broadcast": "Broadcast",
+    "wait_tensor": "",
+}
+"""Functional collectives of PyTorch 2.13, by what NCCL calls them; "" for the wait. One that is missing runs as any
+other silent operator, and its time is not counted."""
+
+
+def collective_kind(func: OpOverload) -> str | None:
+    """What NCCL calls a functional collective; "" for the wait for one, None for any other operator."""
+    return _COLLECTIVES.get(func._opname) if func.namespace == "_c10d_functional" else None
 
 
 def is_silent(func: OpOverload) -> bool:
@@ -283,6 +360,16 @@ def flop_formula(func: OpOverload) -> Callable[..., Any] | None:
 def is_mutable(func: OpOverload) -> bool:
     """Does the operator's schema say that it writes to an argument?"""
     return bool(func._schema.is_mutable)
+
+
+@cache
+def is_factory(func: OpOverload) -> bool:
+    """Is it an operator that makes a tensor from options, such as ``zeros`` and ``empty_like``?
+
+    PyTorch's functions for these run below autograd. What they hand out begins a version counter of its own, which
+    nothing shares that is made inside of the operator.
+    """
+    return any(argument.name == "pin_memory" for argument in func._schema.arguments)
 
 
 def written_arguments(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
@@ -348,6 +435,10 @@ def generator_argument(func: OpOverload) -> int | None:
     return next((n for n, argument in enumerate(func._schema.arguments) if argument.name == "generator"), None)
 
 
+STANDS_FOR: Final = "remat_stands_for"
+"""The attribute of a leaf that names the tensor whose ``grad`` is filled in its place."""
+
+
 def leaves_of(loss: torch.Tensor) -> list[torch.Tensor]:
     """The tensors whose ``grad`` a backward pass from the loss fills."""
     found: dict[int, torch.Tensor] = {}
@@ -359,7 +450,8 @@ def leaves_of(loss: torch.Tensor) -> list[torch.Tensor]:
             continue
         seen.add(node)
         if type(node).__name__ == "AccumulateGrad":
-            found[id(node.variable)] = node.variable
+            leaf = vars(node.variable).get(STANDS_FOR, node.variable)
+            found[id(leaf)] = leaf
         open_nodes.extend(successor for successor, _ in node.next_functions)
     return list(found.values())
 
@@ -383,6 +475,53 @@ def memory_events(profile: Any) -> list[tuple[int, int]]:
     return [(address, size) for _, address, size in sorted(found, key=lambda one: one[0])]
 
 
+def allocations(run: Callable[[], object]) -> list[int]:
+    """Bytes that a call takes from the CPU's allocator, one after the other, negative where they are given back.
+
+    It runs in a thread of its own, where no dispatch mode, autocast or profiler of the caller's is on. This is the
+    profiler of old, which prints nothing; ``torch.profiler`` of 2.13 writes two lines at each use.
+    """
+    profiler: Any = torch._C._autograd
+    how: Any = torch._C._profiler
+    what = how.ProfilerConfig(how.ProfilerState.CPU, False, True, False, False, False, how._ExperimentalConfig())
+
+    number = torch.get_num_threads()
+
+    def profiled() -> list[int]:
+        # OpenMP has a number of threads for each thread that asks.
+        torch.set_num_threads(number)
+        profiler._enable_profiler_legacy(what)
+        try:
+            result = run()
+        finally:
+            threads = profiler._disable_profiler_legacy()
+        del result
+        events = (event for events in threads for event in events)
+        return [event.cpu_memory_usage() for event in events if event.kind() == "memory_alloc"]
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(profiled).result()
+
+
 def weak(storage: Storage) -> Callable[[], Storage | None]:
     """A weak reference; the same object stands for a storage as long as that lives."""
     return weakref.ref(storage)
+
+
+def step_without_hooks(kind: type[torch.optim.Optimizer]) -> Callable[[torch.optim.Optimizer], Any]:
+    """An optimizer's ``step`` without the hooks that PyTorch puts around it when the first of its kind is made."""
+    step: Any = kind.step
+    plain: Callable[[torch.optim.Optimizer], Any] = step.__wrapped__ if getattr(step, "hooked", False) else step
+    return plain
+
+
+def step_pre_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
+    """What runs before an optimizer's step: hooks of its own, and of all optimizers."""
+    return [*_global_optimizer_pre_hooks.values(), *optimizer._optimizer_step_pre_hooks.values()]
+
+
+def wrapper_like(kind: Any, tensor: torch.Tensor) -> Any:
+    """A tensor of a class with a ``__torch_dispatch__`` that looks like another one and has no memory."""
+    return torch.Tensor._make_wrapper_subclass(
+        kind, tensor.shape, strides=tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    )

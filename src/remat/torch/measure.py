@@ -34,7 +34,7 @@ def measure(fn: Callable[..., Any], *args: Any, repeats: int = 3, **kwargs: Any)
     resident = _ResidentWatcher()
     if not _any_on_gpu(args, kwargs):
         # Compiled code hides what it reads; the same step run eagerly reads the same.
-        with torch.compiler.set_stance("force_eager"), resident:
+        with torch.compiler.set_stance("force_eager"), resident, _private.observed_sharding(resident):
             _run(fn, args, kwargs)
     on_gpu = resident.is_on_gpu or _any_on_gpu(args, kwargs)
     peak_bytes = 0 if on_gpu else resident.bytes + _cpu_peak_bytes(fn, args, kwargs)
@@ -95,7 +95,33 @@ class _ResidentWatcher(_private.TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._sizes: dict[int, tuple[Any, int]] = {}
         self._made: dict[int, Any] = {}
+        self._seen_inside: dict[int, Any] = {}
+        self._own_code_depth = 0
         self.is_on_gpu = False
+
+    def begin_own_code(self) -> None:
+        """``fully_shard`` begins. What a collective takes for itself is made unseen, and seen when it is read."""
+        self._own_code_depth += 1
+
+    def end_own_code(self) -> None:
+        """It ends: what was first read inside and is gone was not there before the step."""
+        self._own_code_depth -= 1
+        if not self._own_code_depth:
+            for key, weak in self._seen_inside.items():
+                if (storage := weak()) is not None:
+                    self._sizes[key] = (storage, storage.nbytes())
+            self._seen_inside.clear()
+
+    def allocates(self, tensor: torch.Tensor) -> bool:
+        """A storage from before the step gets its memory in it: that is an allocation like any other."""
+        storage = tensor.untyped_storage()
+        if not storage.nbytes():
+            self._made[_private.storage_key(storage)] = _private.weak(storage)
+        return False
+
+    def frees(self, tensor: torch.Tensor) -> bool:
+        """Not counted."""
+        return False
 
     @property
     def bytes(self) -> int:
@@ -107,15 +133,19 @@ class _ResidentWatcher(_private.TorchDispatchMode):
         for tensor in _private.tree_leaves((args, kwargs)):
             if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
                 self.is_on_gpu = self.is_on_gpu or tensor.is_cuda
-                storage = tensor.untyped_storage()
+                storage = _private.local(tensor).untyped_storage()
                 key = _private.storage_key(storage)
                 made = self._made.get(key)
-                if made is None or made() is not storage:
+                if made is not None and made() is storage:
+                    continue
+                if self._own_code_depth and key not in self._sizes:
+                    self._seen_inside[key] = _private.weak(storage)
+                else:
                     self._sizes[key] = (storage, storage.nbytes())
         out = func(*args, **kwargs)
         for tensor in _private.tree_leaves(out):
             if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
-                storage = tensor.untyped_storage()
+                storage = _private.local(tensor).untyped_storage()
                 key = _private.storage_key(storage)
                 if key not in self._sizes:
                     self._made[key] = _private.weak(storage)

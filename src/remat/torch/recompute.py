@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, cast
 
 import torch
@@ -30,7 +31,8 @@ def recompute(f: _F) -> _F:
 
     What runs again are the operators below autograd, not the Python of ``f``: its side effects, hooks and BatchNorm
     updates happen once, autocast stays as it was, and dropout draws the same numbers. Random draws on a GPU, custom
-    operators and whatever else may not run twice are kept. ``REMAT_RECOMPUTE=0`` in the environment switches it off.
+    operators and whatever else may not run twice are kept. In graph mode the plan decides what runs again, of what is
+    marked as of everything else. ``REMAT_RECOMPUTE=0`` in the environment switches it off.
 
     Args:
         f: a function, a module (its ``forward`` is replaced on the instance), or a class of modules.
@@ -50,10 +52,24 @@ def recompute(f: _F) -> _F:
     return cast(_F, _wrapped(f))
 
 
+_marks_count = True
+
+
+@contextlib.contextmanager
+def without_marks() -> Iterator[None]:
+    """Inside, what is marked runs as it is: where graph mode captures it, for the plan says what runs again."""
+    global _marks_count
+    before, _marks_count = _marks_count, False
+    try:
+        yield
+    finally:
+        _marks_count = before
+
+
 def _wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if is_switched_off() or not torch.is_grad_enabled():
+        if not _marks_count or is_switched_off() or not torch.is_grad_enabled():
             return function(*args, **kwargs)
         watcher = _CallWatcher()
         with watcher, torch.autograd.graph.saved_tensors_hooks(watcher.pack, _unpack):

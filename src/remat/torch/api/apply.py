@@ -11,7 +11,10 @@ import torch
 from remat.core.errors import PlanMismatch
 from remat.core.plan import Plan
 from remat.fit.first_step import TOLERANCE, broken_budget, exceeds, tell
+from remat.torch import _private
 from remat.torch.api.plan import StepPlan
+from remat.torch.api.ranks import plan_of_all
+from remat.torch.early_updates import updater_of
 from remat.torch.emit.first_step import StepMeter
 from remat.torch.emit.planned_step import ForwardWatcher, PlannedForward, unpack
 
@@ -31,8 +34,10 @@ def apply(plan: Plan, *, strict: bool = False) -> Applied:
     number of times, also several before one backward pass. A step that departs from the plan (another shape, another
     branch) keeps, from there on, what plain PyTorch would keep; the first time this is logged as a warning.
 
-    The first step is measured, forward and backward pass: ``plan.measured_peak_bytes`` says what it took. So is one
-    later step after another branch was taken. More than 1 % over the budget is logged as a warning, once.
+    The first step is measured, forward and backward pass: ``plan.measured_peak_bytes`` says what it took. Where the
+    plan moves updates into the backward pass, the first step that finds the optimizer's state is measured, which is the
+    second as a rule. So is one later step after another branch was taken. More than 1 % over the budget is logged as a
+    warning, once.
 
     Args:
         plan: from ``remat.torch.plan``.
@@ -43,7 +48,8 @@ def apply(plan: Plan, *, strict: bool = False) -> Applied:
 
     Raises:
         PlanMismatch: for a plan without its traced step, as loaded from a file; with ``strict``, from the backward pass
-            of a first step that takes more than the budget.
+            of a first step that takes more than the budget; in every process, from the first step, where processes of
+            a step under ``fully_shard`` do not plan the same step.
     """
     if not isinstance(plan, StepPlan):
         raise PlanMismatch(
@@ -83,21 +89,42 @@ class Applied:
         self._measures_next = False
         self._has_measured_a_branch = False
         self._planned = PlannedForward(plan.step.recording, plan.directions)
+        self._is_agreed = False
         self._open: list[tuple[ForwardWatcher, Any, StepMeter | None]] = []
 
     def __enter__(self) -> Applied:
+        if not self._is_agreed:
+            self._agree()
         watcher = ForwardWatcher(self._planned, self._departed)
         meter = None
-        if self.plan.measured_peak_bytes is None or self._measures_next:
+        if (
+            (self.plan.measured_peak_bytes is None and self._has_state()) or self._measures_next
+        ) and self._has_gradients:
             if self._meter is not None:
                 self._meter.stop()  # Its step had no backward pass, or has it together with this one.
             meter = self._meter = StepMeter(self._measured)
             meter.__enter__()  # type: ignore[no-untyped-call]
         hooks = torch.autograd.graph.saved_tensors_hooks(watcher.pack, meter.unpack if meter is not None else unpack)
+        if (sharded := _private.sharding()) is not None:
+            sharded.observe(watcher)
         watcher.__enter__()  # type: ignore[no-untyped-call]
         hooks.__enter__()
         self._open.append((watcher, hooks, meter))
         return self
+
+    def _agree(self) -> None:
+        """Follow the plan that all processes follow."""
+        self._is_agreed = True
+        plan = plan_of_all(self.plan, self.plan.step.recording)
+        if plan is not self.plan:
+            self.plan = plan
+            self._planned = PlannedForward(plan.step.recording, plan.directions)
+
+    @property
+    def _has_gradients(self) -> bool:
+        """Are the gradients there that the plan counts from the start? They are not in the first of several steps."""
+        leaves = [leaf for weak in self.plan.step.recording.accumulates_into if (leaf := weak()) is not None]
+        return not leaves or any(leaf.grad is not None for leaf in leaves)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -105,9 +132,13 @@ class Applied:
         watcher, hooks, meter = self._open.pop()
         hooks.__exit__(kind, error, trace)
         watcher.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        if (sharded := _private.sharding()) is not None:
+            sharded.ignore(watcher)
         if meter is not None:
             meter.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         if kind is None:
+            if self.plan.optimizer is not None and self.plan.early:
+                updater_of(self.plan.optimizer).arm(self.plan.early)
             watcher.finish(TOLERANCE * self.plan.budget_bytes)
             if meter is not None:
                 self.first_difference = watcher.first_difference
@@ -117,6 +148,10 @@ class Applied:
         elif meter is not None:
             meter.stop()
             self._meter = None
+
+    def _has_state(self) -> bool:
+        """Is there what the optimizer makes at its first step, where that is inside of the backward pass?"""
+        return self.plan.optimizer is None or not self.plan.early or bool(self.plan.optimizer.state)
 
     def _measured(self, meter: StepMeter) -> None:
         plan = self.plan

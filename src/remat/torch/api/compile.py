@@ -103,6 +103,11 @@ def compile(
     """
     if backend not in ("inductor", "aten"):
         raise ValueError(f'backend={backend!r} is unknown; it is "inductor" or "aten"')
+    if "update" in levers:
+        raise ValueError(
+            "the gradients of a captured step arrive together, so that remat.torch.compile does not have the lever "
+            "'update'; use remat.torch.limit_memory or remat.torch.plan with it, whose steps run eagerly"
+        )
     request = Request(budget, plan, planner=planner, time_limit_s=time_limit_s, options=options, levers=tuple(levers))
     request = request.check("remat.torch.compile", takes_auto=False)
     if not request.plans:
@@ -174,10 +179,17 @@ class GraphCompiled:
         self._device = device
         self._strict = strict
         self._capture = capture
-        self._captured = capture.Captured(
-            fn, request, self._resident_bytes, device, self.plans, strict=strict, first_share=first_share
-        )
         self._reducers = data_parallel.Reducers(fn)
+        self._captured = capture.Captured(
+            fn,
+            request,
+            self._resident_bytes,
+            device,
+            self.plans,
+            strict=strict,
+            first_share=first_share,
+            takers_for=self._reducers.takers_for,
+        )
         self._eager: Callable[..., Any] | None = None
         self._in_pieces: Callable[..., Any] | None = None
         self._optimizer_bytes: int | None = None
@@ -194,16 +206,15 @@ class GraphCompiled:
         Raises:
             InfeasibleBudget: at the first call with new shapes, if no plan fits; it names the smallest budget.
             PlanMismatch: where the plan that was given is for another step.
-            UnsupportedStep: for a module under ``fully_shard``; for a step that cannot be planned as a whole and has a
-                budget in bytes.
+            UnsupportedStep: for a step that cannot be planned as a whole and has a budget in bytes.
         """
         if not torch.is_grad_enabled():
             return self._fn(*args, **kwargs)
         if self._beside.optimizer is not None and self._optimizer_bytes is None:
             self._optimizer_bytes = _optimizer_bytes(self._fn, args, kwargs, self._beside.optimizer)
         if self._eager is None:
-            self._reducers.find(args, kwargs)
             try:
+                self._reducers.find(args, kwargs)
                 return self._reducers.run(self._captured, args, kwargs)
             except (UnsupportedStep, *self._capture.NOT_CAPTURED) as error:
                 self._run_eagerly(error)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, cast, get_args
 
 from remat.core.budget import check_budget
@@ -23,6 +23,7 @@ def limit_memory(
     mode: Mode = "auto",
     on_change: OnChange = "replan",
     strict: bool = False,
+    levers: Sequence[str] = ("recompute",),
     **options: Any,
 ) -> Any:
     """Run a function that returns a loss within a byte budget, with the same numbers.
@@ -49,6 +50,9 @@ def limit_memory(
             first plan, where they keep what plain PyTorch keeps from the place on where they depart. "replan" also
             plans once more, for what it really took, a step whose first run takes more than the budget.
         strict: raise an error where the budget does not hold then either; else this is logged as a warning, once.
+        levers: what a plan may do. "recompute" runs operators again. "split" runs the widest region of the step in
+            slices, see ``compile``; it needs graph mode. "update", with ``optimizer=``, runs the update of each
+            parameter inside of the backward pass, see ``plan``; the step then runs in eager mode.
         **options: passed on to ``compile``; in eager mode to ``plan``.
 
     Returns:
@@ -59,9 +63,10 @@ def limit_memory(
         InvalidBudget: if the budget cannot be read.
         PlanMismatch: with ``strict``, from the backward pass of a step that takes more than the budget.
         InfeasibleBudget: if no plan fits; with ``strict``, also where none leaves room for what a first step took.
-        ValueError: for another ``on_change`` or ``mode``, and for "keep" with ``mode="graph"``.
+        ValueError: for another ``on_change`` or ``mode``, for "keep" with ``mode="graph"``, and for levers that are
+            none, unknown, or not there in this mode.
     """
-    check_mode(mode)
+    mode = _mode_for(tuple(levers), check_mode(mode))
     plans_again = replans(on_change)
     if mode == "graph" and on_change == "keep":
         raise ValueError(
@@ -69,7 +74,10 @@ def limit_memory(
         )
     check_budget(budget)
     if loss_fn is None:
-        return functools.partial(limit_memory, budget=budget, mode=mode, on_change=on_change, strict=strict, **options)
+        return functools.partial(
+            limit_memory, budget=budget, mode=mode, on_change=on_change, strict=strict, levers=levers, **options
+        )
+    options["levers"] = tuple(levers)
     if mode == "graph" or (mode == "auto" and plans_again):
         return _in_graph_mode(loss_fn, budget, strict, options)
     return eagerly(loss_fn, budget, plans_again, strict, options, [])
@@ -84,6 +92,23 @@ def check_mode(mode: str) -> Mode:
     if mode not in get_args(Mode):
         raise ValueError(f'mode={mode!r} is unknown; it is "auto", "graph" or "eager"')
     return cast("Mode", mode)
+
+
+def _mode_for(levers: tuple[str, ...], mode: Mode) -> Mode:
+    """The mode in which a step can do what the levers say.
+
+    Raises:
+        ValueError: where there is none.
+    """
+    if "update" in levers and "split" in levers:
+        raise ValueError("the lever 'split' needs graph mode and the lever 'update' eager mode: leave one out")
+    if "update" in levers and mode == "graph":
+        raise ValueError(
+            "in graph mode all gradients arrive together: leave 'update' out of levers=, or mode=\"graph\""
+        )
+    if "split" in levers and mode == "eager":
+        raise ValueError("the lever 'split' needs graph mode: leave it out of levers=, or mode=\"eager\"")
+    return "eager" if "update" in levers else mode
 
 
 def _in_graph_mode(function: Callable[..., Any], budget: int | str, strict: bool, options: dict[str, Any]) -> Any:

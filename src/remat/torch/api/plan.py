@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 
 from remat.core.graph import Graph
-from remat.core.plan import Plan, plan_for_schedule
+from remat.core.plan import Plan, Update, plan_for_schedule
 from remat.core.simulator import simulate
 from remat.fit.candidate import Candidate
 from remat.fit.fit import fit
@@ -18,10 +18,14 @@ from remat.fit.peaks import PeakRange
 from remat.fit.request import Request
 from remat.planning.checkpoints import plan_with_checkpoints
 from remat.running.cost_model import get_profile
-from remat.torch.emit.eager_order import Directions, Units, directions_of, in_eager_order
+from remat.torch.early_updates import check_optimizer, hook_before_step
+from remat.torch.emit.eager_order import Directions, EagerOrder, Units, directions_of, gathered_early, in_eager_order
 from remat.torch.trace.fake_step import record_step
 from remat.torch.trace.recording import Recording
 from remat.torch.trace.trace import TracedStep, default_profile, gpu_of, traced_step
+
+EAGER_LEVERS: Final = ("recompute", "update")
+"""What an eager step can do. A region runs in slices in graph mode only, where its operators are written down."""
 
 _RESERVE: Final = 0.02
 """The share of a peak that is left for scratch memory of kernels that ``trace.cpu_scratch`` does not know.
@@ -40,10 +44,14 @@ class StepPlan(Plan):
     Attributes:
         step: the traced step.
         directions: what happens to each saved tensor.
+        optimizer: the one whose updates the plan moves; None where it moves none.
+        early: the parameters whose updates run inside of the backward pass.
     """
 
     step: TracedStep = field(kw_only=True, repr=False, compare=False)
     directions: Directions = field(kw_only=True, repr=False, compare=False)
+    optimizer: torch.optim.Optimizer | None = field(default=None, kw_only=True, repr=False, compare=False)
+    early: tuple[torch.Tensor, ...] = field(default=(), kw_only=True, repr=False, compare=False)
 
     @property
     def graph(self) -> Graph:
@@ -51,6 +59,12 @@ class StepPlan(Plan):
         return self.step.graph
 
     __str__ = Plan.__str__
+
+    def with_schedule(self, schedule: Sequence[int]) -> StepPlan:
+        """The plan of the same step with another schedule, that of another process say."""
+        other = plan_for_schedule(self.graph, tuple(schedule), planner=self.planner)
+        other = dataclasses.replace(other, baseline_peak_bytes=self.baseline_peak_bytes, budget_bytes=self.budget_bytes)
+        return EagerCandidate.of(self.step).following(other)
 
 
 def plan(
@@ -65,6 +79,7 @@ def plan(
     planner: str = "auto",
     time_limit_s: float | None = None,
     device: str | None = None,
+    levers: Sequence[str] = ("recompute",),
     **options: Any,
 ) -> StepPlan:
     """Plan a training step within a byte budget, without running it and without allocating anything.
@@ -80,12 +95,16 @@ def plan(
         optimizer: its state counts as resident, and its update is part of the step. It is not changed.
         accumulates: do gradients exist already when the step starts, as they do for every micro-batch but the first?
         resident: tensors that count although neither the loss nor the optimizer touches them.
-        resident_bytes: memory that counts likewise: what ``fully_shard`` keeps for its collectives, say.
+        resident_bytes: memory that counts likewise.
         planner: a planner's name.
         time_limit_s: wall seconds for each round of planning; there are up to ten.
         device: profile for the predicted times: "cpu", "a100", "h100", "h200" or "measured"; None means that of the
             device of the tensors. If it is a GPU and the step is on the meta device, the plan is for that GPU's
             kernels, as in ``trace``.
+        levers: what the plan may do. "recompute" runs operators again. "update", with ``optimizer=``, runs the update
+            of each parameter inside of the backward pass, as soon as its gradient is there, and lets go of the
+            gradient: the same numbers to the bit. ``optimizer.step()`` stays in the loop, and does what is left to do.
+            The plan says what forbids it: a hook of the optimizer that sees all gradients, or ``accumulates``.
         **options: passed on to the planner.
 
     Returns:
@@ -94,28 +113,45 @@ def plan(
     Raises:
         InvalidBudget: if the budget cannot be read.
         InfeasibleBudget: if no schedule fits; it names the smallest budget that this function can keep.
-        UnsupportedStep: where the trace would need a tensor's values, or the loss cannot be differentiated.
+        UnsupportedStep: where the trace would need a tensor's values, or the loss cannot be differentiated; with the
+            lever "update", for an optimizer that does not update each parameter by itself, and in several processes.
         PlanMismatch: where ``plan`` is for another step.
-        ValueError: for both a budget and a plan.
+        ValueError: for both a budget and a plan, for levers that are none or unknown here, and for "update" without an
+            optimizer.
     """
     if not callable(loss_fn):
         raise TypeError(f"remat.torch.plan takes a loss function and its arguments, not {type(loss_fn).__name__}")
-    request = Request(budget, plan, planner=planner, time_limit_s=time_limit_s, options=options)
-    request = request.check("remat.torch.plan", takes_auto=False)
+    request = Request(budget, plan, planner=planner, time_limit_s=time_limit_s, options=options, levers=tuple(levers))
+    if "split" in request.levers:
+        raise ValueError(
+            "an eager step cannot run in slices: leave 'split' out of levers=, or use remat.torch.compile with "
+            'backend="aten"'
+        )
+    request = request.check("remat.torch.plan", takes_auto=False, takes_levers=EAGER_LEVERS)
+    if "update" in request.levers and optimizer is None:
+        raise ValueError("the lever 'update' of remat.torch.plan runs updates of an optimizer: give optimizer=")
     if not request.plans:
         request = dataclasses.replace(request, budget="60%")
     named = None if device is None else get_profile(device)
-    recording = record_step(
-        loss_fn,
-        args,
-        optimizer,
-        accumulates=accumulates,
-        resident=resident,
-        resident_bytes=resident_bytes,
-        gpu=gpu_of(named, args, ("meta",)),
-    )
-    candidate = EagerCandidate(recording, device)
-    return candidate.fitted(request) if plan is None else candidate.following(plan)
+
+    def candidate(early: Collection[torch.Tensor] = ()) -> EagerCandidate:
+        recording = record_step(
+            loss_fn,
+            args,
+            optimizer,
+            accumulates=accumulates,
+            resident=resident,
+            resident_bytes=resident_bytes,
+            gpu=gpu_of(named, args, ("meta",)),
+            early=early,
+        )
+        return EagerCandidate(recording, device)
+
+    moves_updates = "update" in request.levers or (plan is not None and plan.update is not None)
+    if optimizer is None or not moves_updates:
+        plain = candidate()
+        return plain.fitted(request) if plan is None else plain.following(plan)
+    return WithEarlyUpdates(candidate, optimizer, accumulates=accumulates).planned(request)
 
 
 class EagerCandidate(Candidate):
@@ -130,8 +166,18 @@ class EagerCandidate(Candidate):
     """
 
     def __init__(self, recording: Recording, device: str | None = None) -> None:
-        self.step = traced_step(recording, get_profile(device or default_profile(recording.device)))
-        self._units = Units(self.step)
+        self._take(traced_step(recording, get_profile(device or default_profile(recording.device))))
+
+    @classmethod
+    def of(cls, step: TracedStep) -> EagerCandidate:
+        """The candidate of a step that is traced already."""
+        made = cls.__new__(cls)
+        made._take(step)
+        return made
+
+    def _take(self, step: TracedStep) -> None:
+        self.step = step
+        self._units = Units(step)
         self._plain_peak = PeakRange.exactly(simulate(self.graph, self.graph.plain_schedule).peak_bytes)
 
     @property
@@ -147,20 +193,38 @@ class EagerCandidate(Candidate):
     def real_peak(self, plan: Plan) -> PeakRange:
         """The peak of the schedule in the order in which eager PyTorch runs it."""
         order = in_eager_order(self.step, plan.schedule, self._units)
-        return PeakRange.with_reserve(simulate(self.graph, order.schedule).peak_bytes, _RESERVE)
+        return PeakRange.with_reserve(self._peak_bytes(order), _RESERVE)
+
+    def _peak_bytes(self, order: EagerOrder) -> int:
+        """The peak of a schedule, parameters counted that a recomputation gathers before their time."""
+        timeline = simulate(self.graph, order.schedule)
+        early = gathered_early(self.step, order, self._units)
+        if not early:
+            return timeline.peak_bytes
+        first = {op: place for place, op in reversed(list(enumerate(order.schedule)))}
+        bytes_ = list(timeline.bytes)
+        for needed, due, size_bytes in early:
+            runs = sum(len(self._units.members[unit]) for unit in order.at[needed])
+            for place in range(first[needed] - runs, first[due]):
+                bytes_[place] += size_bytes
+        return max(bytes_)
 
     def first_guess(self, target_bytes: int) -> int:
         """The planner counts what eager PyTorch does, but for the reserve."""
         return int(target_bytes / (1 + _RESERVE))
 
-    def fitted(self, request: Request) -> StepPlan:
+    def fitted(self, request: Request, share_of_bytes: int | None = None) -> StepPlan:
         """The cheapest plan found whose peak stays within the budget of a request as eager PyTorch runs it.
+
+        Args:
+            request: with a budget.
+            share_of_bytes: as in ``remat.fit.fit.fit``.
 
         Raises:
             InvalidBudget: if the budget cannot be read.
             InfeasibleBudget: if no schedule fits; it names the smallest budget that can be kept.
         """
-        return self.following(fit(self, request))
+        return self.following(fit(self, request, share_of_bytes=share_of_bytes))
 
     def keeping(self, storages: Collection[int]) -> StepPlan:
         """The plan that keeps what these recorded storages hold, and recomputes all else where that is exact."""
@@ -178,6 +242,7 @@ class EagerCandidate(Candidate):
         run = plan_for_schedule(self.graph, order.schedule, planner=plan.planner)
         figures = dataclasses.replace(
             run,
+            peak_bytes=self._peak_bytes(order),
             baseline_peak_bytes=plan.baseline_peak_bytes,
             budget_bytes=plan.budget_bytes,
             traced_budget_bytes=plan.traced_budget_bytes,
@@ -189,3 +254,68 @@ class EagerCandidate(Candidate):
         )
         values = {one.name: getattr(figures, one.name) for one in dataclasses.fields(Plan)}
         return StepPlan(**values, step=self.step, directions=directions_of(self.step, order, self._units))
+
+
+class WithEarlyUpdates:
+    """A step whose optimizer updates parameters inside of the backward pass, where that is of use.
+
+    Args:
+        candidate: the step, given the parameters that are updated early.
+        optimizer: its optimizer.
+        accumulates: do gradients of earlier micro-batches exist?
+
+    Raises:
+        UnsupportedStep: for an optimizer that does not update each parameter by itself, and in several processes.
+    """
+
+    def __init__(
+        self,
+        candidate: Callable[[Collection[torch.Tensor]], EagerCandidate],
+        optimizer: torch.optim.Optimizer,
+        *,
+        accumulates: bool,
+    ) -> None:
+        check_optimizer(optimizer)
+        self._candidate = candidate
+        self._optimizer = optimizer
+        self._bound_by = "the gradients of earlier micro-batches" if accumulates else hook_before_step(optimizer)
+
+    def planned(self, request: Request) -> StepPlan:
+        """The plan that a request asks for, with updates moved where that lowers the peak of the plain step.
+
+        Raises:
+            InfeasibleBudget: if no plan fits.
+            PlanMismatch: where the request's plan is for another step.
+        """
+        plain = self._candidate(())
+        given = request.plan
+        if given is not None and (given.update is None or not given.update.moved):
+            return dataclasses.replace(plain.following(given), update=given.update)
+        plain_bytes = plain.plain_peak.expected_bytes
+        early, moved = ((), None) if self._bound_by else self._moved()
+        if given is not None:
+            found, update = (moved or plain).following(given), given.update
+        elif moved is None or (saved_bytes := plain_bytes - moved.plain_peak.expected_bytes) < 0:
+            waiting_bytes = _gradient_bytes(self._optimizer) if self._bound_by else 0
+            early, found, update = (), plain.fitted(request), Update(0, 0, self._bound_by, waiting_bytes)
+        else:
+            ops = sum(len(ops) for _, ops in moved.step.recording.updated.values())
+            found, update = moved.fitted(request, plain_bytes), Update(ops, saved_bytes, "", 0)
+        return dataclasses.replace(found, update=update, optimizer=self._optimizer, early=early)
+
+    def _moved(self) -> tuple[tuple[torch.Tensor, ...], EagerCandidate | None]:
+        """The parameters that can be updated early, and the step in which they are."""
+        early = tuple(parameter for group in self._optimizer.param_groups for parameter in group["params"])
+        while early:
+            moved = self._candidate(early)
+            late = moved.step.recording.read_after_update()
+            if not late:
+                updated = moved.step.recording.updated
+                return tuple(parameter for parameter in early if id(parameter) in updated), moved
+            early = tuple(parameter for parameter in early if id(parameter) not in late)
+        return (), None
+
+
+def _gradient_bytes(optimizer: torch.optim.Optimizer) -> int:
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return sum(one.numel() * one.element_size() for one in parameters if one.requires_grad)

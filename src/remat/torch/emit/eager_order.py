@@ -204,10 +204,41 @@ def directions_of(step: TracedStep, order: EagerOrder, units: Units) -> Directio
     return Directions(kept, frozenset(unit for _, unit, _, _ in found), reruns, begins, instance, dict(pending))
 
 
+def gathered_early(step: TracedStep, order: EagerOrder, units: Units) -> list[tuple[int, int, int]]:
+    """Parameters that ``fully_shard`` gathers in the backward pass, and that a recomputation needs before.
+
+    Returns:
+        For each: the op before which it is needed, the op that gathers it in the plain step, and its bytes. They are
+        there in between though the graph does not say so.
+    """
+    recording = step.recording
+    recorded = {graph_op: index for index, graph_op in enumerate(step.graph_ops)}
+    together: dict[int, list[int]] = {}
+    for storage, number in recording.gathered_with.items():
+        together.setdefault(number, []).append(storage)
+    first: dict[int, int] = {}
+    for op in sorted(order.at):
+        for unit in order.at[op]:
+            for member in units.members[unit]:
+                for storage, _ in recording.ops[recorded[member]].reads:
+                    if (again := recording.gathered_again.get(storage)) is not None:
+                        # One that is needed brings all with it that are gathered at once.
+                        first.setdefault(recording.gathered_with[again], op)
+    found = []
+    for number, op in first.items():
+        for storage in together[number]:
+            made_by = recording.storages[storage].made_by
+            assert made_by is not None, "a parameter is gathered by an op"
+            if op < step.graph_ops[made_by]:
+                found.append((op, step.graph_ops[made_by], recording.storages[storage].size_bytes))
+    return found
+
+
 def _reads_of(step: TracedStep, unit: int, units: Units) -> list[int]:
     """The storages of the step that a recomputation reads, other than what it makes itself."""
     recording = step.recording
     own = set(recording.ops[unit].makes)
     recorded = {graph_op: index for index, graph_op in enumerate(step.graph_ops)}
     reads = [storage for member in units.members[unit] for storage, _ in recording.ops[recorded[member]].reads]
-    return [s for s in dict.fromkeys(reads) if s not in own and recording.storages[s].made_by is not None]
+    made = [s for s in dict.fromkeys(reads) if s not in own and recording.storages[s].made_by is not None]
+    return [s for s in made if not recording.storages[s].is_gathered]

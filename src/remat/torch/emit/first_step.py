@@ -7,6 +7,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from remat.torch import _private
 from remat.torch.emit.planned_step import unpack
 from remat.torch.emit.recipes import new_storages, tensors_in
@@ -28,6 +30,8 @@ class StorageMeter(_private.TorchDispatchMode):
         self.peak_bytes = 0
         self._bytes = 0
         self._alive: dict[int, weakref.ref[Any]] = {}
+        # Bytes of storages that live on without their memory, which ``fully_shard`` took.
+        self._emptied: dict[int, int] = {}
         self._is_over = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -44,20 +48,44 @@ class StorageMeter(_private.TorchDispatchMode):
         self.peak_bytes = max(self.peak_bytes, self._bytes + scratch)
         return out
 
-    def _add(self, storage: Any) -> None:
+    def _add(self, storage: Any, size_bytes: int | None = None) -> None:
         key = _private.storage_key(storage)
         known = self._alive.get(key)
         if known is not None and known() is storage:
             return
-        size_bytes = storage.nbytes()
+        size_bytes = storage.nbytes() if size_bytes is None else size_bytes
 
         def gone(reference: Any) -> None:
-            self._bytes -= size_bytes
+            self._bytes -= size_bytes - self._emptied.pop(key, 0)
             if self._alive.get(key) is reference:
                 del self._alive[key]
 
         self._alive[key] = weakref.ref(storage, gone)
         self._bytes += size_bytes
+
+    def begin_own_code(self) -> None:
+        """What ``fully_shard`` makes counts as anything else does."""
+
+    def end_own_code(self) -> None:
+        """The same."""
+
+    def allocates(self, tensor: torch.Tensor) -> bool:
+        """A gathered parameter's storage is given memory."""
+        storage = tensor.untyped_storage()
+        size_bytes = self._emptied.pop(_private.storage_key(storage), 0)
+        if not size_bytes and not storage.nbytes():
+            self._add(storage, tensor.numel() * tensor.element_size())
+        self._bytes += size_bytes
+        self.peak_bytes = max(self.peak_bytes, self._bytes)
+        return False
+
+    def frees(self, tensor: torch.Tensor) -> bool:
+        """A gathered parameter's storage loses its memory."""
+        key = _private.storage_key(tensor.untyped_storage())
+        if key in self._alive and key not in self._emptied:
+            self._emptied[key] = tensor.untyped_storage().nbytes()
+            self._bytes -= self._emptied[key]
+        return False
 
     def stop(self) -> None:
         """Count no more."""
@@ -78,6 +106,8 @@ class StepMeter(StorageMeter):
         self._is_read = False
         self._thread = threading.get_ident()
         _private.around_backward_passes(self._around)
+        if (sharded := _private.sharding()) is not None:
+            sharded.observe(self)
 
     def unpack(self, packed: Any) -> Any:
         """Called by autograd when a backward node reads what it saved."""
@@ -102,3 +132,5 @@ class StepMeter(StorageMeter):
         """Count no more; a backward pass that is still to come goes by unseen."""
         super().stop()
         _private.no_longer_around_backward_passes(self._around)
+        if (sharded := _private.sharding()) is not None:
+            sharded.ignore(self)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any, Final
 
 import torch
@@ -44,6 +45,7 @@ class PlannedOp:
     """What is known beforehand of one op of the forward pass, so that the step needs little more than a look at it.
 
     Attributes:
+        number: of the op in the recording.
         func: the operator.
         made: the storages that it makes, by number.
         shapes: of their tensors; None where a shape is not known.
@@ -52,12 +54,25 @@ class PlannedOp:
         repeats: does the op run again?
         writes: storages of the step that it writes to.
         is_watched: is there more to do than to see whether the step follows the plan?
+        is_factory: does PyTorch hand out another tensor than the one that is seen below autograd?
     """
 
-    __slots__ = ("func", "is_kept", "is_watched", "made", "repeats", "shape", "shapes", "writes")
+    __slots__ = (
+        "func",
+        "is_factory",
+        "is_kept",
+        "is_watched",
+        "made",
+        "number",
+        "repeats",
+        "shape",
+        "shapes",
+        "writes",
+    )
 
     def __init__(self, recording: Recording, directions: Directions, index: int) -> None:
         storages, op = recording.storages, recording.ops[index]
+        self.number = index
         self.func = op.func
         self.made = op.makes
         self.shapes = tuple(storages[number].shape for number in op.makes)
@@ -66,6 +81,7 @@ class PlannedOp:
         self.repeats = index in directions.rerun
         self.writes = frozenset(number for number in op.writes if storages[number].made_by is not None)
         self.is_watched = self.repeats or True in self.is_kept or op_facts.may_write(op.func)
+        self.is_factory = _private.is_factory(op.func)
 
     def has(self, func: Any, shapes: list[tuple[int, ...]]) -> bool:
         """Is a call of an operator that made tensors of these shapes the one that was planned?"""
@@ -75,14 +91,14 @@ class PlannedOp:
 
 
 class PlannedForward:
-    """The forward pass under a plan, made once and used by every step.
+    """The forward pass under a plan, made once and used by every step. A position is that of an op in ``ops``.
 
     Args:
         recording: of the step.
         directions: what the plan does about each saved tensor.
 
     Attributes:
-        ops: what is known of each.
+        ops: what is known of each, ``fully_shard``'s own left out, which no plan changes.
         names: their names, for messages.
         reads: by position and turn of a tensor that autograd saves: its number, and that of its storage.
         turns: by position, how many tensors autograd saves there.
@@ -91,15 +107,21 @@ class PlannedForward:
 
     def __init__(self, recording: Recording, directions: Directions) -> None:
         self.directions = directions
-        self.ops = [PlannedOp(recording, directions, index) for index in range(recording.forward_ops)]
-        self.names = [op.name for op in recording.ops[: recording.forward_ops]]
+        forward = recording.ops[: recording.forward_ops]
+        seen = [index for index, op in enumerate(forward) if not op.is_own_code]
+        self.ops = [PlannedOp(recording, directions, index) for index in seen]
+        self.names = [forward[index].name for index in seen]
+        # How many of the ops above come before an op of the recording.
+        positions = [0, *accumulate(not op.is_own_code for op in recording.ops)]
         self.reads: dict[int, dict[int, tuple[int, int]]] = {}
+        self.turns: Counter[int] = Counter()
         for number, saved in enumerate(recording.saved):
+            position = positions[saved.position]
             if number in directions.instance:
                 read = (number, directions.instance[number][0])
-                self.reads.setdefault(saved.position, {})[saved.turn] = read
+                self.reads.setdefault(position, {})[self.turns[position]] = read
+            self.turns[position] += 1
         self.makers = {number: index for index, op in enumerate(self.ops) for number in op.made}
-        self.turns = Counter(saved.position for saved in recording.saved)
 
     def find(self, calls: Sequence[_Call], start: int) -> int | None:
         """The first of the planned ops, from ``start`` on, of which a run is like these calls."""
@@ -200,12 +222,13 @@ class ForwardWatcher(_private.TorchDispatchMode):
         # What operators made that the plan does not have.
         self._unplanned_made: dict[int, Callable[[], Any]] = {}
         self.first_difference: str | None = None
+        self._own_code_depth = 0
         self._position = 0
         self._advance_to(0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.is_view:
+        if func.is_view or self._own_code_depth:
             return func(*args, **kwargs)
         planned = self._next
         if planned is None or planned.func is not func or planned.is_watched:
@@ -218,6 +241,22 @@ class ForwardWatcher(_private.TorchDispatchMode):
             self._follow(planned, func, args, kwargs, out)
         return out
 
+    def begin_own_code(self) -> None:
+        """Operators from here on are those of ``fully_shard``, which no plan changes."""
+        self._own_code_depth += 1
+
+    def end_own_code(self) -> None:
+        """They end here."""
+        self._own_code_depth -= 1
+
+    def allocates(self, tensor: torch.Tensor) -> bool:
+        """A parameter is gathered, as in the plain step."""
+        return False
+
+    def frees(self, tensor: torch.Tensor) -> bool:
+        """A gathered parameter is let go of, as in the plain step."""
+        return False
+
     def _watched(self, planned: PlannedOp | None, func: Any, args: Any, kwargs: Any) -> Any:
         """Run a call of which the plan keeps something, or which is not the one that the plan has here."""
         if _private.is_silent(func):
@@ -227,7 +266,7 @@ class ForwardWatcher(_private.TorchDispatchMode):
             return func(*args, **kwargs)
         recipe, draw = None, None
         if planned.func is func and planned.repeats:
-            recipe = self._table.call(self._position, func, args, kwargs)
+            recipe = self._table.call(planned.number, func, args, kwargs)
         elif op_facts.is_random(func, args, kwargs) and op_facts.may_repeat(func, args, kwargs, on_gpu=False):
             draw = draws.note(func, args, kwargs)  # The call may turn out to be planned further on.
         writes = op_facts.may_write(func) and op_facts.written(func, args, kwargs)
@@ -275,7 +314,7 @@ class ForwardWatcher(_private.TorchDispatchMode):
                 self._note_held(tensor, number)
         for number, tensor, is_kept in zip(planned.made, made, planned.is_kept, strict=True):
             if is_kept or recipe is not None:
-                self._remember(number, tensor, is_kept, recipe)
+                self._remember(number, tensor, is_kept, recipe).has_own_count = planned.is_factory
 
     def _advance_to(self, position: int) -> None:
         """The next op of the plan is this one. No tensor has been saved since the op before."""
@@ -320,7 +359,7 @@ class ForwardWatcher(_private.TorchDispatchMode):
         own = [self._table.of(tensor) for tensor in call.written]
         recipe = None
         if planned.repeats or any(activation is not None and activation.recipe is not None for activation in own):
-            recipe = call.recipe(number, self._table, later)
+            recipe = call.recipe(planned.number, self._table, later)
         for tensor, activation in zip(call.written, own, strict=True):
             if activation is None or activation.recipe is None:
                 continue
@@ -347,7 +386,7 @@ class ForwardWatcher(_private.TorchDispatchMode):
             if one.packed is not None:
                 one.tensor = None
 
-    def _remember(self, number: int, tensor: torch.Tensor, is_kept: bool, recipe: Recipe | None) -> None:
+    def _remember(self, number: int, tensor: torch.Tensor, is_kept: bool, recipe: Recipe | None) -> Activation:
         activation = self._state.activations[number] = Activation(number, tensor)
         if is_kept:
             activation.value = _private.alias(tensor)
@@ -355,6 +394,7 @@ class ForwardWatcher(_private.TorchDispatchMode):
             activation.recipe = recipe
             recipe.activations.append(activation)
         self._table.add(tensor, activation)
+        return activation
 
     # Writes in place.
 
@@ -370,9 +410,11 @@ class ForwardWatcher(_private.TorchDispatchMode):
             activation = self._table.of(tensor)
             if activation is None:
                 continue
+            activation.count_with(tensor)
             if activation.number in expected and activation.recipe is None:
                 continue
-            write = self._table.call(self._position, func, args, kwargs) if activation.number in expected else None
+            number = self._planned.ops[self._position].number
+            write = self._table.call(number, func, args, kwargs) if activation.number in expected else None
             if activation.recipe is None or write is None:
                 self._table.settle(activation, tensor)
             else:
@@ -569,6 +611,7 @@ class _Packed:
         self._state = state
         self._saved = saved
         self._activation = activation
+        activation.count_with(tensor)
         self._place = activation.place_of(tensor)
         self._version = tensor._version
 

@@ -46,17 +46,30 @@ class Activation:
         value: a tensor in the storage, or in one made again; None while there is neither.
         instance: how often it had been made again when ``value`` was set.
         recipe: how to make it again; None if it cannot be.
+        has_own_count: does ``value`` count other writes than the step's tensors do? PyTorch's factories hand out a
+            tensor that begins a count of its own, which what is held inside of the operator does not share.
         before_write: its content before a write that the plan does not know of; recipes read this.
         is_read: does a recipe read it?
         is_settled: has a write that the plan does not know of changed it? It is then kept, as plain PyTorch would.
     """
 
-    __slots__ = ("before_write", "geometry", "instance", "is_read", "is_settled", "number", "recipe", "value")
+    __slots__ = (
+        "before_write",
+        "geometry",
+        "has_own_count",
+        "instance",
+        "is_read",
+        "is_settled",
+        "number",
+        "recipe",
+        "value",
+    )
 
     def __init__(self, number: int, made: torch.Tensor) -> None:
         self.number = number
         self.geometry = geometry_of(made)
         self.value: torch.Tensor | None = None
+        self.has_own_count = False
         self.instance = 0
         self.recipe: Recipe | None = None
         self.before_write: torch.Tensor | None = None
@@ -67,6 +80,15 @@ class Activation:
         """Keep the storage by a tensor that lies in it; called inside an operator."""
         self.value = _private.alias(tensor)
         self.geometry = geometry_of(tensor)
+        self.has_own_count = False
+
+    def count_with(self, tensor: torch.Tensor) -> None:
+        """From now on ``value`` counts writes with this tensor of the step, which lies in the same storage."""
+        shape, stride, offset, dtype = self.geometry
+        if self.has_own_count and tensor.dtype is dtype:
+            self.has_own_count = False
+            if self.value is not None:
+                self.value = _private.alias(tensor, (shape, stride, offset))
 
     def place_of(self, tensor: torch.Tensor) -> Geometry:
         """Where a tensor lies in this storage."""
@@ -85,6 +107,7 @@ class Made:
 
     def __init__(self, activation: Activation, tensor: torch.Tensor) -> None:
         activation.is_read = True
+        activation.count_with(tensor)
         self.activation = activation
         self.place = activation.place_of(tensor)
         self.version = tensor._version

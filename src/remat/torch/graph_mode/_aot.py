@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import gc
 import logging
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -27,8 +29,12 @@ from torch._functorch._aot_autograd import graph_compile
 from torch._guards import TracingContext
 from torch._logging._internal import trace_log
 from torch._ops import OpOverload, OpOverloadPacket
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode, PythonFunctionalizeAPI
 
+from remat.torch.graph_mode import layouts
 from remat.torch.graph_mode.recurrent import lstm
+from remat.torch.recompute import without_marks
+from remat.torch.trace import aot_notes
 
 __all__ = ["BackendCompilerFailed", "TorchDynamoException", "backend"]
 
@@ -54,7 +60,11 @@ _ABOVE_OPERATORS = (DispatchKey.CompositeImplicitAutograd, DispatchKey.Autograd)
 
 
 def backend(
-    partition: Partition, compile_forward: CompilePart, compile_backward: CompilePart, compile_alone: CompilePart
+    partition: Partition,
+    compile_forward: CompilePart,
+    compile_backward: CompilePart,
+    compile_alone: CompilePart,
+    takers_for: Callable[[Sequence[Any]], dict[int, Any]],
 ) -> Callable[..., Any]:
     """A backend for ``torch.compile`` that has AOTAutograd trace a joint graph of eager PyTorch's own operators.
 
@@ -63,6 +73,9 @@ def backend(
         compile_forward: makes a function of the forward module; it takes a list of arguments, which it empties.
         compile_backward: the same for the backward module.
         compile_alone: the same for a graph without a backward pass.
+        takers_for: given the inputs of a captured graph, those of them whose gradients are taken as soon as they are
+            final, by their places: each an object that is called with the gradient, and whose ``stand_in`` is given the
+            input at each call, and makes what the graph is given in its place.
     """
 
     def compiler(compile_part: CompilePart) -> Callable[..., Any]:
@@ -80,19 +93,67 @@ def backend(
             context.fw_metadata.bw_donated_idxs = []
         return compiler(compile_backward)(module, inputs)
 
+    # Of the inputs of the graph that is traced at present.
+    names: list[str] = []
+    takers: dict[int, Any] = {}
+
+    def part(joint: fx.GraphModule, joint_inputs: Any, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        aot_notes.note_inputs(joint, names, takers)
+        return partition(joint, joint_inputs, **options)
+
     traced = aot_autograd(
         fw_compiler=compiler(compile_forward),
         bw_compiler=run_backward,
         inference_compiler=compiler(compile_alone),
-        partition_fn=partition,
+        partition_fn=part,
         decompositions={},
     )
 
     def compile_with(module: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-        with _eager_kernels(), functorch_config.patch(_AT_ONCE), without_collections(), _without_unread_logs():
-            return traced(module, inputs)
+        nonlocal takers
+        names[:] = _input_names(module)
+        takers = takers_for([_example(node) for node in module.graph.find_nodes(op="placeholder")])
+        with (
+            _eager_kernels(),
+            _eager_layouts(),
+            functorch_config.patch(_AT_ONCE),
+            without_collections(),
+            _without_unread_logs(),
+        ):
+            function = traced(module, inputs)
+        return _with_stand_ins(function, takers) if takers else function
 
     return compile_with
+
+
+def _example(node: fx.Node) -> Any:
+    """The tensor that an input of a captured graph was given."""
+    return getattr(node.meta.get("grapharg"), "example", None)
+
+
+def _with_stand_ins(function: Callable[..., Any], takers: dict[int, Any]) -> Callable[..., Any]:
+    def run(*args: Any) -> Any:
+        given = list(args)
+        for place, taker in takers.items():
+            given[place] = taker.stand_in(given[place])
+        return function(*given)
+
+    return run
+
+
+# How Dynamo writes where an input comes from: ``L['self']._modules['0']._parameters['weight']``, ``L['x']``.
+_IN_MODULE: Final = re.compile(r"\._(?:modules|parameters|buffers)\['([^']+)'\]")
+_ARGUMENT: Final = re.compile(r"^[LG]\['([^']+)'\]")
+
+
+def _input_names(module: fx.GraphModule) -> list[str]:
+    """Names of the inputs of a graph that Dynamo captured: those of parameters and buffers in their module."""
+    found = []
+    for node in module.graph.find_nodes(op="placeholder"):
+        name: Any = getattr(getattr(node.meta.get("grapharg"), "source", None), "name", node.name)
+        name = str(name() if callable(name) else name)  # A method up to PyTorch 2.9.
+        found.append(".".join(_IN_MODULE.findall(name)) or _ARGUMENT.sub(r"\1", name))
+    return found
 
 
 _WHILE_CAPTURING = {
@@ -152,7 +213,8 @@ def capturing(says_compiled: bool = False) -> Iterator[None]:
     _ANSWERS.update(dict.fromkeys(answers, says_compiled))
     _ListOfAClass.as_proxy = _as_plain_list
     try:
-        yield
+        with without_marks():
+            yield
     finally:
         _ListOfAClass.as_proxy = _as_any_variable
         _ANSWERS.update(answers)
@@ -233,6 +295,42 @@ def _eager_kernels() -> Iterator[None]:
         for overload, key, kernel in removed:
             overload.py_kernels[key] = kernel
             overload._dispatch_cache.clear()
+
+
+_functionalize: Any = FunctionalTensorMode.__torch_dispatch__
+_values: Any = PythonFunctionalizeAPI()
+
+
+def _functionalize_in_place(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    """What AOTAutograd does with an operator. Where it wrote in place, the values stay in the layout they lay in."""
+    result = _functionalize(mode, func, types, args, kwargs)
+    written = args[0] if args else None
+    if isinstance(func, OpOverload) and isinstance(written, FunctionalTensor) and _writes_in_place(func):
+        (values,) = _values.unwrap_tensors([written])
+        if written.shape == values.shape and layouts.differ(written, values):
+            _values.replace(written, layouts.laid_out(values, written.stride()))
+            _values.commit_update(written)
+            _values.sync(written)
+    return result
+
+
+@cache
+def _writes_in_place(func: OpOverload) -> bool:
+    """Does an operator return its first argument, to which it writes? Those that move data elsewhere do not count."""
+    first = func._schema.arguments[0].alias_info
+    is_plain = torch.Tag.inplace_view not in func.tags
+    return is_plain and func._schema.name.endswith("_") and first is not None and first.is_write
+
+
+@contextmanager
+def _eager_layouts() -> Iterator[None]:
+    """Inside, what is written in place into a part of a tensor lies as in eager PyTorch; see ``layouts``."""
+    mode: Any = FunctionalTensorMode
+    mode.__torch_dispatch__ = _functionalize_in_place
+    try:
+        yield
+    finally:
+        mode.__torch_dispatch__ = _functionalize
 
 
 def below_autograd() -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, Final
 
 from torch import fx
@@ -20,9 +20,11 @@ from remat.fit.levers import LEAST_SAVED, MOST_EXTRA_TIME, Variant, fit_with_spl
 from remat.fit.loop import Rounds
 from remat.fit.peaks import PeakRange
 from remat.fit.request import Request
+from remat.planning.checkpoints import plan_with_checkpoints
 from remat.running.cost_model import get_profile
-from remat.torch.graph_mode import nodes
+from remat.torch.graph_mode import marks, nodes
 from remat.torch.graph_mode.joint_step import joint_step
+from remat.torch.graph_mode.layouts import with_layouts
 from remat.torch.graph_mode.program import Program, program_of
 from remat.torch.graph_mode.split_joint import Splitter
 from remat.torch.trace.trace import default_profile
@@ -55,6 +57,8 @@ class GraphCandidate(Candidate):
     ) -> None:
         self._known: dict[int, tuple[GraphCandidate, tuple[tuple[int, int], ...]]] = {}
         nodes.with_fills(joint)
+        with_layouts(joint)
+        self._marked = marks.taken_out(joint)
         nodes.without_idle_views(joint, options["num_fwd_outputs"])
         joint.graph.eliminate_dead_code(lambda node: node.is_impure() or bool(nodes.statistics_of(node)))
         self._forward_outputs: int = options["num_fwd_outputs"]
@@ -107,7 +111,9 @@ class GraphCandidate(Candidate):
     def fitted(self, request: Request) -> Plan:
         """The cheapest plan found that stays within the budget of a request, or the plan that it brings.
 
-        With the lever "split", the step with a region in slices counts as well.
+        With the lever "split", the step with a region in slices counts as well. A request's checkpoints are a function
+        of the numbers that the step was marked with; what has one of those that it returns is kept, and all else is
+        recomputed where that is exact.
 
         Raises:
             InfeasibleBudget: if no plan fits.
@@ -116,9 +122,23 @@ class GraphCandidate(Candidate):
         if request.plan is not None:
             request.plan.check_graph(self.graph_of(request.plan))
             return request.plan
+        if request.checkpoints is not None:
+            return self._keeping(request.checkpoints(self._marked.keys()))
         if "split" in request.levers:
             return fit_with_splits(self, request, self._variant)
         return fit(self, request)
+
+    def _keeping(self, numbers: Iterable[int]) -> Plan:
+        values = [value for number in numbers for value in self._marked[number]]
+        kept = {self._step.tensors[value] for value in values} - set(self.graph.inputs)
+        plan = plan_with_checkpoints(self.graph, kept, self._step.first_backward - 1)
+        beside = self.resident_bytes
+        return dataclasses.replace(
+            plan,
+            peak_bytes=plan.peak_bytes + beside,
+            baseline_peak_bytes=plan.baseline_peak_bytes + beside,
+            budget_bytes=plan.budget_bytes + beside,
+        )
 
     def graph_of(self, plan: Plan) -> Graph:
         """The graph that a plan is for: with slices, where the plan has them."""

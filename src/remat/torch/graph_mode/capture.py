@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -28,6 +28,7 @@ from remat.torch.graph_mode import _aot
 from remat.torch.graph_mode.calls import Calls
 from remat.torch.graph_mode.candidate import GraphCandidate
 from remat.torch.graph_mode.source import function_of
+from remat.torch.trace import aot_notes
 
 _log = logging.getLogger("remat")
 
@@ -71,6 +72,8 @@ class Captured:
         strict: is a step over its budget an error, once it was planned again?
         replans: is a step planned again, once, whose first run took more than its budget?
         first_share: is a share one of the first plan's plain step?
+        takers_for: the inputs of a captured graph whose gradients are taken as soon as they are final, see
+            ``_aot.backend``.
         in_pieces: may the function be captured as several graphs, with what cannot be captured in between? Each is then
             planned by itself, as well as it can be.
     """
@@ -86,8 +89,10 @@ class Captured:
         strict: bool = False,
         replans: bool = True,
         first_share: bool = False,
+        takers_for: Callable[[Sequence[Any]], dict[int, Any]] = lambda _: {},
         in_pieces: bool = False,
     ) -> None:
+        self._takers_for = takers_for
         self._in_pieces = in_pieces
         self._says_compiled = False
         self._plans = plans
@@ -111,7 +116,8 @@ class Captured:
     def _captured_anew(self) -> Callable[..., Any]:
         """The function for Dynamo, with a backend of its own: nothing that was captured before is taken."""
         self._is_outdated, self._is_new = False, True
-        backend = _aot.backend(self._partition, self._compile_forward, self._compile_backward, self._compile_alone)
+        compilers = (self._compile_forward, self._compile_backward, self._compile_alone)
+        backend = _aot.backend(self._partition, *compilers, self._takers_for)
         return torch.compile(self._fn, backend=backend, fullgraph=not self._in_pieces, dynamic=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -156,10 +162,12 @@ class Captured:
     def _partition(
         self, joint: fx.GraphModule, joint_inputs: Any, **options: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        takers = set(aot_notes.takers_of(joint, options["num_fwd_outputs"]).values())
         try:
             candidate = GraphCandidate(joint, options, self._resident_bytes, self._device)
             plan = self._plan_for(candidate)
             program = candidate.program(plan)
+            assert takers <= {node.target for node in program.backward.graph.nodes}, "nobody gets these gradients"
         except RematError as error:
             self._error = error
             raise

@@ -1,25 +1,29 @@
 """``DistributedDataParallel`` around a captured step: what its module does is captured, its reducer stays outside.
 
 The wrapper's own ``forward`` cannot be captured: it talks to the reducer. So what it does before and after its module
-happens before and after the whole step. Gradients are reduced by the reducer's hooks on the parameters, as ever.
+happens before and after the whole step. Gradients are reduced by the reducer's hooks on the parameters, as ever, in the
+order of the schedule (``TakenGradient``).
 
-A module under ``fully_shard`` is refused: it cannot be captured, and its shards do not say what a step takes.
+A module under ``fully_shard`` cannot be captured, since it changes its parameters while it runs. Its step runs eagerly.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from remat.core.errors import UnsupportedStep
+from remat.torch import _private
 
 
 class Reducers:
-    """The wrappers that a function uses: in its closure, as its object, or among its arguments.
+    """The wrappers that a function uses: in its closure, by a global name, as its object, or among its arguments.
 
     Args:
         fn: the function.
@@ -39,17 +43,30 @@ class Reducers:
         """Look for wrappers, at the first call.
 
         Raises:
-            UnsupportedStep: for a module under ``fully_shard``.
+            UnsupportedStep: for a module under ``fully_shard``, which is not captured.
         """
         if self._found is None:
             modules = _modules_in(self._fn, args, kwargs)
             if sharded := [one for one in modules if isinstance(one, FSDPModule)]:
                 raise UnsupportedStep(
-                    f"{type(sharded[0]).__name__} is under fully_shard, which graph mode cannot capture; plan the "
-                    "module with remat.torch.plan before it is sharded, and run the sharded one under "
-                    "remat.torch.apply(plan)"
+                    f"{type(sharded[0]).__name__} is under fully_shard, which replaces parameters while a step runs"
                 )
             self._found = [one for one in modules if isinstance(one, DistributedDataParallel)]
+
+    def takers_for(self, inputs: Sequence[Any]) -> dict[int, TakenGradient]:
+        """Which inputs of a captured graph are parameters whose gradients a reducer waits for, by their places.
+
+        A wrapper that looks for unused parameters follows the graph of autograd to all parameters, and gets all
+        gradients at the end.
+        """
+        waiting = {
+            id(parameter)
+            for one in self._found or ()
+            if not (one.find_unused_parameters or one.static_graph)
+            for parameter in one.module.parameters()
+            if parameter.requires_grad
+        }
+        return {place: TakenGradient() for place, given in enumerate(inputs) if id(given) in waiting}
 
     def run(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a captured step with what the wrappers do before and after it."""
@@ -68,11 +85,40 @@ class Reducers:
         return result
 
 
+class TakenGradient:
+    """The gradient of one parameter, which is added to ``grad`` while the backward pass goes on.
+
+    All that autograd knows of a captured step is one node, whose gradients arrive together at its end. So the step is
+    given a stand-in for the parameter, and its backward pass hands the gradient itself to the parameter's own hooks:
+    the reducer sends a bucket while later gradients are computed.
+    """
+
+    def __init__(self) -> None:
+        self._parameter: weakref.ref[torch.Tensor] | None = None
+        self.__name__ = "take_gradient"
+        self.__module__ = __name__
+        self.__qualname__ = self.__name__
+
+    def stand_in(self, parameter: torch.Tensor) -> torch.Tensor:
+        """What the captured graph is given in place of the parameter: the same values."""
+        self._parameter = weakref.ref(parameter)
+        found = parameter.detach().requires_grad_()
+        setattr(found, _private.STANDS_FOR, parameter)
+        return found
+
+    def __call__(self, gradient: torch.Tensor) -> None:
+        """Add the gradient to the parameter's, and run its hooks."""
+        parameter = None if self._parameter is None else self._parameter()
+        if parameter is not None:
+            torch.autograd.backward((parameter,), (gradient,))
+
+
 def _forward_of_module(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
     return self.module(*args, **kwargs)
 
 
 def _modules_in(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[nn.Module]:
     closure = [cell.cell_contents for cell in getattr(fn, "__closure__", None) or ()]
-    known = [fn, getattr(fn, "__self__", None), *closure, *args, *kwargs.values()]
+    names, scope = getattr(getattr(fn, "__code__", None), "co_names", ()), getattr(fn, "__globals__", {})
+    known = [fn, getattr(fn, "__self__", None), *closure, *(scope.get(name) for name in names), *args, *kwargs.values()]
     return list(dict.fromkeys(module for one in known if isinstance(one, nn.Module) for module in one.modules()))

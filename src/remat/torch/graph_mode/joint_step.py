@@ -98,6 +98,8 @@ class _Builder:
         # The caller holds what the forward pass returns, so that it cannot be dropped and made again.
         self._returned = set(map(nodes.base_of, returned))
         self._forward = self._in_forward(returned)
+        # Who takes a gradient copies it, since the step still holds it then.
+        self._taken = {nodes.base_of(results[place]) for place in aot_notes.takers_of(joint, num_fwd_outputs)}
         self._tensors: list[Tensor] = []
         self._number: dict[fx.Node, int] = {}
         self._ops: list[Op] = []
@@ -156,7 +158,7 @@ class _Builder:
         self._tensors.append(
             Tensor(
                 nodes.size_bytes(node) if size_bytes is None else size_bytes,
-                node.name,
+                aot_notes.name_of(node),
                 None if value is None else tuple(value.shape),
                 "float32" if value is None else str(value.dtype).removeprefix("torch."),
                 role=role,
@@ -193,12 +195,16 @@ class _Builder:
                 outputs=outputs,
                 time_s=op_time_s(self._profile, nodes.flops(node), nodes.moved_bytes(node), dtype),
                 recomputable=repeats,
-                workspace_bytes=self._scratch_bytes(node),
+                workspace_bytes=max(self._scratch_bytes(node), self._copied_bytes(node)),
                 in_place=self._in_place(node, outputs),
                 phase=phase,
                 layer=nodes.layer_of(node),
+                source=aot_notes.source_of(node),
             ),
         )
+
+    def _copied_bytes(self, node: fx.Node) -> int:
+        return max((nodes.size_bytes(value) for _, value in nodes.results_of(node) if value in self._taken), default=0)
 
     @staticmethod
     def _real_sizes(node: fx.Node, places: list[int]) -> dict[int, int]:

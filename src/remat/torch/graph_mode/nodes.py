@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from remat.torch._private import OpOverload, is_mutable, tree_leaves
+from remat.torch.graph_mode.layouts import InLayout
 from remat.torch.trace import aot_notes, op_facts
 
 # Operators that hand on the storage of their argument, though their schema does not say so.
@@ -234,9 +235,10 @@ def may_repeat(node: fx.Node, overwritten: set[fx.Node]) -> bool:
     if draws(node):
         # Another state of the generator is put in for the second run.
         return not isinstance(node.target, OpOverload) or op_facts.may_repeat_draw(node.target)
-    if not isinstance(node.target, OpOverload) or is_mutable(node.target):
+    func = node.target.func if isinstance(node.target, InLayout) else node.target
+    if not isinstance(func, OpOverload) or is_mutable(func):
         return False
-    return op_facts.may_repeat(node.target, tuple(args), kwargs, on_gpu=device_of(node).type != "cpu")
+    return op_facts.may_repeat(func, tuple(args), kwargs, on_gpu=device_of(node).type != "cpu")
 
 
 def device_of(node: fx.Node) -> torch.device:
@@ -252,7 +254,7 @@ def device_of(node: fx.Node) -> torch.device:
 def flops(node: fx.Node) -> float:
     """Floating-point operations of one run."""
     args, kwargs = arguments(node)
-    if isinstance(node.target, Fill):
+    if isinstance(node.target, Fill | InLayout):
         return op_facts.flops(node.target.func, tuple(args), kwargs, node.meta.get("val"))
     if not isinstance(node.target, OpOverload):
         return 0.0
@@ -310,7 +312,7 @@ def _value(node: fx.Node) -> Any:
 def layer_of(node: fx.Node) -> str:
     """The path of the module that a node belongs to."""
     path = aot_notes.layer_of(node)
-    for written in ("._modules", "]", "'", '"', "L["):
+    for written in ("._modules", "]", "'", '"', "L[", "G["):
         path = path.replace(written, " ")
     parts = [part for part in path.replace("[", " ").replace(".", " ").split() if part != "self"]
     return ".".join(parts)

@@ -201,19 +201,27 @@ def _layer_norm_backward(args: Any, kwargs: Any, operands: list[torch.Tensor], r
     return [Way((axis,) * 4 + rest, (axis, SUMMED, SUMMED)) for axis in range(leading)]
 
 
+_LABELLED_AXES: Final = {2: ((0, 0),), 4: ((0, 0), (2, 1), (3, 2))}
+"""By the dimensions of the logarithms of probabilities: their axes that are none of words, and those of the labels."""
+
+
 def _nll(args: Any, kwargs: Any, operands: list[torch.Tensor], results: list[Any]) -> list[Way]:
     """Summed, a slice's loss is a term, and so is its weight; a mean divides by what only all rows know."""
-    if operands[0].dim() != 2 or args[2] is not None or args[3] == MEAN:
+    if operands[0].dim() not in _LABELLED_AXES or args[2] is not None or args[3] == MEAN:
         return []
-    made: tuple[Part, ...] = (SUMMED, SUMMED) if args[3] == SUM else (0, None)
-    return [Way((0, 0), made)]
+    ways = []
+    for axis, place in _LABELLED_AXES[operands[0].dim()]:
+        made: tuple[Part, ...] = (SUMMED, SUMMED) if args[3] == SUM else (place, None)
+        ways.append(Way((axis, place), made))
+    return ways
 
 
 def _nll_backward(args: Any, kwargs: Any, operands: list[torch.Tensor], results: list[Any]) -> list[Way]:
     """The gradient, the logarithms, the labels, and how many labels count, of all rows."""
-    if operands[1].dim() != 2 or args[3] is not None:
+    if operands[1].dim() not in _LABELLED_AXES or args[3] is not None:
         return []
-    return [Way((None if operands[0].dim() == 0 else 0, 0, 0, None), (0,))]
+    axes = _LABELLED_AXES[operands[1].dim()]
+    return [Way((place if operands[0].dim() else None, axis, place, None), (axis,)) for axis, place in axes]
 
 
 def _embedding(args: Any, kwargs: Any, operands: list[torch.Tensor], results: list[Any]) -> list[Way]:
@@ -254,8 +262,8 @@ _RULES: Final[dict[str, _Rule]] = {
     **dict.fromkeys(("mean", "amax", "amin", "logsumexp"), _reduced(False)),
     "native_layer_norm": _layer_norm,
     "native_layer_norm_backward": _layer_norm_backward,
-    "nll_loss_forward": _nll,
-    "nll_loss_backward": _nll_backward,
+    **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward"), _nll),
+    **dict.fromkeys(("nll_loss_backward", "nll_loss2d_backward"), _nll_backward),
     "embedding": _embedding,
     "gather": _gathered,
 }
@@ -274,7 +282,7 @@ _LINEAR: Final[dict[str, _Linear]] = {
     **dict.fromkeys(("mul", "mm", "bmm"), "one"),
     **dict.fromkeys(("div", "_softmax_backward_data", "_log_softmax_backward_data", "nll_loss_backward"), "first"),
     **dict.fromkeys(("gelu_backward", "silu_backward", "tanh_backward", "sigmoid_backward"), "first"),
-    "threshold_backward": "first",
+    **dict.fromkeys(("threshold_backward", "nll_loss2d_backward"), "first"),
     "where": "where",
     "masked_fill": "masked",
 }

@@ -167,7 +167,8 @@ class _Prepared:
     def _is_linear(self, node: fx.Node) -> bool:
         if not isinstance(node.target, OpOverload):
             return False
-        among = [one in self.after_gradients for one in _operands(node)]
+        # Zeros have any factor: where a loss divides by what may be 0, its gradient is chosen to be 0 there.
+        among = [one in self.after_gradients or _is_zero(one) for one in _operands(node)]
         return separable_ops.is_linear(node.target, among, node.args)
 
     def _behind(self, starts: list[fx.Node]) -> set[fx.Node]:
@@ -200,6 +201,15 @@ def results_of(node: fx.Node) -> list[tuple[int, fx.Node]]:
     return [(0, node)]
 
 
+def _is_zero(node: fx.Node) -> bool:
+    """Is a value filled with zeros, whatever the step is given?"""
+    if node.target is _aten.zeros_like.default:
+        return True
+    places: dict[Any, int] = {_aten.scalar_tensor.default: 0, _aten.full.default: 1, _aten.full_like.default: 1}
+    place = places.get(node.target)
+    return place is not None and len(node.args) > place and bool(node.args[place] == 0)
+
+
 def _is_pure(node: fx.Node) -> bool:
     if not isinstance(node.target, OpOverload) or nodes.writes(node) or nodes.statistics_of(node):
         return False
@@ -222,9 +232,10 @@ def _copied(joint: fx.GraphModule) -> fx.GraphModule:
 
 def _take_losses_apart(graph: fx.Graph) -> None:
     """Sums in place of means, divided by the number of labels that count, which is computed from the labels."""
-    for node in list(graph.find_nodes(op="call_function", target=_aten.nll_loss_forward.default)):
+    losses = (_aten.nll_loss_forward.default, _aten.nll_loss2d_forward.default)
+    for node in [one for target in losses for one in graph.find_nodes(op="call_function", target=target)]:
         logarithms, labels, weight, reduction, ignored = node.args
-        if weight is not None or logarithms.meta["val"].dim() != 2:
+        if weight is not None or logarithms.meta["val"].dim() not in (2, 4):
             continue
         parts = dict(results_of(node))
         with graph.inserting_before(node):

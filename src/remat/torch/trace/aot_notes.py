@@ -1,13 +1,21 @@
-"""What AOTAutograd notes on a joint graph: incoming gradients, inputs that are written to, roles and layers."""
+"""AOTAutograd's notes on a joint graph: incoming gradients, inputs written to, roles, names, layers, lines of code."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Final
 
 import torch
 from torch import fx
 
+from remat.core.labels import shown_path
 from remat.torch._private import tree_leaves
+
+_NAME: Final = "remat_name"  # Where a placeholder carries its name.
+_TAKER: Final = "remat_taker"  # Where a placeholder carries what takes its gradient.
+_LINE_OF_CODE: Final = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 
 
 def is_tangent(node: fx.Node) -> bool:
@@ -48,3 +56,48 @@ def layer_of(node: fx.Node) -> str:
     """The path of the module that a node belongs to, as Dynamo writes it."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     return str(list(stack.values())[-1][0]) if stack else ""
+
+
+def source_of(node: fx.Node) -> str:
+    """The line of code that a node belongs to, a node of the backward pass that of its forward operator."""
+    return _line_in(node.meta.get("stack_trace") or "")
+
+
+@cache
+def _line_in(stack_trace: str) -> str:
+    lines = _LINE_OF_CODE.findall(stack_trace)
+    return "{}:{} in {}".format(shown_path(lines[-1][0]), *lines[-1][1:]) if lines else ""
+
+
+def note_inputs(joint: fx.GraphModule, names: Sequence[str], takers: Mapping[int, Callable[..., None]]) -> None:
+    """Note what is known of the inputs of a joint graph.
+
+    Args:
+        joint: the graph.
+        names: of the inputs of the graph that was differentiated.
+        takers: what takes the gradient of an input as soon as it is final, by the place of the input.
+    """
+    for node in joint.graph.find_nodes(op="placeholder"):
+        place = getattr(node.meta.get("desc"), "idx", None)
+        if not is_tangent(node) and place is not None and place < len(names):
+            node.meta[_NAME] = names[place]
+            if place in takers:
+                node.meta[_TAKER] = takers[place]
+
+
+def takers_of(joint: fx.GraphModule, num_fwd_outputs: int) -> dict[int, Callable[..., None]]:
+    """What takes gradients as soon as they are final, by their places among the outputs of a joint graph."""
+    inputs = joint.graph.find_nodes(op="placeholder")
+    takers = {node.meta["desc"]: node.meta[_TAKER] for node in inputs if _TAKER in node.meta}
+    (output,) = joint.graph.find_nodes(op="output")
+    found = {}
+    for place, description in enumerate(output.meta.get("desc", ())):
+        taker = takers.get(getattr(description, "grad_of", None))
+        if place >= num_fwd_outputs and taker is not None:
+            found[place] = taker
+    return found
+
+
+def name_of(node: fx.Node) -> str:
+    """The name of an input, that of its parameter in a module say; of any other node, the node's own."""
+    return str(node.meta.get(_NAME, node.name))

@@ -9,8 +9,9 @@ from __future__ import annotations
 import copy
 import gc
 import random
+import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, TypeAlias
 from unittest import mock
@@ -22,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from remat.core.errors import UnsupportedStep
 from remat.running.cost_model import DeviceProfile
 from remat.torch import _private
+from remat.torch.early_updates import update_alone
 from remat.torch.trace.gpu_kernels import GpuKernels, operators_of
 from remat.torch.trace.recording import Recording
 from remat.torch.trace.watcher import StepWatcher
@@ -40,6 +42,8 @@ def record_step(
     resident: Sequence[torch.Tensor] = (),
     resident_bytes: int = 0,
     gpu: DeviceProfile | None = None,
+    early: Collection[torch.Tensor] = (),
+    axes: Mapping[str, str] | None = None,
 ) -> Recording:
     """Run the loss, its gradients and the optimizer's update without memory.
 
@@ -55,22 +59,23 @@ def record_step(
         resident: tensors that count although the step does not touch them.
         resident_bytes: memory that counts although no tensor of it is known.
         gpu: whose kernels the step is to run although its tensors are not there; None for those of its own device.
+        early: the optimizer's parameters that are updated as soon as their gradient is there.
+        axes: of a mesh that is only simulated, see ``StepWatcher``.
 
     Raises:
         UnsupportedStep: where Python needs the number in a tensor, or the loss cannot be differentiated.
     """
+    beside = (resident, resident_bytes)
 
     def run(watcher: StepWatcher) -> Recording:
         if gpu is None:
-            return _recorded(watcher, loss_fn, args, optimizer, update, accumulates, resident, resident_bytes, None)
+            return _recorded(watcher, loss_fn, args, optimizer, update, accumulates, beside, None, early)
         with GpuKernels(gpu) as kernels:
-            recording = _recorded(
-                watcher, loss_fn, args, optimizer, update, accumulates, resident, resident_bytes, kernels
-            )
+            recording = _recorded(watcher, loss_fn, args, optimizer, update, accumulates, beside, kernels, early)
         recording.notes = kernels.notes(operators_of(op.func for op in recording.ops))
         return recording
 
-    hears_no, hears_yes = (StepWatcher(guess, on_gpu=gpu is not None) for guess in (False, True))
+    hears_no, hears_yes = (StepWatcher(guess, gpu is not None, axes) for guess in (False, True))
     try:
         return run(hears_no)
     except Exception:
@@ -91,11 +96,12 @@ def _recorded(
     optimizer: torch.optim.Optimizer | None,
     update: Update | None,
     accumulates: bool,
-    resident: Sequence[torch.Tensor],
-    resident_bytes: int,
+    beside: tuple[Sequence[torch.Tensor], int],
     kernels: GpuKernels | None,
+    early: Collection[torch.Tensor],
 ) -> Recording:
-    with undisturbed(), ExitStack() as stack:
+    resident, resident_bytes = beside
+    with undisturbed(), sharding_traced(watcher) as sharded, ExitStack() as stack:
         stack.enter_context(watcher)
         watcher.pin([t for t in _private.tree_leaves(args) if isinstance(t, torch.Tensor)], "batch")
         watcher.pin(resident, "optimizer_state")
@@ -105,16 +111,23 @@ def _recorded(
             watcher.modules,
             watcher.taking_marks(),
             watcher.answering_lists(),
-            _without_reduction(watcher.count_beside),
+            _without_reduction(watcher),
             torch.autograd.graph.saved_tensors_hooks(watcher.pack, watcher.unpack),
         ):
             loss = _loss_of(loss_fn, args)
         watcher.end_forward(loss)
+        fakes = None if optimizer is None else _FakeOptimizer(watcher, optimizer, kernels)
+        if early and fakes is not None:
+            fakes.begin()
+            watcher.update_early(early, fakes.update_of)
+        sharded.begin_backward(accumulates)
         _differentiate(watcher, loss, accumulates)
+        sharded.end_backward()
         kept = None if accumulates else loss  # Of a micro-batch nothing but gradients is left when the update comes.
         del loss
-        if optimizer is not None:
-            _run_optimizer(watcher, optimizer, kernels)
+        if fakes is not None:
+            fakes.begin()
+            fakes.update_the_rest()
         elif update is not None:
             _run_update(watcher, update)
         del kept
@@ -165,7 +178,10 @@ def _mix_of_devices(args: Sequence[Any], said: str) -> str:
 def _differentiate(watcher: StepWatcher, loss: torch.Tensor, accumulates: bool) -> None:
     """As ``loss.backward()`` would, but leaving every ``grad`` alone, and hooks on accumulated gradients unrun."""
     leaves = _private.leaves_of(loss)
-    hooks = [leaf.register_hook(watcher.accumulation_into(leaf, accumulates)) for leaf in leaves]
+    hooks = [
+        leaf.register_hook(watcher.reduction_of(leaf) or watcher.accumulation_into(leaf, accumulates))
+        for leaf in leaves
+    ]
     try:
         watcher.hold_gradients(torch.autograd.grad(loss, leaves, allow_unused=True))
     except (_private.DataDependentOutputException, _private.DynamicOutputShapeException) as error:
@@ -185,36 +201,78 @@ def _differentiate(watcher: StepWatcher, loss: torch.Tensor, accumulates: bool) 
 
 
 def _run_update(watcher: StepWatcher, update: Update) -> None:
-    watcher.begin_update({})
     # An update that wants values (a loss scale: is everything finite?) counts up to there. A real mistake comes up
     # again in the real update.
-    with suppress(RuntimeError):
+    with suppress(RuntimeError), watcher.updating({}):
         update(watcher.gradient_of)
         return
     gc.collect()  # The error's frames hold on to fake tensors.
 
 
-def _run_optimizer(watcher: StepWatcher, optimizer: torch.optim.Optimizer, kernels: GpuKernels | None) -> None:
-    """Run ``optimizer.step()`` on fake parameters and the gradients of the step; nothing of the optimizer changes.
+class _FakeOptimizer:
+    """An optimizer of the same kind over fake parameters; nothing of the real one changes.
 
     State that the optimizer makes at its first step counts as resident: it is there from the second step on.
+
+    Args:
+        watcher: of the step.
+        optimizer: the real one.
+        kernels: those of a GPU that is not there, else None.
     """
-    fakes: dict[int, torch.Tensor] = {}
-    with watcher.paused():
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                fakes[id(parameter)] = torch.nn.Parameter(watcher.stand_in(parameter), parameter.requires_grad)
-        clone = _clone(optimizer, fakes, watcher)
-        if kernels is not None:
-            kernels.prepare(clone)
-        for parameter in _parameters(clone):
-            parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
-        if not clone.state:
-            type(clone).step(clone)
-    watcher.begin_update(fakes)
-    state = [t for t in _private.tree_leaves(list(clone.state.values())) if isinstance(t, torch.Tensor)]
-    watcher.pin(state, "optimizer_state")
-    type(clone).step(clone)
+
+    def __init__(self, watcher: StepWatcher, optimizer: torch.optim.Optimizer, kernels: GpuKernels | None) -> None:
+        self._watcher = watcher
+        while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+            optimizer = inner  # Trainers wrap theirs.
+        self._optimizer = optimizer
+        self._kernels = kernels
+        self._fakes: dict[int, torch.Tensor] = {}
+        self._clone: Any = None
+
+    def begin(self) -> None:
+        """Make it, and count its state."""
+        if self._clone is not None:
+            return
+        watcher = self._watcher
+        with watcher.paused():
+            for parameter in _parameters(self._optimizer):
+                own_part = watcher.stand_in(_private.local(parameter))
+                fake = torch.nn.Parameter(own_part, parameter.requires_grad)
+                self._fakes[id(parameter)] = fake
+            self._clone = clone = _clone(self._optimizer, self._fakes, watcher)
+            if self._kernels is not None:
+                self._kernels.prepare(clone)
+            for parameter in _parameters(clone):
+                parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+            if not clone.state:
+                self._run(lambda: type(clone).step(clone))
+            for parameter in _parameters(clone):
+                parameter.grad = None
+        state = [t for t in _private.tree_leaves(list(clone.state.values())) if isinstance(t, torch.Tensor)]
+        watcher.pin(state, "optimizer_state")
+
+    def update_of(self, parameter: torch.Tensor) -> None:
+        """Update one parameter, whose gradient has been recorded, and let go of the gradient."""
+        fake = self._fakes[id(parameter)]
+        with self._watcher.updating({id(parameter): fake}):
+            self._run(lambda: update_alone(self._clone, fake))
+            fake.grad = None
+
+    def _run(self, update: Callable[[], Any]) -> None:
+        try:
+            update()
+        except (_private.DataDependentOutputException, _private.DynamicOutputShapeException) as error:
+            raise UnsupportedStep(
+                f"the update of {type(self._optimizer).__name__} cannot be traced: {getattr(error, 'func', error)} "
+                "needs a tensor's values. Leave optimizer= out, and count its state with resident_bytes="
+            ) from error
+
+    def update_the_rest(self) -> None:
+        """Run ``optimizer.step()`` on the gradients that are there."""
+        with self._watcher.updating(self._fakes):
+            self._run(lambda: type(self._clone).step(self._clone))
+            for fake in self._fakes.values():
+                fake.grad = None
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -226,6 +284,7 @@ def _clone(optimizer: torch.optim.Optimizer, fakes: dict[int, torch.Tensor], wat
 
     def stand_in(tensor: torch.Tensor) -> torch.Tensor:
         # Optimizers read their step counts as numbers, which a fake tensor has only if it was made from one.
+        tensor = _private.local(tensor)
         return watcher.stand_in(tensor) if tensor.dim() else torch.tensor(1.0, dtype=tensor.dtype)
 
     clone: Any = copy.copy(optimizer)
@@ -243,22 +302,63 @@ def _clone(optimizer: torch.optim.Optimizer, fakes: dict[int, torch.Tensor], wat
 
 
 @contextmanager
-def _without_reduction(count: Callable[[int], None]) -> Iterator[None]:
+def _without_reduction(watcher: StepWatcher) -> Iterator[None]:
     """Inside, a ``DistributedDataParallel`` module runs as the module in it: its hooks want real gradients.
 
-    Args:
-        count: called with the bytes of the buckets in which its gradients are reduced, once for each module.
+    The buckets in which its gradients are reduced count.
     """
     seen: set[int] = set()
 
     def forward(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
         if id(self) not in seen:
             seen.add(id(self))
-            count(sum(p.numel() * p.element_size() for p in self.module.parameters() if p.requires_grad))
+            reduced = [p for p in self.module.parameters() if p.requires_grad]
+            buckets = watcher.count_beside(sum(p.numel() * p.element_size() for p in reduced))
+            if self.gradient_as_bucket_view:
+                watcher.copies_gradients(reduced, buckets)
         return self.module(*args, **kwargs)
 
     with mock.patch.object(DistributedDataParallel, "forward", forward):
         yield
+
+
+@contextmanager
+def sharding_traced(watcher: StepWatcher) -> Iterator[_Sharding]:
+    """Inside, modules under ``fully_shard`` run their own code on stand-ins; afterwards they are as they were."""
+    used = _private.sharding()
+    if used is None:
+        yield _Sharding(watcher, None)
+        return
+    with used.Traced(watcher.sends if watcher.is_on_mesh else None) as traced:
+        used.observe(watcher)
+        try:
+            yield _Sharding(watcher, traced)
+        finally:
+            used.ignore(watcher)
+
+
+class _Sharding:
+    """The sharded parameters of a traced step, and their gradients."""
+
+    def __init__(self, watcher: StepWatcher, traced: Any) -> None:
+        self._watcher = watcher
+        self._traced = traced
+
+    def begin_backward(self, accumulates: bool) -> None:
+        """The shards are parameters; their gradients exist or do not."""
+        if self._traced is None:
+            return
+        self._watcher.pin([_private.local(one) for one in self._traced.sharded], "parameter")
+        if accumulates:
+            self._watcher.recording.accumulates_into += [weakref.ref(one) for one in self._traced.sharded]
+        with self._watcher.paused():
+            self._traced.set_gradients(self._watcher.stand_in_for_gradient if accumulates else None)
+
+    def end_backward(self) -> None:
+        """Note the gradients that ``fully_shard`` made."""
+        if self._traced is not None:
+            found = [(one, one.grad) for one in self._traced.sharded if one.grad is not None]
+            self._watcher.take_gradients([(one, _private.local(gradient)) for one, gradient in found])
 
 
 @contextmanager

@@ -273,7 +273,8 @@ class FusedRmsNorm(torch.autograd.Function):
         """One operator, which also makes the reciprocals that the backward pass reads."""
         with _private.BelowAutograd():
             result, reciprocals = _aten._fused_rms_norm(input, normalized_shape, weight, eps)
-        ctx.save_for_backward(input, weight, reciprocals)
+        # PyTorch 2.9 runs no hook on a parameter that a function saves while hooks for saved tensors are on.
+        ctx.save_for_backward(input, weight if weight is None else weight.detach(), reciprocals)
         ctx.normalized_shape = normalized_shape
         output: torch.Tensor = result
         return output

@@ -60,7 +60,7 @@ class KnownValues:
             return None
         if known[1] is None:
             return tensor
-        empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        empty = torch.empty(0, dtype=tensor.dtype, device=known[1].device)
         place = (tensor.storage_offset(), tensor.shape, tensor.stride())
         return empty.set_(known[1].untyped_storage(), *place)
 
@@ -70,8 +70,8 @@ class KnownValues:
         Such a tensor may be an index, and how much a mask selects is known by its values only.
         """
         value = None if tensor.dtype.is_floating_point or tensor.dtype.is_complex else self.of(tensor)
-        if value is None:
-            return None
+        if value is None or tensor.device.type == "meta":
+            return None  # No operator on the meta device reads an index.
         with _private.no_modes():
             return _private.copy_of_storage(value)
 
@@ -99,6 +99,8 @@ class KnownValues:
 
     def run(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator of which ``may_run`` is true on the values of its arguments; the results are known."""
+        if _is_on_meta(args, kwargs):
+            return self._run_beside(func, args, kwargs)
         for tensor in op_facts.written(func, args, kwargs):
             self._copy_if_given(tensor)
         originals: dict[int, torch.Tensor] = {}
@@ -118,6 +120,27 @@ class KnownValues:
                 self._learn(made)
         return out
 
+    def _run_beside(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The same on the meta device, whose tensors have no memory: their values are in copies on the CPU."""
+
+        def value_of(tensor: torch.Tensor) -> torch.Tensor:
+            value = self.of(tensor)
+            return torch.empty_like(tensor, device="cpu") if value is None else value
+
+        values, named = _private.tree_map_only(torch.Tensor, value_of, (args, kwargs))
+        on_cpu = _private.tree_map_only(torch.device, lambda device: torch.device("cpu"), (values, named))
+        out = func(*on_cpu[0], **on_cpu[1])
+        results = [one for one in _private.tree_leaves(out) if isinstance(one, torch.Tensor)]
+        if not results:
+            return out  # A number.
+        returned = func(*args, **kwargs)
+        made = [one for one in _private.tree_leaves(returned) if isinstance(one, torch.Tensor)]
+        for tensor, value in zip(made, results, strict=True):
+            if is_plain(tensor) and self.of(tensor) is None:
+                storage = tensor.untyped_storage()
+                self._known[_private.storage_key(storage)] = (_private.weak(storage), value)
+        return returned
+
     def forget(self, tensors: Iterable[torch.Tensor]) -> None:
         """Something that is not known was written to these tensors."""
         for tensor in tensors:
@@ -136,6 +159,13 @@ class KnownValues:
         known = self._known.get(key)
         if key in self._given and known is not None and known[1] is None:
             self._known[key] = (known[0], _private.copy_of_storage(tensor))
+
+
+def _is_on_meta(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Does an operator compute on the meta device?"""
+    given = _private.tree_leaves((args, kwargs))
+    devices = (one.device if isinstance(one, torch.Tensor) else one for one in given)
+    return any(isinstance(one, torch.device) and one.type == "meta" for one in devices)
 
 
 def are_small(result: Any) -> bool:

@@ -136,6 +136,16 @@ def _is_repeatable(func: OpOverload, on_gpu: bool) -> bool:
     return base not in _RUNNING_STATISTICS or base in _WITHOUT_BUFFERS
 
 
+_EMPTY: Final = frozenset(
+    f"aten::{name}" for name in ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
+)
+
+
+def is_empty(func: OpOverload) -> bool:
+    """Does an operator only allocate, and touch no byte?"""
+    return base_name(func) in _EMPTY
+
+
 def may_repeat(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], *, on_gpu: bool) -> bool:
     """May this call run a second time with the same result and no other effect than on what it writes to?"""
     if not _is_repeatable(func, on_gpu):

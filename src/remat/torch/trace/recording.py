@@ -34,6 +34,8 @@ class RecordedStorage:
         read_until: how many ops had run when the last backward node that had saved it was done; None if none had.
         role: of a storage from before the step, one of ``remat.core.graph.ROLES``; else "".
         name: of a parameter or buffer; "" for any other storage, and where it has none.
+        is_gathered: does it hold a parameter that ``fully_shard`` gathered? Such a parameter comes and goes as
+            ``fully_shard`` says, and comes early where a recomputation needs it.
     """
 
     size_bytes: int
@@ -45,6 +47,7 @@ class RecordedStorage:
     read_until: int | None = None
     role: str = ""
     name: str = ""
+    is_gathered: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,10 @@ class RecordedOp:
         workspace_bytes: scratch memory of the kernel.
         layer: path of the module whose forward pass ran; a backward op has that of its forward op.
         source: line of source; a backward op has that of its forward op.
+        is_own_code: is it ``fully_shard``'s own, which a step under a plan does not look at?
+        collective: of an op that sends: its kind, as NCCL names it ("AllReduce"); ``moved_bytes`` is then what all
+            ranks have of the result, or of the sum.
+        axis: the axis of the mesh along which it sends.
     """
 
     func: Any
@@ -80,6 +87,9 @@ class RecordedOp:
     workspace_bytes: int = 0
     layer: str = ""
     source: str = ""
+    is_own_code: bool = False
+    collective: str = ""
+    axis: str = ""
 
 
 @dataclass
@@ -92,6 +102,7 @@ class SavedTensor:
         storage: of the tensor; None for a storage from before the step.
         version: writes to the storage before it was saved.
         unpacked: how many ops had run when the backward pass first read it; None if it never did.
+        released: how many ops had run when the backward node that had saved it was done; None if none was.
     """
 
     position: int
@@ -99,6 +110,7 @@ class SavedTensor:
     storage: int | None = None
     version: int = 0
     unpacked: int | None = None
+    released: int | None = None
 
 
 @dataclass
@@ -114,6 +126,12 @@ class Recording:
         device: the type of the device.
         marked: storages of tensors that were given to ``mark``, by what they were marked with.
         notes: what was assumed, a sentence each.
+        updated: by the address of a parameter that is updated inside of the backward pass: its storage, and the ops of
+            the update.
+        accumulates_into: the parameters whose gradients are expected to exist before the step, as weak references.
+        is_sharded: did a module under ``fully_shard`` run?
+        gathered_again: for a storage with a gathered parameter: the next storage with it, once it is gathered again.
+        gathered_with: for such a storage: a number that those have in common that were gathered at once.
     """
 
     ops: list[RecordedOp] = field(default_factory=list)
@@ -124,6 +142,27 @@ class Recording:
     device: str = "cpu"
     marked: dict[Hashable, list[int]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    updated: dict[int, tuple[int, range]] = field(default_factory=dict)
+    accumulates_into: list[Callable[[], torch.Tensor | None]] = field(default_factory=list)
+    is_sharded: bool = False
+    gathered_again: dict[int, int] = field(default_factory=dict)
+    gathered_with: dict[int, int] = field(default_factory=dict)
+
+    def read_after_update(self) -> set[int]:
+        """Addresses of parameters of which the step still needs the old values when they are updated early.
+
+        Those in one storage with another parameter are among them.
+        """
+        touched: dict[int, list[int]] = {}
+        for index, op in enumerate(self.ops):
+            for number in {*(number for number, _ in op.reads), *op.writes}:
+                touched.setdefault(number, []).append(index)
+        found = set()
+        for address, (number, ops) in self.updated.items():
+            others = [index for index in touched.get(number, ()) if index not in ops]
+            if any(index >= ops.start or self.ops[index].phase == "update" for index in others):
+                found.add(address)
+        return found
 
 
 class KnownStorages:
@@ -147,6 +186,8 @@ class KnownStorages:
         # Storages from before the step. They are kept, since ``_known`` knows them by a key that could come again.
         self._pinned: dict[int, tuple[_private.Storage, int]] = {}
         self._of_real: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        # Storages that lost their memory before they died.
+        self._freed: set[int] = set()
 
     def of(self, tensor: torch.Tensor, role: str = "") -> int:
         """The number of a tensor's storage; one that is new was there before the step, and has this role."""
@@ -193,6 +234,17 @@ class KnownStorages:
         self._watch(tensor, number, self._storage_died)
         return number
 
+    def freed(self, tensor: torch.Tensor) -> None:
+        """A tensor's storage loses its memory, though the tensor lives on."""
+        number = self.of(tensor)
+        if number not in self._freed:
+            self._freed.add(number)
+            self._recording.storages[number].released = len(self._recording.ops)
+
+    def is_freed(self, tensor: torch.Tensor) -> bool:
+        """Has the storage of a tensor lost its memory?"""
+        return self._known.get(_key(tensor)) in self._freed
+
     def stands_for(self, tensor: torch.Tensor, number: int, *, until_it_dies: bool) -> None:
         """From now on a tensor is in a storage that is known.
 
@@ -208,7 +260,7 @@ class KnownStorages:
     def survivors(self) -> list[int]:
         """Storages that something outside of the step still holds, though they are no result of it."""
         storages = self._recording.storages
-        alive = set(self._known.values()) - self.captured
+        alive = set(self._known.values()) - self.captured - self._freed
         return [number for number in alive if storages[number].made_by is not None]
 
     def name(self, tensor: torch.Tensor, name: str) -> None:
@@ -229,7 +281,7 @@ class KnownStorages:
 
     def _storage_died(self, key: int, number: int) -> None:
         self._forget(key, number)
-        if number not in self.captured:
+        if number not in self.captured and number not in self._freed:
             self._recording.storages[number].released = len(self._recording.ops)
 
     def _stand_in_died(self, key: int, number: int) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from remat.core.graph import Graph, Op, Tensor
 from remat.running.cost_model import DeviceProfile, device_here, get_profile, op_time_s
+from remat.running.network import Network
 from remat.torch import _private
 from remat.torch.trace.fake_step import record_step
 from remat.torch.trace.op_facts import kind
@@ -83,15 +84,16 @@ def default_profile(device_type: str) -> str:
     return device_here(next((known for known in ("h200", "h100") if known in name), "a100"))
 
 
-def traced_step(recording: Recording, profile: DeviceProfile) -> TracedStep:
-    """The graph of a recording."""
-    return _Builder(recording, profile).build()
+def traced_step(recording: Recording, profile: DeviceProfile, network: Network | None = None) -> TracedStep:
+    """The graph of a recording; its collectives take what they take on a network."""
+    return _Builder(recording, profile, network).build()
 
 
 class _Builder:
-    def __init__(self, recording: Recording, profile: DeviceProfile) -> None:
+    def __init__(self, recording: Recording, profile: DeviceProfile, network: Network | None) -> None:
         self._recording = recording
         self._profile = profile
+        self._network = network
         self._tensors: list[Tensor] = []
         self._ops: list[Op] = []
         self._root: dict[int, int] = {}
@@ -148,7 +150,9 @@ class _Builder:
 
     def _add_op(self, index: int, op: RecordedOp, more_reads: list[int]) -> None:
         storages = self._recording.storages
-        inputs = [self._tensor_of(n) for n in dict.fromkeys((*(n for n, _ in op.reads), *op.writes, *more_reads))]
+        # Whether a gathered parameter is there does not depend on who reads it.
+        reads = [n for n, _ in op.reads if not storages[n].is_gathered]
+        inputs = [self._tensor_of(n) for n in dict.fromkeys((*reads, *op.writes, *more_reads))]
         outputs: list[int] = []
         for number in op.makes:
             storage = storages[number]
@@ -168,10 +172,10 @@ class _Builder:
         self._ops.append(
             Op(
                 name=op.name,
-                kind="accumulate" if op.func is None else kind(op.func),
+                kind=_kind_of(op),
                 inputs=tuple(inputs),
                 outputs=tuple(outputs),
-                time_s=op_time_s(self._profile, op.flops, op.moved_bytes, op.dtype),
+                time_s=self._seconds(op),
                 recomputable=op.repeatable and index not in self._never_again,
                 workspace_bytes=op.workspace_bytes,
                 phase=op.phase,
@@ -179,6 +183,11 @@ class _Builder:
                 source=op.source,
             )
         )
+
+    def _seconds(self, op: RecordedOp) -> float:
+        if not op.collective:
+            return op_time_s(self._profile, op.flops, op.moved_bytes, op.dtype)
+        return 0.0 if self._network is None else self._network.seconds(op.collective, op.axis, op.moved_bytes)
 
     def _unpacked_at(self) -> dict[int, list[int]]:
         """For each recorded op of the backward pass, the storages that autograd reads just before it."""
@@ -189,12 +198,13 @@ class _Builder:
         return found
 
     def _held_until(self) -> dict[int, list[int]]:
-        """For each recorded op, the storages that are freed after it though it does not read them."""
+        """For each recorded op, the storages that are there while it runs though it does not read them."""
         recording = self._recording
         largest = max((s.size_bytes for s in recording.storages), default=0)
         last_touch: dict[tuple[int, bool], int] = {}
         for index, op in enumerate(recording.ops):
-            for number in (*(n for n, _ in op.reads), *op.makes, *op.writes):
+            reads = (n for n, _ in op.reads if not recording.storages[n].is_gathered)
+            for number in (*reads, *op.makes, *op.writes):
                 last_touch[number, index < recording.forward_ops] = index
         found: dict[int, list[int]] = {}
         for number, storage in enumerate(recording.storages):
@@ -205,7 +215,51 @@ class _Builder:
                 last = -1 if end is None else end - 1
                 if last > last_touch.get((number, last < recording.forward_ops), -1):
                     found.setdefault(last, []).append(number)
+        # A backward node holds all that it has unpacked until its last op has run, though that op may not read it, and
+        # though a later node will: recomputed in between, it would be there twice.
+        for saved in recording.saved:
+            if saved.storage is None or saved.unpacked is None or saved.released is None:
+                continue
+            last = saved.released - 1
+            is_large = recording.storages[saved.storage].size_bytes > _HELD_SHARE * largest
+            if is_large and saved.unpacked <= last and last >= recording.forward_ops:
+                found.setdefault(last, []).append(saved.storage)
         return found
+
+
+def _wanted_after_updates(recording: Recording) -> set[int]:
+    """Ops of the forward pass whose results are read after a parameter that the op read has been updated.
+
+    Autograd differentiates what an op made before the op itself, so that there are none but where a result is read
+    without being differentiated: by a mask, say.
+    """
+    if not recording.updated:
+        return set()
+    updated = {number: ops.start for number, ops in recording.updated.values()}
+    wanted = [-1] * len(recording.storages)
+    for index, op in enumerate(recording.ops):
+        for number, _ in op.reads:
+            wanted[number] = index
+    for saved in recording.saved:
+        if saved.storage is not None and saved.unpacked is not None:
+            wanted[saved.storage] = max(wanted[saved.storage], saved.unpacked)
+    found: set[int] = set()
+    for index in range(recording.forward_ops - 1, -1, -1):
+        op = recording.ops[index]
+        until = max((wanted[number] for number in (*op.makes, *op.writes)), default=-1)
+        if any(updated.get(number, until + 1) <= until for number, _ in op.reads):
+            found.add(index)
+        for number, _ in op.reads:
+            wanted[number] = max(wanted[number], until)
+    return found
+
+
+def _kind_of(op: RecordedOp) -> str:
+    if op.collective:
+        return op.collective
+    if op.func is None:
+        return "gather" if op.is_own_code else "accumulate"
+    return kind(op.func)
 
 
 def _overwritten_reads(recording: Recording) -> set[int]:
@@ -215,13 +269,12 @@ def _overwritten_reads(recording: Recording) -> set[int]:
     there before the step may change during it.
     """
     storages = recording.storages
-    # Nothing runs again once the optimizer's update has begun, so that its writes do not count.
-    update = next((index for index, op in enumerate(recording.ops) if op.phase == "update"), len(recording.ops))
 
+    # Nothing runs again once the update of what it reads has begun, so that the optimizer's writes do not count here.
     def final_version(number: int) -> int:
-        return sum(1 for write in storages[number].writes if write < update)
+        return sum(1 for write in storages[number].writes if recording.ops[write].phase != "update")
 
-    never: set[int] = set()
+    never = _wanted_after_updates(recording)
     for index, op in enumerate(recording.ops):
         for number, version in op.reads:
             own = number in op.writes

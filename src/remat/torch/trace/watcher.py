@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import logging
-import sys
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache
-from pathlib import Path
-from types import FrameType
 from typing import Any, Final, TypeAlias
 from unittest import mock
 
 import torch
-from torch.nn.modules import module as module_hooks
 
-from remat.core.labels import shown_path
+from remat.core.errors import UnsupportedStep
 from remat.torch import _private
 from remat.torch.trace import cpu_scratch, gpu_attention, op_facts, result_shapes
 from remat.torch.trace.known_values import are_small
+from remat.torch.trace.origins import RunningModules, source_line
 from remat.torch.trace.recording import (
     KnownStorages,
     Phase,
@@ -46,6 +42,11 @@ def mark(tensor: torch.Tensor, as_what: Hashable) -> None:
         take(tensor, as_what)
 
 
+def is_tracing() -> bool:
+    """Does this code run in a step that is being traced, whose tensors have no values?"""
+    return _take.get() is not None
+
+
 class _Packed:
     """What stands in autograd's graph for a tensor that it saved.
 
@@ -64,12 +65,24 @@ class _Packed:
         self.geometry = (tensor.untyped_storage().nbytes(), place, tensor.dtype, tensor.device)
 
 
+class _PackedPart:
+    """What stands in autograd's graph for the local part of a distributed tensor, and how it is distributed."""
+
+    __slots__ = ("part", "placement")
+
+    def __init__(self, part: Any, placement: Any) -> None:
+        self.part = part
+        self.placement = placement
+
+
 class StepWatcher(_private.TorchDispatchMode):
     """Sees every operator below autograd and autocast, and notes it in a recording. It keeps no tensor alive.
 
     Args:
         guess: what Python hears where it asks for a truth value that nobody knows.
         on_gpu: are the kernels those of a GPU, wherever the tensors are?
+        axes: of a step on a mesh that is only simulated: the axis for the name of each process group. Collectives are
+            recorded, and operators on distributed tensors are those on their local parts. None for any other step.
 
     Attributes:
         guesses: how often it did.
@@ -79,9 +92,10 @@ class StepWatcher(_private.TorchDispatchMode):
         phase: the part of the step that runs.
     """
 
-    def __init__(self, guess: bool = False, on_gpu: bool = False) -> None:
+    def __init__(self, guess: bool = False, on_gpu: bool = False, axes: Mapping[str, str] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._on_gpu = on_gpu
+        self._axes = axes
         self.guesses = 0
         self._guess = guess
         self.recording = Recording()
@@ -91,19 +105,35 @@ class StepWatcher(_private.TorchDispatchMode):
         # Of each autograd node, by its number: the module and the line of source that made it.
         self._origins: dict[int, tuple[str, str]] = {}
         self._is_paused = False
+        self._own_code_depth = 0
+        self._own_code_runs = 0
         self._held: list[Any] = []
         # By the address of the parameter.
         self._gradients: dict[int, int] = {}
+        self._early: frozenset[int] = frozenset()
+        self._update_of: Callable[[torch.Tensor], None] | None = None
+        self._used_early: set[int] = set()
         self._let_go: dict[int, int] = {}
+        self._gradients_in: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self._axes is not None:
+            if any(_private.local(t) is not t for t in _private.tree_leaves((args, kwargs))):
+                return NotImplemented  # The distributed tensor runs operators on its local part, which come here.
+            if (kind := _private.collective_kind(func)) is not None:
+                return self._run_collective(kind, func, args, kwargs)
         if _private.is_silent(func):
             return func(*args, **kwargs)
         if self._is_paused:
             inputs = [t for t in _private.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
             return self._run(func, args, kwargs, inputs)
         inputs = [t for t in _private.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        if not self._own_code_depth and any(_private.local(t) is not t for t in inputs):
+            raise UnsupportedStep(
+                f"the step computes with distributed tensors (DTensor): {op_facts.kind(func)} takes one. Tensor "
+                "parallelism is not planned; data parallelism by DistributedDataParallel or fully_shard is"
+            )
         reads = tuple(dict.fromkeys(self._read(t) for t in inputs if has_storage(t)))
         out = self._run(func, args, kwargs, inputs)
         if func is not _ITEM:
@@ -144,6 +174,58 @@ class StepWatcher(_private.TorchDispatchMode):
         values.forget(op_facts.written(func, args, kwargs))
         return out
 
+    @property
+    def is_on_mesh(self) -> bool:
+        """Is the step one on a mesh that is only simulated?"""
+        return self._axes is not None
+
+    def _run_collective(self, kind: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A collective of an operator's own; the wait for it is none, since nothing is sent."""
+        if not kind:
+            return args[0]
+        reads = tuple(self._read(t) for t in _private.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor))
+        out: torch.Tensor = self.storages.stand_ins.run(func, args, kwargs)
+        number = self.storages.made(out, len(self.recording.ops))
+        group = next(arg for arg in reversed(args) if isinstance(arg, str))
+        self._note_collective(kind, reads, (number,), (args[0], out), group)
+        return out
+
+    def sends(self, kind: str, output: torch.Tensor, given: torch.Tensor, group: str) -> None:
+        """``fully_shard`` sends a tensor; the result goes into another that is there, or into the same."""
+        number = self.storages.of(output)
+        self._note_collective(kind, (self._read(given),), (), (given, output), group, writes=(number,))
+
+    def _note_collective(
+        self,
+        kind: str,
+        reads: tuple[tuple[int, int], ...],
+        makes: tuple[int, ...],
+        both: tuple[torch.Tensor, torch.Tensor],
+        group: str,
+        writes: tuple[int, ...] = (),
+    ) -> None:
+        assert self._axes is not None
+        axis = self._axes.get(group, group)
+        name, layer, source = self._origin_of(f"{kind} over {axis}")
+        op = RecordedOp(
+            func=None,
+            name=name,
+            layer=layer,
+            source=source,
+            phase=self.phase,
+            reads=reads,
+            makes=makes,
+            writes=writes,
+            moved_bytes=max(t.numel() * t.element_size() for t in both),
+            dtype=str(both[0].dtype).removeprefix("torch."),
+            is_own_code=self._own_code_depth > 0,
+            collective=kind,
+            axis=axis,
+        )
+        for number in writes:
+            self.recording.storages[number].writes.append(len(self.recording.ops))
+        self.recording.ops.append(op)
+
     def _lengths_in(self, argument: Any) -> list[int] | None:
         if not isinstance(argument, torch.Tensor):
             return list(argument)
@@ -156,9 +238,14 @@ class StepWatcher(_private.TorchDispatchMode):
             storage = self.recording.storages[self.storages.of(tensor, role)]
             storage.role = role or storage.role  # What an optimizer's state is cannot be told by the tensor.
 
-    def count_beside(self, size_bytes: int) -> None:
-        """Count memory that is there for the whole step, though no operator touches it."""
+    def count_beside(self, size_bytes: int) -> int:
+        """Count memory that is there for the whole step, though no operator touches it; the number of its storage."""
         self.recording.storages.append(RecordedStorage(size_bytes, None, "uint8", role="state"))
+        return len(self.recording.storages) - 1
+
+    def copies_gradients(self, parameters: Sequence[torch.Tensor], storage: int) -> None:
+        """Gradients of these parameters do not stay where they are made: each is copied to a storage and let go of."""
+        self._gradients_in.update((id(parameter), storage) for parameter in parameters)
 
     @contextmanager
     def taking_marks(self) -> Iterator[None]:
@@ -229,11 +316,12 @@ class StepWatcher(_private.TorchDispatchMode):
             reads=tuple(read for read in reads if read[0] not in statistics),
             makes=tuple(made),
             writes=tuple(w for w in writes if w not in statistics),
-            flops=op_facts.flops(func, args, kwargs, out),
-            moved_bytes=sum(t.numel() * t.element_size() for t in everything),
+            flops=0.0 if op_facts.is_empty(func) else op_facts.flops(func, args, kwargs, out),
+            moved_bytes=0 if op_facts.is_empty(func) else sum(t.numel() * t.element_size() for t in everything),
             dtype=str((outputs or inputs)[0].dtype).removeprefix("torch.") if everything else "float32",
             repeatable=self.phase == "forward" and all_strided and self._may_repeat(func, args, kwargs, on_gpu),
             workspace_bytes=(gpu_attention if on_gpu else cpu_scratch).workspace_bytes(func, args, out),
+            is_own_code=self._own_code_depth > 0,
         )
         if not on_gpu:
             with self.paused():
@@ -245,41 +333,84 @@ class StepWatcher(_private.TorchDispatchMode):
             recording.storages[number].writes.append(index)
 
     def _may_repeat(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], on_gpu: bool) -> bool:
+        if self._own_code_depth:
+            return False
         # Inside of the loss function a backward pass is somebody else's: nothing is known of what it may rely on.
         return not _private.in_backward_pass() and op_facts.may_repeat(func, args, kwargs, on_gpu=on_gpu)
 
     def _origin(self, func: Any) -> tuple[str, str, str]:
         """Name, module and line of source of an operator; of the backward pass, those that its autograd node is of."""
-        short = op_facts.kind(func)
+        return self._origin_of(op_facts.kind(func))
+
+    def _origin_of(self, short: str) -> tuple[str, str, str]:
         if self.phase == "update":
             return f"optimizer/{short}", "optimizer", ""
         node = _private.running_node()
         if node is None:
-            origin = (self.modules.path, _source_line())
+            origin = (self.modules.path, source_line())
             self._origins[_private.forward_sequence_number()] = origin
             return "/".join(part for part in (origin[0], short) if part), *origin
         origin = self._origins.get(node[1], ("", ""))
         return "/".join(part for part in (origin[0], node[0], short) if part), *origin
 
+    # What ``fully_shard`` does.
+
+    def begin_own_code(self) -> None:
+        """Operators from here on are those of ``fully_shard``."""
+        self._own_code_depth += 1
+        self._own_code_runs += self._own_code_depth == 1
+
+    def end_own_code(self) -> None:
+        """They end here."""
+        self._own_code_depth -= 1
+
+    def allocates(self, tensor: torch.Tensor) -> bool:
+        """A parameter is gathered, for the first time in the step or again."""
+        recording = self.recording
+        number = self.storages.of(tensor)
+        if self.storages.is_freed(tensor):
+            again = self.storages.made(tensor, len(recording.ops))
+            recording.gathered_again[number] = again
+            name = f"{self._origin_of_own_code()}gather again {tuple(tensor.shape)}"
+            recording.ops.append(RecordedOp(None, name, self.phase, (), (again,), (), is_own_code=True))
+            number = again
+        recording.storages[number].is_gathered = recording.is_sharded = True
+        recording.gathered_with[number] = self._own_code_runs
+        return True
+
+    def frees(self, tensor: torch.Tensor) -> bool:
+        """A gathered parameter is let go of."""
+        self.storages.freed(tensor)
+        return True
+
+    def _origin_of_own_code(self) -> str:
+        return f"{self.modules.path}/" if self.modules.path else ""
+
     # What autograd saves.
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Called by autograd for each tensor that it saves."""
+        if self._axes is not None and (part := _private.local(tensor)) is not tensor:
+            packed_part = self.pack(part)
+            return tensor if packed_part is part else _PackedPart(packed_part, _private.placement(tensor))
         saved, position = self.recording.saved, len(self.recording.ops)
         turn = saved[-1].turn + 1 if saved and saved[-1].position == position else 0
         saved.append(SavedTensor(position, turn))
         if not is_plain(tensor) or not self.storages.is_known(tensor):
             return tensor
         number = self.storages.of(tensor)
-        if self.recording.storages[number].made_by is None:
+        storage = self.recording.storages[number]
+        if storage.made_by is None or storage.is_gathered:
             return tensor
         saved[-1].storage, saved[-1].version = number, len(self.recording.storages[number].writes)
         packed = _Packed(len(saved) - 1, tensor, self.storages.values.copy_of(tensor))
-        weakref.finalize(packed, self._packed_died, number).atexit = False
+        weakref.finalize(packed, self._packed_died, packed.number).atexit = False
         return packed
 
     def unpack(self, packed: Any) -> Any:
         """Called by autograd when a backward node reads what it saved."""
+        if isinstance(packed, _PackedPart):
+            return _private.distributed(self.unpack(packed.part), packed.placement)
         if not isinstance(packed, _Packed):
             return packed
         saved = self.recording.saved[packed.number]
@@ -294,8 +425,10 @@ class StepWatcher(_private.TorchDispatchMode):
         self.storages.stands_for(tensor, saved.storage, until_it_dies=True)
         return tensor
 
-    def _packed_died(self, storage: int) -> None:
-        self.recording.storages[storage].read_until = len(self.recording.ops)
+    def _packed_died(self, number: int) -> None:
+        saved = self.recording.saved[number]
+        assert saved.storage is not None
+        saved.released = self.recording.storages[saved.storage].read_until = len(self.recording.ops)
 
     # The end of the forward pass, gradients.
 
@@ -308,23 +441,45 @@ class StepWatcher(_private.TorchDispatchMode):
 
     def accumulation_into(self, leaf: torch.Tensor, exists: bool) -> Callable[[torch.Tensor], None]:
         """What autograd does with the finished gradient of a leaf: take it over, copy it, or add it to an older one."""
+        if exists:
+            self.recording.accumulates_into.append(weakref.ref(leaf))
+
+        def accumulate_and_update(gradient: torch.Tensor) -> None:
+            accumulate(gradient)
+            self._reduce_over_replicas(leaf)
+            number = self._gradients.get(id(leaf))
+            if self._update_of is not None and id(leaf) in self._early and number is not None:
+                begins = len(self.recording.ops)
+                self._update_of(leaf)
+                self.recording.updated[id(leaf)] = self.storages.of(leaf), range(begins, len(self.recording.ops))
+                del self._gradients[id(leaf)]
+                self._used_early.add(number)
+                self._let_go[number] = len(self.recording.ops)
 
         def accumulate(gradient: torch.Tensor) -> None:
             recording = self.recording
             index = len(recording.ops)
             if not has_storage(gradient):
                 return
+            gradient, leaf_part = _private.local(gradient), _private.local(leaf)
             source = self.storages.of(gradient)
-            size = leaf.numel() * leaf.element_size()
+            size = leaf_part.numel() * leaf_part.element_size()
+            if (together := self._gradients_in.get(id(leaf))) is not None:
+                self._gradients[id(leaf)] = together
+                self._let_go[source] = len(recording.ops) + 1
+                name = f"copy of a gradient {tuple(leaf.shape)}"
+                both = (self._read(gradient), (together, 0))
+                recording.ops.append(RecordedOp(None, name, "backward", both, (), (), moved_bytes=2 * size))
+                return
             made: list[int] = []
             reads = [self._read(gradient)]
             # Autograd takes a gradient over if nobody else holds it and its strides are those of the parameter.
             owned = recording.storages[source].made_by is not None and source not in self.storages.captured
-            if not exists and owned and _may_take_over(gradient, leaf):
+            if not exists and owned and _may_take_over(gradient, leaf_part):
                 self.storages.captured.add(source)
                 self._gradients[id(leaf)] = source
                 return
-            total = RecordedStorage(size, tuple(leaf.shape), str(leaf.dtype).removeprefix("torch."))
+            total = RecordedStorage(size, tuple(leaf_part.shape), str(leaf.dtype).removeprefix("torch."))
             recording.storages.append(total)
             number = len(recording.storages) - 1
             if exists:
@@ -332,7 +487,7 @@ class StepWatcher(_private.TorchDispatchMode):
             else:
                 total.made_by = index
                 made.append(number)
-            name = f"AccumulateGrad {tuple(leaf.shape)}"
+            name = f"AccumulateGrad {tuple(leaf_part.shape)}"
             recording.ops.append(
                 RecordedOp(None, name, "backward", tuple(reads), tuple(made), (), moved_bytes=2 * size)
             )
@@ -341,7 +496,49 @@ class StepWatcher(_private.TorchDispatchMode):
             # Autograd lets go of the gradient here. Only ``_held`` keeps it longer.
             self._let_go[source] = len(recording.ops)
 
+        return accumulate_and_update
+
+    def _reduce_over_replicas(self, leaf: torch.Tensor) -> None:
+        """On a simulated mesh whose replicas have whole parameters, a gradient is reduced when it is there.
+
+        ``DistributedDataParallel`` reduces buckets of several; the bytes are the same.
+        """
+        group = next((name for name, axis in (self._axes or {}).items() if axis == "data"), None)
+        number = self._gradients.get(id(leaf))
+        if group is not None and number is not None and not self.recording.is_sharded:
+            part = _private.local(leaf)
+            self._note_collective("AllReduce", ((number, 0),), (), (part, part), group)
+
+    def reduction_of(self, leaf: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """What happens with the gradient of a gathered parameter, which ``fully_shard`` takes from its ``grad``.
+
+        None for any other tensor.
+        """
+        part = _private.local(leaf)
+        if not has_storage(leaf) or not self.storages.is_known(part):
+            return None
+        if not self.recording.storages[self.storages.of(part)].is_gathered:
+            return None
+
+        def accumulate(gradient: torch.Tensor) -> torch.Tensor:
+            own = _private.local(gradient)
+            source = self.storages.of(own)
+            is_own = self.recording.storages[source].made_by is not None and source not in self.storages.captured
+            leaf.grad = gradient if is_own and _may_take_over(own, part) else gradient.clone()
+            # Whoever asked for the gradient holds what is returned to the end of the step.
+            with _private.no_modes():
+                nothing = torch.zeros((), dtype=leaf.dtype, device=leaf.device).expand(part.shape)
+                return nothing if part is leaf else _private.distributed(nothing, _private.placement(leaf))
+
         return accumulate
+
+    def take_gradients(self, sharded: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Note the gradients that ``fully_shard`` has reduced: parameters with what they hold of theirs."""
+        for parameter, gradient in sharded:
+            number = self.storages.of(gradient)
+            self.storages.captured.add(number)
+            self._gradients[id(parameter)] = number
+            self._held.append(gradient)
 
     def hold_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Keep the gradients to the end of the step, as ``grad`` does."""
@@ -360,16 +557,37 @@ class StepWatcher(_private.TorchDispatchMode):
         """What stands for a tensor from before the step where its own attributes must not change."""
         return self.storages.stand_in(tensor)
 
-    def begin_update(self, parameters: Mapping[int, torch.Tensor]) -> None:
-        """From here on operators belong to the optimizer.
+    def stand_in_for_gradient(self, shard: torch.Tensor) -> torch.Tensor:
+        """What stands for the gradient of a parameter's shard from before the step."""
+        gradient = self.storages.stand_ins.like(shard)
+        size_bytes, dtype = shard.untyped_storage().nbytes(), str(shard.dtype).removeprefix("torch.")
+        self.recording.storages.append(RecordedStorage(size_bytes, tuple(shard.shape), dtype, role="state"))
+        self.storages.stands_for(gradient, len(self.recording.storages) - 1, until_it_dies=False)
+        return gradient
+
+    def update_early(self, parameters: Collection[torch.Tensor], update: Callable[[torch.Tensor], None]) -> None:
+        """From here on ``update`` is called with each of these parameters as soon as its gradient is there."""
+        self._early = frozenset(map(id, parameters))
+        self._update_of = update
+
+    @contextmanager
+    def updating(self, parameters: Mapping[int, torch.Tensor]) -> Iterator[None]:
+        """Inside, operators belong to the optimizer.
 
         Args:
             parameters: by the address of the real one, the fake parameter that is given its recorded gradient.
         """
-        self.phase = "update"
-        with self.paused():
-            for address, parameter in parameters.items():
-                parameter.grad = self._gradient(address, parameter)
+        phase, self.phase = self.phase, "update"
+        try:
+            with self.paused():
+                for address, parameter in parameters.items():
+                    parameter.grad = self._gradient(address, parameter)
+                    # Its address stands for the gradient, and must not come again while the step runs.
+                    self._held.append(parameter.grad)
+            with torch.no_grad():
+                yield
+        finally:
+            self.phase = phase
 
     def gradient_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """A tensor in the recorded gradient of a real parameter; None where it has none."""
@@ -389,8 +607,8 @@ class StepWatcher(_private.TorchDispatchMode):
         self._held.clear()
         for module in self.modules.outermost:
             for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-                self.storages.name(tensor, name)
-        for number in self._let_go.keys() - self.storages.captured:
+                self.storages.name(_private.local(tensor), name)
+        for number in (self._let_go.keys() - self.storages.captured) | self._used_early:
             recording.storages[number].released = self._let_go[number]
         alive = self.storages.survivors()
         for number in alive:
@@ -420,62 +638,3 @@ def _may_take_over(gradient: torch.Tensor, leaf: torch.Tensor) -> bool:
     return same or all(
         size <= 1 or a == b for size, a, b in zip(gradient.shape, gradient.stride(), leaf.stride(), strict=True)
     )
-
-
-class RunningModules:
-    """A context that knows which module's forward pass runs.
-
-    Attributes:
-        outermost: the modules that ran and that no other called.
-    """
-
-    def __init__(self) -> None:
-        self.outermost: list[torch.nn.Module] = []
-        self._paths: dict[int, str] = {}
-        self._stack: list[str] = []
-        self._handles: list[Any] = []
-
-    @property
-    def path(self) -> str:
-        """The dotted path of the innermost module that runs, ``h.0.mlp`` say; empty outside of any module."""
-        return self._stack[-1] if self._stack else ""
-
-    def __enter__(self) -> RunningModules:
-        self._handles = [
-            module_hooks.register_module_forward_pre_hook(self._before),
-            module_hooks.register_module_forward_hook(self._after, always_call=True),
-        ]
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def _before(self, module: torch.nn.Module, args: Any) -> None:
-        if not self._stack:
-            self.outermost.append(module)
-            for path, inner in module.named_modules():
-                self._paths[id(inner)] = path or type(module).__name__
-        self._stack.append(self._paths.get(id(module), type(module).__name__))
-
-    def _after(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        if self._stack:
-            self._stack.pop()
-
-
-_shown_path = cache(shown_path)
-_NOT_THE_MODEL: Final = tuple(str(Path(path).parent) + "/" for path in (torch.__file__, __file__))
-_REMAT: Final = str(Path(__file__).parents[1]) + "/"
-
-
-def _source_line() -> str:
-    """The innermost line that runs outside of PyTorch and of this folder: ``model.py:12 in forward``.
-
-    Empty where that is one of ``remat.torch``, as when the command line calls a module.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_MODEL):
-        frame = frame.f_back
-    if frame is None or frame.f_code.co_filename.startswith(_REMAT):
-        return ""
-    return f"{_shown_path(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}"

@@ -1,0 +1,179 @@
+"""Graph mode: what is captured as one graph and how often, and what runs eagerly or in pieces and says so."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+import torch.distributed as dist
+from steps import QUICK, made_again_once, outcome
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+from torch_models import mlp
+
+import remat
+import remat.torch
+
+pytestmark = pytest.mark.usefixtures("no_compiled_code")
+
+
+def test_each_combination_of_shapes_has_a_plan():
+    case = mlp(4)
+    planned = remat.torch.compile(case.loss, budget="97%", backend="aten", **QUICK)
+    (x,) = case.args
+    for batch in (256, 224, 256):
+        expected = outcome(case.module, case.loss, x[:batch])
+        assert outcome(case.module, planned, x[:batch]).same_as(expected)
+    assert [plan.mode for plan in planned.plans] == ["graph", "graph"]
+    with torch.no_grad():
+        assert torch.equal(planned(x), case.loss(x))
+    assert len(planned.plans) == 2
+
+
+def test_captures_may_come_before_backward_passes(under):
+    layer = nn.Linear(16, 16)
+    loss_fn = lambda x: (layer(x) + 1).relu().square().mean()  # noqa: E731
+    planned = under(loss_fn, made_again_once)
+    found = []
+    for run in (loss_fn, planned):
+        losses = [run(torch.ones(rows, 16)) for rows in (4, 6, 4)]
+        sum(losses).backward()
+        found.append(layer.weight.grad.clone())
+        layer.zero_grad()
+    assert torch.equal(*found)
+
+
+def test_what_cannot_be_captured_runs_eagerly_and_says_why(caplog):
+    module = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh())
+
+    def loss_fn(x):
+        y = module(x)
+        torch._dynamo.graph_break()
+        return y.square().mean()
+
+    x = torch.randn(256, 64)
+    planned = remat.torch.compile(loss_fn, budget="90%", backend="aten", **QUICK)
+    expected = outcome(module, loss_fn, x)
+    with caplog.at_level(logging.WARNING, "remat"):
+        assert outcome(module, planned, x).same_as(expected)
+    (message,) = [record.getMessage() for record in caplog.records if "cannot be captured" in record.getMessage()]
+    assert "loss_fn" in message
+    assert "graph_break" in message
+    assert "test_torch_graph_mode_capture.py:" in message  # Where it broke.
+    assert "Hint" not in message
+    assert "\n" not in message
+    assert planned.reason in message
+    assert planned.plan.mode == "eager"
+    assert "mode           eager" in str(planned.plan)
+
+
+def test_what_asks_for_values_runs_in_pieces(caplog):
+    body = [m for _ in range(5) for m in (nn.Linear(64, 64), nn.Tanh(), nn.Dropout(0.1))]
+    module = nn.ModuleList([nn.Sequential(*body), nn.Linear(64, 64), nn.Linear(64, 64)])
+
+    def loss_fn(x):
+        y = module[0](x)
+        y = module[1 if y.sum().item() > 0 else 2](y)
+        return torch.tanh(module[0](y)).square().mean()
+
+    x = torch.randn(512, 64)
+    expected = outcome(module, loss_fn, x)
+    planned = remat.torch.compile(loss_fn, budget="80%", backend="aten", **QUICK)
+    with caplog.at_level(logging.WARNING, "remat"):
+        assert outcome(module, planned, x).same_as(expected)
+        assert outcome(module, planned, x).same_as(expected)
+    assert any("in pieces" in one.getMessage() for one in caplog.records)
+    assert len(planned.plans) == 2
+    assert all(plan.mode == "graph" and plan.recomputed for plan in planned.plans)
+    fixed = remat.torch.compile(loss_fn, budget=10**6, backend="aten", **QUICK)
+    with pytest.raises(remat.UnsupportedStep, match="share"):
+        fixed(x)
+
+
+def test_a_step_that_counts_its_calls_runs_eagerly_in_the_end(caplog):
+    layer, calls = nn.Linear(8, 8), {"number": 0}
+
+    def counting(x):
+        calls["number"] += 1
+        return layer(x).tanh().sum() + (0.0 if calls["number"] >= 0 else 1.0)
+
+    limited = remat.torch.compile(counting, budget="1GiB", backend="aten", **QUICK)
+    x = torch.randn(4, 8)
+    with caplog.at_level(logging.WARNING, "remat"):
+        for _ in range(6):
+            loss = limited(x)
+            loss.backward()
+    assert torch.equal(loss, layer(x).tanh().sum())
+    assert "captured 4 times" in limited.reason
+    assert limited.plan.mode == "eager"
+    assert sum("runs eagerly" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_a_sharded_module_runs_eagerly():
+    layer = nn.Linear(4, 4)
+    layer.__class__ = type("FSDPLinear", (FSDPModule, nn.Linear), {})
+    planned = remat.torch.compile(lambda x: layer(x).sum(), budget="1GiB", backend="aten", **QUICK)
+    planned(torch.ones(2, 4)).backward()
+    assert "fully_shard" in planned.reason
+    assert planned.plan.mode == "eager"
+
+
+def test_code_that_asks_whether_it_is_compiled_takes_its_eager_branch(under):
+    layer = nn.Linear(16, 16)
+
+    def loss_fn(x):
+        y = layer(x).tanh()
+        scale = 2.0 if torch.compiler.is_compiling() or torch.compiler.is_dynamo_compiling() else 3.0
+        return (layer(y) * scale).square().mean()
+
+    x = torch.randn(8, 16)
+    planned = under(loss_fn, made_again_once)
+    assert outcome(layer, planned, x).same_as(outcome(layer, loss_fn, x))
+    assert planned.plan.mode == "graph"
+    # Whoever else compiles gets the answer that Dynamo gives.
+    assert torch.compile(lambda: torch.compiler.is_compiling(), backend="eager")()
+
+
+def test_arguments_are_read_at_once():
+    with pytest.raises(remat.InvalidBudget):
+        remat.torch.compile(lambda x: x, budget="many", backend="aten")
+    with pytest.raises(ValueError, match="inductor"):
+        remat.torch.compile(lambda x: x, budget="60%", backend="triton")
+    plan = remat.torch.plan(lambda x: x.sum(), torch.ones(3, requires_grad=True), budget="100%")
+    with pytest.raises(ValueError, match="not both"):
+        remat.torch.compile(lambda x: x, budget="60%", plan=plan, backend="aten")
+    with pytest.raises(ValueError, match="aten"):
+        remat.torch.compile(lambda x: x, plan=plan)
+
+
+wrapper = None
+
+
+def loss_by_a_global_name(x):
+    return wrapper(x).square().mean()
+
+
+def test_data_parallel_by_a_global_name(tmp_path, monkeypatch):
+    """One process; tests with two are slow ones."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        module = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
+        monkeypatch.setitem(globals(), "wrapper", DistributedDataParallel(module))
+        reduced, seen = [], []
+        wrapper.register_comm_hook(
+            None, lambda state, bucket: (reduced.append(bucket.buffer().numel()), allreduce_hook(None, bucket))[1]
+        )
+        module[0].weight.register_hook(lambda gradient: seen.append(gradient))
+        planned = remat.torch.compile(loss_by_a_global_name, budget="100%", backend="aten")
+        x = torch.randn(8, 16)
+        expected = outcome(module, loss_by_a_global_name, x)
+        assert outcome(module, planned, x).same_as(expected)
+        assert outcome(module, planned, x).same_as(expected)
+        assert planned.plan.mode == "graph"
+        assert sum(reduced) == 3 * sum(p.numel() for p in module.parameters())
+        assert len(seen) == 3
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,132 @@
+"""fully_shard in one process: what is traced of it, that tracing leaves no trace, and how ranks come to one plan."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+from steps import QUICK
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from two_processes import batch, model
+
+import remat
+import remat.torch
+from remat.torch import _private
+from remat.torch.api import ranks
+
+
+@pytest.fixture(autouse=True)
+def process_group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def sharded():
+    module = model(blocks=3)
+    for block in module:
+        fully_shard(block)
+    return fully_shard(module)
+
+
+def loss_of(module):
+    return lambda x, y: nn.functional.cross_entropy(module(x), y)
+
+
+def gradients(module):
+    found = {name: p.grad.to_local().clone() for name, p in module.named_parameters()}
+    module.zero_grad()
+    return found
+
+
+def test_a_sharded_step_follows_its_plan_and_its_peak(sharded):
+    loss, args = loss_of(sharded), batch(0, rows=512)
+    torch.manual_seed(3)
+    loss(*args).backward()
+    plain = gradients(sharded)
+    plan = remat.torch.plan(loss, *args, budget="75%", **QUICK)
+    applied = remat.torch.apply(plan)
+
+    def step():
+        torch.manual_seed(3)
+        with applied:
+            value = loss(*args)
+        value.backward()
+
+    step()
+    planned = gradients(sharded)
+    assert all(torch.equal(plain[name], planned[name]) for name in plain)
+    assert plan.recomputed > 0
+    assert applied.departures == 0
+    assert plan.measured_peak_bytes == pytest.approx(plan.peak_bytes, rel=0.03)
+    peak = remat.torch.measure(lambda: (step(), sharded.zero_grad(), None)[2], repeats=1).peak_bytes
+    assert peak == pytest.approx(plan.peak_bytes, rel=0.03)
+    assert peak <= plan.budget_bytes
+
+
+def test_tracing_leaves_a_sharded_module_as_it_was(sharded):
+    def state():
+        found = []
+        for module in sharded.modules():
+            found += [(name, id(p), type(p), p.grad) for name, p in module._parameters.items()]
+            found += [len(module._state_dict_pre_hooks), len(module._load_state_dict_pre_hooks)]
+        return found
+
+    before = state()
+    graph = remat.torch.trace(loss_of(sharded), *batch(0, rows=32))
+    assert state() == before
+    assert any(op.kind == "gather" for op in graph.ops)
+    assert remat.torch.trace(loss_of(sharded), *batch(0, rows=32)).fingerprint == graph.fingerprint
+
+
+def test_the_update_of_shards_counts(sharded):
+    loss, args = loss_of(sharded), batch(0, rows=32)
+    optimizer = torch.optim.AdamW(sharded.parameters())
+    graph = remat.torch.trace(loss, *args, optimizer=optimizer)
+    own = sum(p.to_local().numel() * 4 for p in sharded.parameters())
+    sizes = {role: 0 for role in ("parameter", "optimizer_state")}
+    for number in graph.inputs:
+        role = graph.tensors[number].role
+        if role in sizes:
+            sizes[role] += graph.tensors[number].size_bytes
+    assert sizes["parameter"] == own
+    assert sizes["optimizer_state"] >= 2 * own
+    assert any(op.phase == "update" for op in graph.ops)
+    assert not optimizer.state
+
+
+def test_tensor_parallelism_is_refused():
+    mesh = init_device_mesh("cpu", (1,))
+    layer = nn.Linear(8, 8, bias=False)
+    layer.weight = nn.Parameter(distribute_tensor(layer.weight, mesh, [Shard(0)]))
+    x = distribute_tensor(torch.ones(2, 8), mesh, [Shard(0)])
+    with pytest.raises(remat.UnsupportedStep, match=r"distributed tensors \(DTensor\).*Tensor parallelism"):
+        remat.torch.plan(lambda: layer(x).sum().to_local(), **QUICK)
+
+
+def test_ranks_that_disagree_name_both(sharded, monkeypatch):
+    store = dist.HashStore()
+    monkeypatch.setattr(_private, "is_one_of_several", lambda: True)
+    monkeypatch.setattr(_private, "process_group", lambda: (0, 2, store))
+    plan = remat.torch.plan(loss_of(sharded), *batch(0, rows=32), budget="1GiB", **QUICK)
+    theirs = {"step": "0123456789abcdef", "ops": 7, "versions": "remat 9.9, PyTorch 9.9"}
+    store.set(f"remat/plan/{ranks._rounds + 1}/step/1", json.dumps(theirs))
+    with pytest.raises(remat.PlanMismatch, match=r"ranks 0 and 1 .* on rank 0, 7 operators .*remat 9\.9") as error:
+        remat.torch.apply(plan).__enter__()  # No step: it raises before.
+    assert remat.__version__ in str(error.value)
+
+
+def test_a_rank_that_makes_no_plan_is_named(sharded, monkeypatch):
+    store = dist.HashStore()
+    monkeypatch.setattr(_private, "is_one_of_several", lambda: True)
+    monkeypatch.setattr(_private, "process_group", lambda: (0, 2, store))
+    monkeypatch.setattr(ranks, "_PATIENCE", ranks.timedelta(seconds=0.1))
+    plan = remat.torch.plan(loss_of(sharded), *batch(0, rows=32), budget="1GiB", **QUICK)
+    with pytest.raises(remat.PlanMismatch, match=r"ranks \[1\] have made none"):
+        remat.torch.apply(plan).__enter__()  # No step: it raises before.
