@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import paddle
 
 from remat.paddle import _private
+from remat.paddle.emit.fences import settled_bytes
 
 F = paddle.nn.functional
 
@@ -103,7 +105,8 @@ def train(built: Built, steps: int = 5) -> Trained:
     scope = paddle.static.Scope()
     losses, peaks = [], []
     with paddle.static.scope_guard(scope):
-        before = _private.allocated_bytes()
+        gc.collect()  # What an earlier program left in circles would be freed in the midst of this one.
+        before = settled_bytes()
         executor = paddle.static.Executor(paddle.CPUPlace())
         executor.run(built.startup)
         for _ in range(steps):

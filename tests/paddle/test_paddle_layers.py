@@ -14,6 +14,7 @@ import remat.paddle
 from remat.fit.request import Request
 from remat.paddle import _private
 from remat.paddle.captured import Captured
+from remat.paddle.emit.fences import settled_bytes
 
 F = paddle.nn.functional
 
@@ -166,6 +167,39 @@ def test_recompute_inside_of_recompute_takes_names_and_trains_what_it_closes_ove
     assert np.array_equal(gradient, layer.weight.grad.numpy())
 
 
+def test_what_a_region_was_given_goes_with_its_backward_pass():
+    """Paddle's graph, and what it holds, lives until the loss is gone."""
+    blocks = [
+        remat.paddle.recompute(paddle.nn.Sequential(paddle.nn.Linear(64, 64), paddle.nn.GELU())) for _ in range(6)
+    ]
+    x = h = batch(1024)
+    for block in blocks:
+        h = block(h)
+    loss = h.mean()
+    del h
+    loss.backward()
+    there = settled_bytes()
+    del loss
+    gc.collect()
+    assert there - settled_bytes() < 2 * x.size * 4, "five inputs would be held"
+
+
+def test_a_graph_that_is_kept_is_differentiated_again():
+    def gradients(prepare, *keeps):
+        paddle.seed(7)
+        net = prepare(paddle.nn.Sequential(paddle.nn.Linear(64, 64), paddle.nn.GELU()))
+        loss = net(batch(256)).mean()
+        for keep in keeps:
+            loss.backward(retain_graph=keep)
+        return [p.grad.numpy() for p in net.parameters()]
+
+    expected = gradients(lambda net: net, True, False)
+    found = gradients(remat.paddle.recompute, True, False)
+    assert all(np.array_equal(one, other) for one, other in zip(found, expected, strict=True))
+    with pytest.raises(SystemError, match="retain_graph"):  # Paddle's own
+        gradients(remat.paddle.recompute, False, False)
+
+
 @pytest.mark.parametrize("limited", [False, True])
 def test_recompute_inside_of_to_static_runs_as_it_is(plain, limited):
     """A program has its own way: there ``limit_memory`` plans every operator, and blocks marked by hand are no more."""
@@ -192,6 +226,81 @@ def test_gradients_that_the_caller_gives_are_never_made_again():
     given = [n for n, unit in enumerate(traced.units) if _private.op_id(unit.op) in between]
     assert given
     assert not any(traced.graph.ops[n].recomputable for n in given)
+
+
+class Chain(paddle.nn.Layer):
+    """Returns a value on its way, too, which a plan would gladly drop and make again."""
+
+    def __init__(self):
+        super().__init__()
+        self.wide = paddle.nn.Linear(64, 512)
+        self.blocks = paddle.nn.LayerList([paddle.nn.Linear(512 if n == 0 else 128, 128) for n in range(6)])
+
+    def forward(self, x):
+        h = found = F.gelu(self.wide(x))
+        for block in self.blocks:
+            h = F.gelu(block(h))
+        return found, h
+
+
+def test_what_the_caller_holds_is_made_once():
+    """Results of the layer and gradients of its parameters: the caller holds what the first run made."""
+    paddle.seed(7)
+    net, x = Chain(), batch(1024)
+    graph = remat.paddle.trace(net, x)
+    makers = [graph.ops[graph.producer[tensor]] for tensor in graph.outputs if graph.producer[tensor] is not None]
+    assert len(makers) > 10
+    assert [op.name for op in makers if op.recomputable] == []
+    with pytest.raises(remat.InfeasibleBudget) as caught:
+        remat.paddle.limit_memory(net, 1000, planner="peak_greedy")(x)
+    net = Chain()
+    remat.paddle.limit_memory(net, caught.value.minimum_bytes, planner="peak_greedy")
+    for _ in range(2):
+        held, result = net(x)
+        (held.mean() + result.mean()).backward()
+        del held, result
+    plan = remat.paddle.plan_of(net)
+    assert plan.recomputed > 0
+    assert plan.measured_peak_bytes <= plan.budget_bytes
+    assert plan.measured_peak_bytes == pytest.approx(plan.peak_bytes, rel=0.01)
+
+
+def test_a_backward_pass_without_a_plan_is_not_measured_with_one():
+    """It reaches the same parameters, whose gradients say that a planned step goes on."""
+    paddle.seed(7)
+    net, x = Net(), batch(1024)
+    plain = [type(layer).forward.__get__(layer) for layer in net.blocks]
+    remat.paddle.limit_memory(net, "80%", planner="peak_greedy")
+    net(x).mean().backward()
+    plan = remat.paddle.plan_of(net)
+    measured_bytes = plan.measured_peak_bytes
+    _private.reset_peak()
+    for _ in range(4):
+        for block in plain:
+            x = block(x)
+    x.mean().backward()
+    assert _private.peak_bytes() > measured_bytes
+    assert plan.measured_peak_bytes == measured_bytes
+
+
+def test_a_budget_that_was_refused_holds_nothing_of_the_step(caplog):
+    """The error is kept for the next call. With its frames it would keep all results of whoever called."""
+    paddle.seed(7)
+    net = remat.paddle.limit_memory(Net(), 1000, planner="peak_greedy")
+    x = batch(1024)
+
+    def refused_bytes():
+        held = x * 2.0  # noqa: F841 -- what the frame of a caller holds
+        with contextlib.suppress(remat.InfeasibleBudget):
+            net(x)
+
+    refused_bytes()
+    gc.collect()
+    before = settled_bytes()
+    for _ in range(3):
+        refused_bytes()
+        gc.collect()
+    assert settled_bytes() - before < x.size * 4
 
 
 def test_the_second_run_is_under_the_autocast_of_the_first(monkeypatch):

@@ -12,14 +12,14 @@ import inspect
 import logging
 import re
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import paddle
 import pytest
-from models import MODELS, loss_of
+from models import MODELS, loss_of, runs_here
 from programs import values_in
 
 import remat
@@ -33,9 +33,9 @@ from said import said
 
 STEPS = 5
 BUDGETS = ("70%", "50%", "smallest")
-QUICK = {("static", "gpt", "70%"), ("to_static", "unet", "70%"), ("fit", "lstm", "50%")}
+QUICK = {("static", "gpt", "70%"), ("to_static", "lstm", "70%"), ("fit", "lstm", "70%")}
 PLANNER = "peak_greedy"
-ACCURACY = {"lstm": 0.07}  # Predicted 5.8 % too high at 70 % under to_static; why is not known.
+ACCURACY = {"static": 0.01, "to_static": 0.01, "fit": 0.02}  # Under fit others allocate, too.
 
 
 @dataclass(frozen=True)
@@ -222,11 +222,17 @@ def smallest_of(way: str, name: str) -> int:
         log = Log()
         with log.held():
             train(way, name, named)
-        larger = [int(found) for line in log.lines for found in re.findall(r"would do is (\d+) bytes", line)]
-        if not larger:
+        larger = named_in(log.lines)
+        if larger is None:
             break
-        named = larger[-1]
+        named = larger
     return named
+
+
+def named_in(lines: Iterable[str]) -> int | None:
+    """The smallest budget that a warning names; None where there was none."""
+    found = [int(text) for line in lines for text in re.findall(r"would do is (\d+) bytes", line)]
+    return found[-1] if found else None
 
 
 class Log(logging.Handler):
@@ -252,10 +258,12 @@ class Log(logging.Handler):
 def cases() -> list[Any]:
     found = []
     for way in WAYS:
-        for name in MODELS:
+        for name in filter(runs_here, MODELS):
             for budget in BUDGETS:
                 is_quick = (way, name, budget) in QUICK
-                is_large = name in ("resnet50", "mobilenet_v2") or (name.endswith("_bfloat16") and way != "static")
+                is_large = name in ("resnet50", "mobilenet_v2") or (
+                    name.endswith(("_bfloat16", "_amp")) and way != "static"
+                )
                 # The smallest budget is found by training again and again there.
                 is_large = is_large or (way, budget) == ("fit", "smallest")
                 marks = () if is_quick else (pytest.mark.slow if is_large else pytest.mark.thorough,)
@@ -276,16 +284,23 @@ def test_a_model_keeps_its_budget_with_the_same_numbers(way, name, budget, recor
     if refused is not None:
         # Parameters, gradients and one block need more than half. The smallest budget is named, and has its own case.
         assert budget == "50%", refused
-        assert refused.minimum_bytes == smallest_of(way, name)
-        record_property("smallest_bytes", refused.minimum_bytes)
+        smallest_bytes = smallest_of(way, name)
+        # In fit a budget is refused before the first step, which shows what lies beside the layer.
+        assert refused.minimum_bytes <= smallest_bytes if way == "fit" else refused.minimum_bytes == smallest_bytes
+        record_property("smallest_bytes", smallest_bytes)
         return
     assert found is not None
     plan = found.plan
+    told = said(caplog)
     assert found.losses == expected.losses
     assert found.values.keys() == expected.values.keys()
     for key, value in found.values.items():
         assert np.array_equal(value, expected.values[key]), key
     assert plan.recomputed > 0
+    if way == "fit" and budget == "50%" and named_in(told) is not None:
+        # Known only after the first step, which showed the optimizer's state; the step runs on.
+        record_property("smallest_bytes", smallest_of(way, name))
+        return
     figures = {
         "plain_bytes": plan.baseline_peak_bytes,
         "plain_measured_bytes": expected.peaks[0],
@@ -297,8 +312,8 @@ def test_a_model_keeps_its_budget_with_the_same_numbers(way, name, budget, recor
     for key, value in figures.items():
         record_property(key, value)
     if way == "fit":
-        record_property("told", " ".join(said(caplog)))
+        record_property("told", " ".join(told))
     assert plan.measured_peak_bytes <= plan.budget_bytes
     # Of the last two steps of fit one showed 192 KiB more, in one run of three: Paddle frees on other threads, too.
     assert found.peaks[0 if way == "fit" else 1] <= plan.budget_bytes
-    assert figures["measured_bytes"] == pytest.approx(plan.peak_bytes, rel=ACCURACY.get(name, 0.05))
+    assert figures["measured_bytes"] == pytest.approx(plan.peak_bytes, rel=ACCURACY[way])

@@ -20,6 +20,10 @@ OPTIMIZERS = {
         grad_clip=paddle.nn.ClipGradByGlobalNorm(0.01),
     ),
 }
+EVERY = (
+    *("SGD", "Momentum", "Adam", "AdamW", "Adamax", "Adagrad", "Adadelta"),
+    *("RMSProp", "Lamb", "NAdam", "RAdam", "Rprop", "ASGD"),
+)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -37,6 +41,26 @@ def test_any_optimizer_trains_to_the_bit(name):
     assert found.equals(expected)
     assert found.peak_bytes < 0.9 * expected.peak_bytes
     assert found.peak_bytes == pytest.approx(made[0].plan.peak_bytes, rel=0.05)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", EVERY)
+def test_each_optimizer_of_paddle_keeps_a_budget_with_the_same_numbers(name):
+    made = []
+
+    def inner():
+        return getattr(paddle.optimizer, name)(learning_rate=1e-3)
+
+    def planned(loss, kept):
+        made.append(remat.paddle.RecomputeOptimizer(inner(), "75%", planner="peak_greedy"))
+        made[0].minimize(loss)
+
+    expected = train(build("mlp", lambda loss, kept: inner().minimize(loss)))
+    found = train(build("mlp", planned))
+    assert made[0].plan.recomputed > 0
+    assert found.equals(expected)
+    assert found.highest_bytes <= made[0].plan.budget_bytes
+    assert found.peak_bytes == pytest.approx(made[0].plan.peak_bytes, rel=0.01)
 
 
 def test_a_program_of_unknown_size_is_planned_at_its_first_run():

@@ -18,7 +18,10 @@ from remat.paddle import _private
             ("IrMapping", "CloneOptions", "set_insertion_point", "get_current_insertion_point", "get_op_inplace_info"),
         ),
         (core, ("host_memory_stat_current_value", "host_memory_stat_peak_value", "host_memory_stat_reset_peak_value")),
-        (core.eager, ("register_saved_tensors_hooks", "reset_saved_tensors_hooks")),
+        (
+            core.eager,
+            ("register_saved_tensors_hooks", "reset_saved_tensors_hooks", "run_backward", "run_partial_grad"),
+        ),
         (paddle._C_ops, ("assign", "dropout_grad", "batch_norm", "_run_python_op")),
         (_private.executor_module._ExecutorCache, ("_CachedData", "get_pir_program_and_executor")),
         (_private.PartialProgramLayerHook, ("before_append_backward", "after_append_backward", "after_infer")),
@@ -62,3 +65,21 @@ def test_the_hooks_of_an_outer_call_are_in_force_after_an_inner_one():
         paddle.tanh(x)
     assert not _private.has_hooks()
     assert seen == ["inner", "outer"]
+
+
+def test_whether_a_graph_is_kept_is_known_in_every_backward_pass():
+    _private.watch_backward_passes()
+    seen = []
+    x = paddle.ones([2])
+    x.stop_gradient = False
+    for keeps in (True, False):
+        for start in (
+            lambda y, keeps: y.backward(retain_graph=keeps),
+            lambda y, keeps: paddle.autograd.backward([y], retain_graph=keeps),
+            lambda y, keeps: paddle.grad([y], [x], retain_graph=keeps),
+        ):
+            y = x * 2.0
+            y.register_hook(lambda _: seen.append(_private.graph_is_kept()))
+            start(y.sum(), keeps)
+    assert seen == [True] * 3 + [False] * 3
+    assert _private.graph_is_kept()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -27,38 +28,45 @@ def free_ports(count):
     return ports
 
 
-def run_two(kind, how):
+def run_two(kind, how, folder):
+    """What the two say. They write to files: a full pipe that nobody reads would stop both."""
     ends = [f"127.0.0.1:{port}" for port in free_ports(2)]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), kind, how],
-            env={
-                **os.environ,
-                "PYTHONPATH": ROOT,
-                "PADDLE_TRAINER_ID": str(rank),
-                "PADDLE_TRAINERS_NUM": "2",
-                "PADDLE_TRAINER_ENDPOINTS": ",".join(ends),
-                "PADDLE_CURRENT_ENDPOINT": ends[rank],
-                "PADDLE_DISTRI_BACKEND": "gloo",
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
+    paths = [folder / f"{kind} {how} {rank}" for rank in range(2)]
+    with contextlib.ExitStack() as files:
+        processes = [
+            subprocess.Popen(
+                [sys.executable, str(SCRIPT), kind, how],
+                env={
+                    **os.environ,
+                    "PYTHONPATH": ROOT,
+                    "PADDLE_TRAINER_ID": str(rank),
+                    "PADDLE_TRAINERS_NUM": "2",
+                    "PADDLE_TRAINER_ENDPOINTS": ",".join(ends),
+                    "PADDLE_CURRENT_ENDPOINT": ends[rank],
+                    "PADDLE_DISTRI_BACKEND": "gloo",
+                },
+                stdout=files.enter_context(paths[rank].open("w")),
+                stderr=subprocess.STDOUT,
+            )
+            for rank in range(2)
+        ]
     found = []
-    for process in processes:
-        out, err = process.communicate(timeout=120)
-        assert process.returncode == 0, err[-3000:]
-        found.append(json.loads(out.partition("RESULT ")[2].splitlines()[0]))
+    try:
+        for process, path in zip(processes, paths, strict=True):
+            process.wait(timeout=120)
+            said = path.read_text()
+            assert process.returncode == 0, said[-3000:]
+            found.append(json.loads(said.partition("RESULT ")[2].splitlines()[0]))
+    finally:
+        for process in processes:
+            process.kill()
     return found
 
 
 @pytest.mark.thorough  # Four processes each, all of which import Paddle.
 @pytest.mark.parametrize("kind", ["fleet", "amp", "layers"])
-def test_two_processes_train_alike_and_to_the_bit(kind):
-    plain, planned = run_two(kind, "plain"), run_two(kind, "planned")
+def test_two_processes_train_alike_and_to_the_bit(kind, tmp_path):
+    plain, planned = (run_two(kind, how, tmp_path) for how in ("plain", "planned"))
     assert [one["extra"] for one in plain] == [0, 0]
     assert all(one["extra"] > 0 for one in planned)
     assert plain[0]["losses"] != plain[1]["losses"]

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import inspect
 import os
@@ -227,6 +228,35 @@ def saved_tensors_hooks(pack: Any, unpack: Any) -> Iterator[None]:
         core.eager.reset_saved_tensors_hooks()
         if _hooks:
             core.eager.register_saved_tensors_hooks(*_hooks[-1])
+
+
+_keeps_graph: list[bool] = []
+"""For each backward pass that runs at this moment: may another one follow through the same graph?"""
+
+
+def graph_is_kept() -> bool:
+    """May another backward pass follow through the graph of the one that runs now? Yes where none is known to run."""
+    return not _keeps_graph or any(_keeps_graph)
+
+
+@functools.cache
+def watch_backward_passes() -> None:
+    """From here on ``graph_is_kept`` knows of every backward pass, whoever starts it."""
+    # The place of ``retain_graph`` among the arguments, which Paddle gives by position.
+    for name, place in (("run_backward", 2), ("run_partial_grad", 3)):
+        setattr(core.eager, name, _noting(getattr(core.eager, name), place))
+
+
+def _noting(plain: Callable[..., Any], place: int) -> Callable[..., Any]:
+    @functools.wraps(plain)
+    def run(*args: Any) -> Any:
+        _keeps_graph.append(bool(args[place]))
+        try:
+            return plain(*args)
+        finally:
+            _keeps_graph.pop()
+
+    return run
 
 
 def autocast_state() -> dict[str, Any] | None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from remat.core.graph import Graph
 from remat.core.plan import Plan
-from remat.core.simulator import simulate
 from remat.fit.candidate import Candidate
 from remat.fit.fit import fit
 from remat.fit.loop import Rounds
@@ -19,11 +18,11 @@ from remat.paddle.emit.rewrite import rewrite
 from remat.paddle.trace.program import TracedProgram
 from remat.planning.checkpoints import plan_with_checkpoints
 
-_RESERVE: Final = {"static": 0.02, "to_static": 0.04}
-"""The share of a peak that is left, by the mode of a plan: for scratch memory of kernels that ``trace.scratch`` does
-not know, and for the allocator's rounding. Under ``to_static`` whoever starts the backward pass holds more: up to 3.6 %
-in the models of ``tests/paddle`` (MobileNetV2 at its smallest). Too small, a step breaks its budget; too large, it
-recomputes more than it has to."""
+_RESERVE: Final = 0.01
+"""The share of a peak that is left: half of it is what fences let wait (``emit.fences``), half is for scratch memory of
+kernels that ``trace.scratch`` does not know and for what whoever starts the backward pass holds. The models of
+``tests/paddle`` take at most .2 % more than is predicted. Too small, a step breaks its budget; too large, it recomputes
+more than it has to."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ class ProgramCandidate(Candidate):
         self.traced = traced
         self.resident_bytes = resident_bytes
         self._mode = mode
-        self._plain_peak = PeakRange.exactly(simulate(self.graph, self.graph.plain_schedule).peak_bytes)
+        self._plain_peak = PeakRange.exactly(self._peak_bytes(self.graph.plain_schedule))
 
     @property
     def graph(self) -> Graph:
@@ -69,11 +68,14 @@ class ProgramCandidate(Candidate):
 
     def real_peak(self, plan: Plan) -> PeakRange:
         """The executor follows the schedule as it is; what the trace cannot see is in the reserve."""
-        return PeakRange.with_reserve(simulate(self.graph, plan.schedule).peak_bytes, _RESERVE[self._mode])
+        return PeakRange.with_reserve(self._peak_bytes(plan.schedule), _RESERVE)
+
+    def _peak_bytes(self, schedule: Sequence[int]) -> int:
+        return int(self.traced.alive_bytes(schedule).max(initial=0))
 
     def first_guess(self, target_bytes: int) -> int:
         """The planner counts what the executor does, but for the reserve."""
-        return int(target_bytes / (1 + _RESERVE[self._mode]))
+        return int(target_bytes / (1 + _RESERVE))
 
     def planned(self, request: Request, kept: Collection[Any] = (), share_of_bytes: int | None = None) -> ProgramPlan:
         """The plan that a request asks for: a given one, one by checkpoints, or one within a budget.

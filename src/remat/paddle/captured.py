@@ -18,7 +18,6 @@ from remat.core.errors import InfeasibleBudget, RematError, UnsupportedStep
 from remat.fit.request import Request
 from remat.paddle import _private
 from remat.paddle.candidate import ProgramCandidate, ProgramPlan
-from remat.paddle.emit.shape_reads import redirect_shape_reads
 from remat.paddle.first_step import MOST_CORRECTIONS, FirstStep, Training, gradient_bytes
 from remat.paddle.recompute import layers_of
 from remat.paddle.sequential import BackwardOrder, in_program_order
@@ -215,7 +214,7 @@ class Captured:
                 made.beside = self._beside
                 made.first_step = self._first_step(self.plans[-1], self._beside)
         if made.error is not None:
-            raise made.error
+            raise _untraced(made.error)
         return made
 
     def _first_step(self, plan: ProgramPlan, beside: _Beside) -> FirstStep:
@@ -233,18 +232,19 @@ class Captured:
         try:
             return self._planned(program, forward_end, backward_start)
         except RematError as error:
-            self._error = error
+            self._error = _untraced(error)
             return forward_end
 
     def _planned(self, program: Any, forward_end: int, backward_start: int) -> int:
         profile = get_profile(self._device or device_here("cpu"))
         ops = list(program.global_block().ops)
-        gradients = [v for op in ops[backward_start:] for v in op.results() if v.initialized() and v.use_empty()]
+        sizes = Sizes(program)
+        # Of a list that nobody takes apart (the gradients of the first states of an LSTM) nothing is returned.
+        unread = [v for op in ops[backward_start:] for v in op.results() if v.initialized() and v.use_empty()]
+        gradients = [value for value in unread if sizes.elements_of(value) is None]
         # Whoever starts the backward pass holds the gradients of the results until it is over.
         given = [v for op in ops[forward_end:backward_start] for v in op.results() if v.initialized()]
-        sizes = Sizes(program)
-        held = redirect_shape_reads(ops, backward_start, sizes)
-        cut = Cut(forward_end, backward_start, held)
+        cut = Cut(forward_end, backward_start)
         traced = trace_program(program, profile, sizes, kept=[*gradients, *given], cut=cut)
         self.traced = traced
         if not self._request.plans:
@@ -261,6 +261,13 @@ class Captured:
         self.plans.append(plan)
         _log.info("Planned %d operators: %d copies, peak %s.", len(ops), copies, format_bytes(plan.peak_bytes))
         return next(n for n, op in enumerate(program.global_block().ops) if op == last) + 1
+
+
+def _untraced(error: RematError) -> RematError:
+    """The same error without the frames that it passed: it is kept, and they hold whatever a step has made."""
+    same = type(error).__new__(type(error), *error.args)
+    same.__dict__.update(error.__dict__)
+    return same
 
 
 def _last_line(error: Exception) -> str:

@@ -76,7 +76,9 @@ class _Region:
     """
 
     def __init__(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        _private.watch_backward_passes()
         self._function = function
+        self._is_over = False
         self._args = tuple(args)
         self._kwargs = dict(kwargs)
         self._random = paddle.get_rng_state()
@@ -95,10 +97,22 @@ class _Region:
         return slot
 
     def value(self, number: int) -> Any:
-        """What the first run saved under a number; the first call runs the function again."""
+        """What the first run saved under a number; the first call runs the function again.
+
+        With the last of them the arguments go, where no other backward pass can follow: Paddle's graph, which holds
+        this, lives until the loss is gone.
+        """
         if number not in self._made:
+            if self._is_over:
+                raise RuntimeError(
+                    f"recompute: {getattr(self._function, '__name__', self._function)!r} was differentiated already; "
+                    "call backward(retain_graph=True) where another backward pass follows"
+                )
             self._run_again()
-        return self._made.pop(number)
+        found = self._made.pop(number)
+        if not self._made and not _private.graph_is_kept():
+            self._is_over, self._args, self._kwargs = True, (), {}
+        return found
 
     def _run_again(self) -> None:
         saved = 0

@@ -47,13 +47,15 @@ class BackwardOrder:
     and the gradient of a leaf just after.
 
     Args:
-        after: called with each gradient of a leaf.
+        after: called with the gradient of each leaf; not for a backward pass that comes from elsewhere, from a step
+            without a plan say.
     """
 
     def __init__(self, after: Callable[[], None]) -> None:
         self._after = after
         self._before: dict[str, Any] | None = None
         self._leaves: set[int] = set()
+        self._to_come: set[int] = set()
 
     def watch(self, results: Iterable[Any], leaves: Iterable[Any]) -> None:
         """Set the flag around the backward pass from these results to these leaves."""
@@ -64,16 +66,19 @@ class BackwardOrder:
         for leaf in leaves:
             if not leaf.stop_gradient and id(leaf) not in self._leaves:
                 self._leaves.add(id(leaf))
-                leaf.register_hook(self._put_back)
+                leaf.register_hook(functools.partial(self._put_back, id(leaf)))
 
     def _set(self, _: Any) -> None:
+        self._to_come = set(self._leaves)
         if self._before is None:
             self._before = _private.flags(*_FLAGS)
             _private.set_flags(_FLAGS)
 
-    def _put_back(self, _: Any) -> None:
+    def _put_back(self, leaf: int, _: Any) -> None:
         self._restore()
-        self._after()
+        if leaf in self._to_come:
+            self._to_come.remove(leaf)
+            self._after()
 
     def _restore(self) -> None:
         if self._before is not None:

@@ -18,9 +18,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from remat.core.graph import Graph
-from remat.core.simulator import bytes_alive, simulate, storage_lifetimes
+from remat.core.simulator import StorageLifetimes, bytes_alive
 from remat.paddle import _private
+from remat.paddle.trace.program import TracedProgram
 
 _log = logging.getLogger("remat")
 
@@ -41,7 +41,7 @@ class Fences:
     """The fences of a program in its new order.
 
     Args:
-        graph: the traced program.
+        traced: the program.
         order: its ops as they will run, recomputations included.
         starts: the positions at which a half of the program starts; the first is 0.
         closed: the positions before which no fence may stand.
@@ -50,9 +50,11 @@ class Fences:
         before: the positions before which a fence stands, those of ``starts`` included.
     """
 
-    def __init__(self, graph: Graph, order: Sequence[int], starts: Collection[int], closed: Collection[int]) -> None:
-        alive = np.array(simulate(graph, order).bytes, dtype=np.int64)
-        between, freed = _between_ops(graph, order)
+    def __init__(
+        self, traced: TracedProgram, order: Sequence[int], starts: Collection[int], closed: Collection[int]
+    ) -> None:
+        alive = traced.alive_bytes(order)
+        between, freed = _between_ops(traced.lifetimes(order), len(order))
         for position in sorted(closed, reverse=True):
             alive[position - 1] = max(alive[position - 1], alive[position])
         limit_bytes = int(alive.max(initial=0))
@@ -69,10 +71,8 @@ class Fences:
                 self.before.update(dict.fromkeys(inside, wait))
 
 
-def _between_ops(graph: Graph, order: Sequence[int]) -> tuple[Any, Any]:
+def _between_ops(lives: StorageLifetimes, count: int) -> tuple[Any, Any]:
     """The bytes alive just before each position, pinned ones left out, and those that each position frees."""
-    lives = storage_lifetimes(graph, order)
-    count = len(order)
     # A storage is there from the position behind its birth up to its last use.
     gone = np.where(lives.kept, count, lives.last + 1)
     between = bytes_alive(np.minimum(lives.birth + 1, count), gone, lives.size_bytes, count)
@@ -111,11 +111,19 @@ class _Half:
         self._passed = 0
         self._misses = 0
         self._at_start = 0
+        self._usual: int | None = None
+        self._other_starts = 0
 
     def start(self) -> None:
-        """Note what is allocated before the first operator."""
+        """Note what is allocated before the first operator, when what went before is freed."""
         self._passed = 0
         self._at_start = settled_bytes()
+        if self._usual is not None and self._other_starts < _MISSES:
+            usual = self._usual + self._slack_bytes
+            if self._at_start > usual and not _wait_for(usual):
+                self._other_starts += 1  # More is held than before an earlier step.
+            self._at_start = _private.allocated_bytes()
+        self._usual = self._at_start
 
     def wait(self) -> None:
         """Let the step go on when nothing waits to be freed."""

@@ -53,7 +53,7 @@ class _Rewriter:
                 for index, unit in enumerate(units)
                 if unit.how is How.APPLY or self._is_between(self._places[_private.op_id(unit.op)])
             ]
-            fences = Fences(self._traced.graph, order, starts, closed).before
+            fences = Fences(self._traced, order, starts, closed).before
         started: set[int] = set()
         pending: list[int] = []
         for position, index in enumerate(order):

@@ -102,8 +102,8 @@ _FLOPS_PER_ELEMENT: Final = {
     )
     for name in names
 }
-_CONVOLUTIONS: Final = frozenset({"conv2d", "conv3d", "depthwise_conv2d"})
-_TRANSPOSED: Final = frozenset({"conv2d_transpose", "conv3d_transpose", "depthwise_conv2d_transpose"})
+CONVOLUTIONS: Final = frozenset({"conv2d", "conv3d", "depthwise_conv2d"})
+TRANSPOSED: Final = frozenset({"conv2d_transpose", "conv3d_transpose", "depthwise_conv2d_transpose"})
 
 _ELEMENT_BYTES: Final = {
     "bool": 1,
@@ -175,7 +175,7 @@ def flops(op: Any, operands: Sequence[Sequence[int] | None], results: Sequence[S
     factor = 2.0 if is_grad else 1.0
     if base in ("matmul", "bmm", "mv", "dot", "mul", "fc", "fused_gemm_epilogue"):
         return factor * _product(op, operands, results, is_grad)
-    if base in _CONVOLUTIONS or base in _TRANSPOSED:
+    if base in CONVOLUTIONS or base in TRANSPOSED:
         return factor * _convolution(base, operands, is_grad, results)
     if base in _RECURRENT:
         weights = sum(math.prod(shape) for shape in operands if shape and len(shape) == 2)
@@ -209,7 +209,7 @@ def _convolution(
     image = operands[0] if operands else None
     if not kernel or not image:
         return 0.0
-    if base in _TRANSPOSED:
+    if base in TRANSPOSED:
         positions = math.prod(image) // max(1, image[1])
     else:
         made = operands[-1] if is_grad else (results[0] if results else None)
@@ -251,6 +251,7 @@ _TAKES_NAMED: Final = {
     **{f"{name}_grad": "out_grad" for name in _GRADIENT_OF_RESULT.split()},
     "cross_entropy_with_softmax_grad": "softmax",
     "group_norm_grad": "y_grad",
+    "where": "x",
 }
 
 

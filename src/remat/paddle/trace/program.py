@@ -12,7 +12,10 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+import numpy as np
+
 from remat.core.graph import Graph, Op, Tensor
+from remat.core.simulator import StorageLifetimes, simulate, storage_lifetimes
 from remat.paddle import _private
 from remat.paddle.trace import op_facts
 from remat.paddle.trace.scratch import workspace_bytes
@@ -102,6 +105,28 @@ class TracedProgram:
         found = self.tensors.get(value.id, ())
         return found[0] if len(found) == 1 else None
 
+    def lifetimes(self, order: Sequence[int]) -> StorageLifetimes:
+        """When each storage of an order is born and dies, as the executor will have it."""
+        lives = storage_lifetimes(self.graph, order)
+        return replace(lives, taken_over=np.where(self._is_copied_dropout(order, lives), -1, lives.taken_over))
+
+    def alive_bytes(self, order: Sequence[int]) -> Any:
+        """Bytes at each position of an order, as the executor will have them."""
+        alive = np.array(simulate(self.graph, order).bytes, dtype=np.int64)
+        lives = storage_lifetimes(self.graph, order)
+        is_copied = self._is_copied_dropout(order, lives) & (lives.taken_over >= 0)
+        np.add.at(alive, lives.birth[is_copied], lives.size_bytes[is_copied])
+        return alive
+
+    def _is_copied_dropout(self, order: Sequence[int], lives: StorageLifetimes) -> Any:
+        """For each storage, was it made by a dropout that runs again? Only the first run writes into what it reads."""
+        runs: set[int] = set()
+        copies = np.zeros(len(order), dtype=np.bool_)
+        for position, index in enumerate(order):
+            copies[position] = index in runs and self.units[index].how is How.APPLY
+            runs.add(index)
+        return copies[lives.birth]
+
 
 @dataclass(frozen=True)
 class Cut:
@@ -110,12 +135,10 @@ class Cut:
     Attributes:
         forward_end: how many operators are the forward half.
         backward_start: how many come before the backward half; what stands between is left out.
-        held: values of the forward half that are held to its end, though only their shapes are read later.
     """
 
     forward_end: int
     backward_start: int
-    held: Sequence[Any] = ()
 
 
 def trace_program(
@@ -163,7 +186,6 @@ class _Builder:
         self._inputs: list[int] = []
         self._outputs: list[int] = []
         self._first_of_backward = 0
-        self._after_uses = _positions_of_uses(self._pir_ops)
 
     def build(self) -> TracedProgram:
         taken_apart = self._what_takes_apart()
@@ -187,8 +209,11 @@ class _Builder:
                 self._add_units(position, op, taken_apart.get(position, ()), phase)
                 if name in _KEPT_TO_THE_END:
                     self._outputs += [t for v in op.operands_source() for t in self._values.get(v.id, ())]
-        self._outputs += [tensor for key in self._kept for tensor in self._values.get(key, ())]
-        ops = _without_late_reads(self._ops, self._tensors)
+        kept = [tensor for key in self._kept for tensor in self._values.get(key, ())]
+        self._outputs += kept
+        # A program that runs as a whole fetches the newest of what it fetches itself.
+        held = frozenset(kept if self._cut is None else self._outputs)
+        ops = _making_once(_without_late_reads(self._ops, self._tensors), held)
         graph = Graph(
             tuple(ops),
             tuple(self._tensors),
@@ -227,8 +252,6 @@ class _Builder:
         name = op_facts.kind(op)
         operands = list(op.operands_source())
         reads = self._reads_of(op)
-        if self._cut is not None and position == self._cut.forward_end - 1:
-            reads += [tensor for value in self._cut.held for tensor in self._values.get(value.id, ())]
         results = [value if value.initialized() else None for value in op.results()]
         shapes = [
             [self._sizes.shape_of(v) if v is not None and v.initialized() else None for v in group]
@@ -240,6 +263,7 @@ class _Builder:
         )
         moved_bytes = sum(self._sizes.bytes_of(v) for v in (*operands, *results) if v is not None and v.initialized())
         time_s = op_time_s(self._profile, flops, moved_bytes, dtype or "float32") if op_facts.is_own(op) else 0.0
+        scratch_bytes = workspace_bytes(op, shapes[0], shapes[1], self._sizes.bytes_of)
         label = f"{name}:{position}"
         source = _private.source_of(op)
         # What stands between the halves stands for gradients that the caller gives, which nobody can make again.
@@ -275,18 +299,19 @@ class _Builder:
             mask = self._new(results[1], f"{label} mask")
             add(How.DRAW, reads, [mask], False, time_s)
             out = self._new(results[0], label)
-            add(How.APPLY, [*reads, mask], [out], True, op_time_s(self._profile, 0.0, moved_bytes))
+            in_place = self._in_place_pairs(position, op)
+            add(How.APPLY, [*reads, mask], [out], True, op_time_s(self._profile, 0.0, moved_bytes), 0, in_place)
             return
         if name in op_facts.BATCH_NORM:
             own = self._values_of_operands(op, op_facts.STATISTICS_OPERANDS)
             outputs = self._results_of(op, results, label)
             inputs = [*reads, *own]
-            add(How.NORMALISE, inputs, outputs, True, time_s, workspace_bytes(op, *shapes))
+            add(How.NORMALISE, inputs, outputs, True, time_s, scratch_bytes)
             return
         outputs = self._results_of(op, results, label)
         self._name_parts(taken_apart)
         in_place = self._in_place_pairs(position, op)
-        add(How.WHOLE, reads, outputs, op_facts.may_repeat(op), time_s, workspace_bytes(op, *shapes), in_place)
+        add(How.WHOLE, reads, outputs, op_facts.may_repeat(op), time_s, scratch_bytes, in_place)
 
     def _reads_of(self, op: Any) -> list[int]:
         """The tensors whose bytes an operator needs."""
@@ -338,7 +363,10 @@ class _Builder:
                     self._values[value.id] = (tensor,)
 
     def _in_place_pairs(self, position: int, op: Any) -> tuple[tuple[int, int], ...]:
-        """Which result takes over the bytes of which operand, where nothing of the program reads that any more."""
+        """Which result takes over the bytes of which operand, where nothing reads those bytes any more.
+
+        As Paddle's pass decides it: somebody who reads only the shape of the operand later does not count.
+        """
         pairs = []
         operands, results = op.operands_source(), op.results()
         for result, operand in op_facts.takeovers(op).items():
@@ -354,9 +382,9 @@ class _Builder:
                 or self._tensors[source[0]].size_bytes != self._tensors[target[0]].size_bytes
             ):
                 return ()
-            if self._after_uses[given.id][-1] != position or self._is_across_the_cut(position, source[0]):
+            if source[0] in self._inputs or self._sizes.dtype_of(given) != self._sizes.dtype_of(made):
                 return ()
-            if source[0] in self._inputs or self._tensors[source[0]].dtype != self._tensors[target[0]].dtype:
+            if self._is_across_the_cut(position, source[0]):
                 return ()
             pairs.append((source[0], target[0]))
         return tuple(pairs)
@@ -368,13 +396,13 @@ class _Builder:
         return tensor < self._first_of_backward
 
 
-def _positions_of_uses(ops: Sequence[Any]) -> dict[str, list[int]]:
-    """For each value, the positions of the operators that name it, also those that need only its shape."""
-    found: dict[str, list[int]] = {}
-    for position, op in enumerate(ops):
-        for operand in all_operands(op):
-            found.setdefault(operand.source().id, []).append(position)
-    return found
+def _making_once(ops: Sequence[Op], held: frozenset[int]) -> list[Op]:
+    """The ops, those marked as not recomputable that make what somebody outside of the program holds.
+
+    A layer's results, the gradients of its parameters, what a step fetches: whoever gets them gets what the first run
+    made, so that another run would free nothing.
+    """
+    return [replace(op, recomputable=False) if not held.isdisjoint(op.outputs) else op for op in ops]
 
 
 def _without_late_reads(ops: Sequence[Op], tensors: Sequence[Tensor]) -> list[Op]:
