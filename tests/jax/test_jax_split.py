@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.extend.core import jaxpr_as_fun
 
 import remat
 import remat.jax
 from remat.core.plan import load_plan_and_graph
-from remat.jax.peak import peak_of
+from remat.jax.peak import compiler_options, peak_of
 from remat.jax.split.split_jaxpr import SCOPE, Splitter
 from remat.jax.trace.program import trace_jaxpr
 
@@ -260,15 +261,76 @@ def test_a_plan_of_another_function_is_refused():
         remat.jax.jit(jax.value_and_grad(tied_loss), plan=step.plan)(*args)
 
 
+def deep_loss(params, x, y):
+    """Three blocks whose inner layer is four times as wide as what they read."""
+    for up, bias, down in params:
+        centred = x - x.mean(-1, keepdims=True)
+        normalised = centred * jax.lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + 1e-6)
+        x = x + jax.nn.gelu(normalised @ up + bias) @ down
+    return jnp.square(x - y).mean()
+
+
+def deep_arguments(width=32, tokens=4096):
+    random = np.random.default_rng(0)
+
+    def matrix(*shape):
+        return jnp.asarray(random.normal(size=shape) * shape[0] ** -0.5, jnp.float32)
+
+    params = [(matrix(width, 4 * width), jnp.zeros(4 * width), matrix(4 * width, width)) for _ in range(3)]
+    return params, matrix(tokens, width), matrix(tokens, width)
+
+
+@pytest.mark.parametrize("slices", [2, pytest.param(7, marks=pytest.mark.thorough)])
+def test_inner_layers_are_equal_to_rounding_in_slices(slices):
+    arguments = deep_arguments(tokens=64)
+    function = jax.value_and_grad(deep_loss)
+    flat, structure = jax.tree.flatten(arguments)
+    closed, _ = trace_jaxpr(lambda *leaves: function(*jax.tree.unflatten(structure, leaves)), flat)
+    splitter = Splitter(closed, 1, inner=True)
+    assert len(splitter.regions) == 6, "a forward and a backward part of each layer"
+    found = jax.jit(jaxpr_as_fun(splitter.split(slices)))(*flat)
+    assert_near(found, jax.tree.leaves(function(*arguments)), atol=1e-6)
+
+
+@pytest.mark.thorough
+def test_inner_layers_keep_a_budget_that_recomputation_does_not(tmp_path):
+    arguments = deep_arguments()
+    function = jax.value_and_grad(deep_loss)
+    with pytest.raises(remat.InfeasibleBudget):
+        planned(function, "35%", ("recompute",)).plan_for(*arguments)
+    step = planned(function, "35%")
+    assert_near(step(*arguments), function(*arguments), atol=1e-6)
+    plan = step.plan
+    assert plan.split.inner
+    assert "inner layers" in str(plan)
+    assert peak_of(step.lower(*arguments).compile().memory_analysis()) <= plan.budget_bytes
+    plan.save(tmp_path / "plan.json")
+    again = remat.jax.jit(function, plan=load_plan_and_graph(tmp_path / "plan.json")[0])
+    assert_near(again(*arguments), function(*arguments), atol=1e-6)
+    assert again.plan.split.inner
+
+
 @pytest.mark.parametrize("levers", ["split", (), ("micro_batches",)])
 def test_unknown_levers_are_refused(levers):
     with pytest.raises(ValueError, match="levers="):
         remat.jax.jit(mean_loss, budget="50%", levers=levers)
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("samples", [4, 5])
+def test_micro_batches_run_in_slices(samples):
+    arguments = (parameters(), *data(samples))
+    expected = jax.value_and_grad(mean_loss)(*arguments)
+    planned_in_pieces = remat.jax.value_and_grad(mean_loss, micro_batches=2, budget="45%", levers=LEVERS)
+    assert_near(planned_in_pieces(*arguments), expected)
+    plan = planned_in_pieces.plan
+    assert plan.split is not None
+    assert plan.split.slices > 1
+    program = planned_in_pieces.lower(*arguments).compile(compiler_options=compiler_options("barrier"))
+    assert peak_of(program.memory_analysis()) <= plan.peak_bytes <= plan.budget_bytes
+
+
 def test_what_does_not_go_together_with_slices_is_refused():
-    with pytest.raises(remat.UnsupportedStep, match="micro_batches=2"):
-        remat.jax.value_and_grad(mean_loss, budget="50%", levers=LEVERS, micro_batches=2)
     with pytest.raises(ValueError, match="checkpoints="):
         remat.jax.jit(mean_loss, budget="50%", levers=LEVERS, checkpoints=["x"])
     devices = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("d",))

@@ -76,6 +76,21 @@ def test_results_take_over_donated_arguments():
             assert all(changed.tensors[a].size_bytes == changed.tensors[b].size_bytes for a, b in op.in_place)
 
 
+def test_a_sum_into_an_array_takes_over_its_storage():
+    """That of the array, and not of what is added, even where that has the same size."""
+
+    def function(x, rows, added):
+        return jnp.tanh(x).at[rows].add(jnp.sin(added))
+
+    args = jnp.ones((8, 8)), jnp.arange(8), jnp.ones((8, 8))
+    program = program_of(trace_jaxpr(function, args)[0])
+    graph = graph_of_program(program, get_profile("cpu"))
+    (scatter,) = [op for op in graph.ops if op.kind == "scatter-add"]
+    ((source, made),) = scatter.in_place
+    maker = next(op for op in graph.ops if source in op.outputs)
+    assert (maker.kind, made) == ("tanh", scatter.outputs[0])
+
+
 def test_what_nobody_needs_is_left_out():
     def function(x):
         jnp.sort(x)

@@ -187,8 +187,8 @@ def body_of_recomputed_call(eqn: JaxprEqn) -> ClosedJaxpr | None:
     return body if isinstance(body, ClosedJaxpr) else None
 
 
-# From this version on the pullback of ``jax.vjp`` takes a ``Zero`` in place of an array of zeros.
-_TAKES_ZEROS = jax.__version_info__ >= (0, 10)
+# From this version on the pullback of ``jax.vjp`` takes a ``Zero`` in place of an array of zeros; 0.10.0 does not.
+_TAKES_ZEROS = jax.__version_info__ >= (0, 10, 2)
 
 
 def pulled_back(pullback: Any, gradients: Sequence[Any]) -> list[Any]:

@@ -180,11 +180,7 @@ def plan_function(
         UnsupportedStep: where a shape is unknown, or where slices are asked for over several devices.
     """
     is_over_devices = is_sharded(shapes)
-    if is_over_devices and "split" in request.levers:
-        raise UnsupportedStep(
-            "slices of a function whose arguments lie on several devices cannot be planned: leave 'split' out of "
-            "levers="
-        )
+    refuse_slices_over_devices(request, shapes)
     closed, structure = trace_jaxpr(function, arguments)
     find_received = functools.partial(received_in_bodies, shapes=shapes, tie=tie) if is_over_devices else None
     returned = None if out_shardings is None else Returned(structure, out_shardings)
@@ -199,7 +195,7 @@ def plan_function(
     moves_updates = "update" in request.levers or (given is not None and given.update is not None)
     updates = EarlyUpdatesOf(donated)
 
-    def candidate_of(one: ClosedJaxpr) -> FunctionCandidate:
+    def candidate_of(one: ClosedJaxpr, slices: int) -> FunctionCandidate:
         nonlocal accept
         variants = variants_of_jaxpr(one, find_received, request.checkpoints or ())
         if moves_updates:
@@ -243,6 +239,19 @@ def plan_function(
     chosen = splittable.candidate_for(plan).variant_of(plan)
     run = emit(chosen.program, plan.schedule, chosen.turning_point, tie)
     return Planned(chosen.program, chosen.graph, plan, run, structure)
+
+
+def refuse_slices_over_devices(request: Request, shapes: Sequence[jax.ShapeDtypeStruct]) -> None:
+    """Slices are for one device.
+
+    Raises:
+        UnsupportedStep: where they are asked for and arguments lie on several devices.
+    """
+    if "split" in request.levers and is_sharded(shapes):
+        raise UnsupportedStep(
+            "slices of a function whose arguments lie on several devices cannot be planned: leave 'split' out of "
+            "levers="
+        )
 
 
 @contextlib.contextmanager

@@ -15,13 +15,17 @@ from remat.core.plan import Plan
 from remat.fit.peaks import PeakRange
 from remat.fit.request import Request
 from remat.fit.variants import Variants
+from remat.jax._private import ClosedJaxpr
 from remat.jax.candidate import FunctionCandidate, cheapest_plan, plan_with_names
 from remat.jax.context import Tie, barriers_stay, for_a_plan
 from remat.jax.emit.evaluate import emit
 from remat.jax.first_run import REPLAN, FirstRun, OnBroken
 from remat.jax.peak import compile_quickly, compiler_options, peak_of, shape_of
-from remat.jax.planned import Follower, leaves_of, naming_our_jit
-from remat.jax.variants import Variant, variants_of
+from remat.jax.planned import Follower, leaves_of, naming_our_jit, refuse_slices_over_devices
+from remat.jax.split.choose import SplittableFunction
+from remat.jax.split.split_jaxpr import Splitter
+from remat.jax.trace.program import trace_jaxpr
+from remat.jax.variants import Variant, variants_of_jaxpr
 
 Function: TypeAlias = Callable[..., Any]
 Transform: TypeAlias = Callable[[Function], Function]
@@ -53,27 +57,63 @@ class _Part:
     """The part for arguments of one set of shapes.
 
     Attributes:
-        variants: the ways to write it.
+        closed: its trace.
         structure: of what it returns.
+        kept_names: as in ``variants_of_jaxpr``.
     """
 
-    variants: Variants[Variant]
+    closed: ClosedJaxpr
     structure: Any
+    kept_names: tuple[str, ...]
 
-    def variant(self, plan: Plan) -> Variant:
-        found = self.variants.of_plan(plan)
-        assert found is not None, "the plan was made for one of the variants"
-        return found
+    def variants(self, slices: int = 1, least_bytes: int = 0) -> Variants[Variant]:
+        """The ways to write it, with its region in so many slices where it can be cut so.
 
-    def plan_within(self, budget_bytes: int, request: Request) -> Plan:
+        Args:
+            slices: 1 for as it is.
+            least_bytes: what lives inside of a region before it is cut.
+        """
+        cut = None if slices == 1 else Splitter(self.closed, least_bytes).split(slices)
+        return variants_of_jaxpr(self.closed if cut is None else cut, None, self.kept_names)
+
+
+@dataclass(frozen=True)
+class _Followed:
+    """A part with the plan that it follows.
+
+    Attributes:
+        part: for arguments of one set of shapes.
+        variant: the way to write it that the plan is for.
+        plan: what it follows.
+    """
+
+    part: _Part
+    variant: Variant
+    plan: Plan
+
+    @classmethod
+    def within(cls, part: _Part, variants: Variants[Variant], budget_bytes: int, request: Request) -> _Followed:
         """The plan of the request's checkpoints, the cheapest plan within bytes of the trace, or the smallest one."""
         if request.checkpoints is not None and request.budget is None:
-            plain = self.variants[0]
-            return plan_with_names(plain.program, plain.graph, request.checkpoints)
+            plain = variants[0]
+            return cls(part, plain, plan_with_names(plain.program, plain.graph, request.checkpoints))
         try:
-            return cheapest_plan(self.variants, budget_bytes, request)
+            plan = cheapest_plan(variants, budget_bytes, request)
         except InfeasibleBudget as error:
-            return cheapest_plan(self.variants, error.minimum_bytes, request)
+            plan = cheapest_plan(variants, error.minimum_bytes, request)
+        variant = variants.of_plan(plan)
+        assert variant is not None, "the plan was made for one of the variants"
+        return cls(part, variant, plan)
+
+    @property
+    def captured(self) -> tuple[Any, ...]:
+        """The arrays that the part reads beside its arguments."""
+        return tuple(self.variant.program.constants.values())
+
+    def run(self, leaves: Sequence[Any], captured: Sequence[Any], tie: Tie) -> Any:
+        """Evaluate the part under its plan."""
+        run = emit(self.variant.program, self.plan.schedule, self.variant.turning_point, tie)
+        return jax.tree.unflatten(self.part.structure, run(leaves, captured))
 
 
 def plan_part(
@@ -105,54 +145,64 @@ def plan_part(
     Raises:
         InfeasibleBudget: with the smallest budget for which this function succeeds.
         PlanMismatch: where ``request.plan`` is for another function.
+        UnsupportedStep: where slices are asked for over several devices.
     """
+    refuse_slices_over_devices(request, shapes)
     structure = jax.tree.structure((tuple(args), dict(kwargs)))
     parts = _parts_of(whole, args, kwargs, request.checkpoints or ())
     main = next(iter(parts.values()))
 
     @functools.cache  # So that the plan which is followed is the one whose program was compiled.
-    def plan_of_other(key: Any, allowed_bytes: int) -> Plan:
-        return parts[key].plan_within(allowed_bytes, request)
+    def other(key: Any, allowed_bytes: int, slices: int) -> _Followed:
+        part = parts[key]
+        return _Followed.within(part, variants_of_other(key, slices), allowed_bytes, request)
 
-    def plans_for(plan: Plan) -> dict[Any, Plan]:
+    @functools.cache
+    def variants_of_other(key: Any, slices: int) -> Variants[Variant]:
+        return parts[key].variants(slices, splittable.least_bytes if slices > 1 else 0)
+
+    def followed_by_all(plan: Plan, variant: Variant, slices: int) -> dict[Any, _Followed]:
         allowed_bytes = plan.peak_bytes if plan.traced_peak_bytes is None else plan.traced_peak_bytes
-        return {key: plan if part is main else plan_of_other(key, allowed_bytes) for key, part in parts.items()}
+        return {
+            key: _Followed(part, variant, plan) if part is main else other(key, allowed_bytes, slices)
+            for key, part in parts.items()
+        }
 
-    def emitted(plans: Mapping[Any, Plan], arrays: Mapping[Any, Sequence[Any]]) -> Function:
+    def emitted(followed: Mapping[Any, _Followed], arrays: Mapping[Any, Sequence[Any]]) -> Function:
         def transform(_: Function) -> Function:
             def call(*some: Any, **named: Any) -> Any:
                 leaves, key = _key_of(some, named)
-                part, plan = parts[key], plans[key]
-                variant = part.variant(plan)
-                run = emit(variant.program, plan.schedule, variant.turning_point, tie)
-                return jax.tree.unflatten(part.structure, run(leaves, arrays[key]))
+                return followed[key].run(leaves, arrays[key], tie)
 
             return call
 
         return whole(transform)
 
-    def captured(plans: Mapping[Any, Plan]) -> dict[Any, tuple[Any, ...]]:
-        return {key: tuple(part.variant(plans[key]).program.constants.values()) for key, part in parts.items()}
+    def candidate_of(closed: ClosedJaxpr, slices: int) -> FunctionCandidate:
+        def compiled_peak(plan: Plan) -> PeakRange:
+            followed = followed_by_all(plan, candidate.variant_of(plan), slices)
+            arrays = {key: one.captured for key, one in followed.items()}
 
-    def compiled_peak(plan: Plan) -> PeakRange:
-        plans = plans_for(plan)
-        keys, arrays = zip(*captured(plans).items(), strict=True)
+            def flat(*values: Any) -> Any:
+                given, inner = values[: len(shapes)], values[len(shapes) :]
+                some, named = jax.tree.unflatten(structure, given)
+                rest = iter(inner)
+                own = {key: [next(rest) for _ in group] for key, group in arrays.items()}
+                return emitted(followed, own)(*some, **named)
 
-        def flat(*values: Any) -> Any:
-            given, inner = values[: len(shapes)], values[len(shapes) :]
-            some, named = jax.tree.unflatten(structure, given)
-            rest = iter(inner)
-            own = {key: [next(rest) for _ in group] for key, group in zip(keys, arrays, strict=True)}
-            return emitted(plans, own)(*some, **named)
+            everything = (*shapes, *(array for group in arrays.values() for array in group))
+            return PeakRange.exactly(peak_of(compile_quickly(flat, everything, tie, donated).memory_analysis()))
 
-        everything = (*shapes, *(array for group in arrays for array in group))
-        return PeakRange.exactly(peak_of(compile_quickly(flat, everything, tie, donated).memory_analysis()))
+        candidate = FunctionCandidate(variants_of_jaxpr(closed, None, main.kept_names), compiled_peak)
+        return candidate
 
     plain_bytes = None if plain is None else _plain_peak_bytes(plain, structure, shapes, tie, donated)
     with naming_our_jit(tie):
-        plan = FunctionCandidate(main.variants, compiled_peak).planned(request, plain_bytes)
-    plans = plans_for(plan)
-    return PlannedPart(main.variant(plan).graph, plan, emitted(plans, captured(plans)))
+        splittable = SplittableFunction(main.closed, candidate_of)
+        plan = splittable.planned(request, plain_bytes)
+    variant = splittable.candidate_for(plan).variant_of(plan)
+    followed = followed_by_all(plan, variant, 1 if plan.split is None else plan.split.slices)
+    return PlannedPart(variant.graph, plan, emitted(followed, {key: one.captured for key, one in followed.items()}))
 
 
 def _parts_of(
@@ -178,8 +228,7 @@ def _parts_of(
             some, named = jax.tree.unflatten(structure, values)
             return function(*some, **named)
 
-        variants, returned = variants_of(flat, leaves, None, kept_names)
-        parts[key] = _Part(variants, returned)
+        parts[key] = _Part(*trace_jaxpr(flat, leaves), tuple(kept_names))
     return parts
 
 

@@ -11,7 +11,7 @@ import jax
 
 from remat.core.plan import Plan
 from remat.fit.first_step import OnChange, replans
-from remat.fit.request import WHOLE_STEP_LEVERS, Request
+from remat.fit.request import FIT_LEVERS, WHOLE_STEP_LEVERS, Request
 from remat.jax.api.arguments import (
     Call,
     checked_levers,
@@ -149,7 +149,8 @@ class Jitted(Follower):
         on_broken: OnBroken = REPLAN,
         first_run: FirstRun | None = None,
     ) -> None:
-        request.check("remat.jax.jit", takes_hints=True, takes_levers=WHOLE_STEP_LEVERS)
+        # Keras' limit cuts the batch itself.
+        request.check("remat.jax.jit", takes_hints=True, takes_levers=FIT_LEVERS)
         if not callable(fun):
             raise TypeError(f"remat.jax.jit takes a function, not {type(fun).__name__}")
         super().__init__(request)

@@ -101,7 +101,7 @@ def value_and_grad(
         static_argnums: as in ``jax.jit``: positional arguments that are part of the function, so that Python may decide
             by them. Flags, names and functions are so by themselves.
         static_argnames: likewise, by name.
-        levers: as in ``remat.jax.jit``; slices do not go together with ``micro_batches``.
+        levers: as in ``remat.jax.jit``; with micro-batches, for each of them.
         on_change: as in ``remat.jax.jit``, for calls on arrays; what is compiled around it elsewhere is not looked at.
         strict: likewise.
         **options: passed on to the planner.
@@ -130,10 +130,6 @@ def value_and_grad(
     split.check()
     if micro_batches > 1 and (holomorphic or allow_int):
         raise UnsupportedStep("micro_batches does not go together with holomorphic and allow_int; leave it at 1")
-    if micro_batches > 1 and "split" in request.levers:
-        raise UnsupportedStep(
-            f'micro_batches={micro_batches} does not go together with slices: leave it at 1, or "split" out of levers='
-        )
 
     def of(function: Callable[..., Any]) -> Gradient:
         if not callable(function):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from functools import cached_property
+from functools import partial
 
 from remat.core.graph import Graph
 from remat.core.plan import Plan, Split
@@ -21,17 +21,22 @@ class SplittableFunction:
 
     Args:
         closed: the function, traced.
-        candidate_of: what ``remat.fit`` sees of a traced function.
+        candidate_of: what ``remat.fit`` sees of a function that is written in so many slices, 1 for as it is.
     """
 
-    def __init__(self, closed: ClosedJaxpr, candidate_of: Callable[[ClosedJaxpr], FunctionCandidate]) -> None:
+    def __init__(self, closed: ClosedJaxpr, candidate_of: Callable[[ClosedJaxpr, int], FunctionCandidate]) -> None:
         self._closed = closed
         self._candidate_of = candidate_of
-        self._plain = candidate_of(closed)
-        self._known: dict[int, FunctionCandidate | None] = {}
+        self._plain = candidate_of(closed, 1)
+        self._splitters: dict[bool, Splitter] = {}
+        self._known: dict[tuple[int, bool], FunctionCandidate | None] = {}
 
-    def planned(self, request: Request) -> Plan:
+    def planned(self, request: Request, share_of_bytes: int | None = None) -> Plan:
         """The plan that a request asks for; with slices where it brings such a plan, or where they are cheapest.
+
+        Args:
+            request: its ``known`` plan is followed where it is for this function.
+            share_of_bytes: as in ``remat.fit.fit.fit``.
 
         Raises:
             InfeasibleBudget: where no plan fits.
@@ -42,52 +47,59 @@ class SplittableFunction:
         if given is not None and self.candidate_for(given).recognises(given):
             return given
         if request.plan is not None or request.budget is None or "split" not in request.levers:
-            return self._plain.planned(request)
-        plan = fit_with_splits(self._plain, request, self._variant)
+            return self._plain.planned(request, share_of_bytes)
+        plan = fit_with_splits(
+            self._plain, request, self._variant, partial(self._variant, inner=True), share_of_bytes=share_of_bytes
+        )
         if plan.split is None:
             return plan
         return dataclasses.replace(plan, split=dataclasses.replace(plan.split, stands_for=self._stands_for(plan)))
 
     def candidate_for(self, plan: Plan) -> FunctionCandidate:
         """The function as a plan has it."""
-        made = None if plan.split is None else self._in_slices(plan.split.slices)
+        made = None if plan.split is None else self._in_slices(plan.split.slices, plan.split.inner)
         return self._plain if made is None else made
 
-    @cached_property
-    def _splitter(self) -> Splitter:
-        return Splitter(self._closed, int(LEAST_SAVED * self._plain.plain_peak.highest_bytes))
+    @property
+    def least_bytes(self) -> int:
+        """What lives inside of a region before it is worth the trouble."""
+        return int(LEAST_SAVED * self._plain.plain_peak.highest_bytes)
 
-    def _in_slices(self, slices: int) -> FunctionCandidate | None:
-        if slices not in self._known:
-            closed = self._splitter.split(slices)
-            self._known[slices] = None if closed is None else self._candidate_of(closed)
-        return self._known[slices]
+    def _splitter(self, inner: bool) -> Splitter:
+        if inner not in self._splitters:
+            self._splitters[inner] = Splitter(self._closed, self.least_bytes, inner=inner)
+        return self._splitters[inner]
 
-    def _variant(self, slices: int) -> Variant | None:
+    def _in_slices(self, slices: int, inner: bool) -> FunctionCandidate | None:
+        if (slices, inner) not in self._known:
+            closed = self._splitter(inner).split(slices)
+            self._known[slices, inner] = None if closed is None else self._candidate_of(closed, slices)
+        return self._known[slices, inner]
+
+    def _variant(self, slices: int, inner: bool = False) -> Variant | None:
         """The function in so many slices; None where there is no region, or where a slice is too small."""
-        made = self._in_slices(slices)
+        made = self._in_slices(slices, inner)
         if made is None:
             return None
         extra_time_s = made.graph.time_s - self._plain.graph.time_s
         if extra_time_s > MOST_EXTRA_TIME * self._plain.graph.time_s:
             return None
-        return Variant(made, Split(slices, self._saved_bytes, extra_time_s, self._plain.graph.fingerprint, ()))
+        fingerprint = self._plain.graph.fingerprint
+        return Variant(made, Split(slices, self._saved_bytes(inner), extra_time_s, fingerprint, (), inner))
 
-    @cached_property
-    def _region_ops(self) -> tuple[int, ...]:
+    def _region_ops(self, inner: bool) -> tuple[int, ...]:
         """The ops of the unsplit graph that the slices stand for, those that only part of is in the region included."""
         program: Program = self._plain.program
-        inside = self._splitter.values
+        inside = self._splitter(inner).values
         return tuple(
             number
             for number, instruction in enumerate(program.instructions)
             if any(value in inside for one in instruction.equations for value in one.outputs)
         )
 
-    @cached_property
-    def _saved_bytes(self) -> int:
+    def _saved_bytes(self, inner: bool) -> int:
         """Bytes of the tensors that only the region's ops read, without the values that the compiler fuses away."""
-        graph, region = self._plain.graph, set(self._region_ops)
+        graph, region = self._plain.graph, set(self._region_ops(inner))
         kept = {*graph.outputs, *(v for n, op in enumerate(graph.ops) if n not in region for v in op.inputs)}
         kept_roots = {graph.roots[value] for value in kept}
         made = (value for number in region for value in graph.ops[number].outputs)
@@ -96,4 +108,6 @@ class SplittableFunction:
     def _stands_for(self, plan: Plan) -> tuple[tuple[int, int], ...]:
         graph: Graph = self.candidate_for(plan).graph_of(plan)
         loops = [number for number, op in enumerate(graph.ops) if f"{SCOPE}/" in op.name and op.kind == "scan"]
-        return tuple((loop, op) for loop in loops for op in self._region_ops)
+        assert plan.split is not None, "only a plan with slices has ops that stand for others"
+        inside = self._region_ops(plan.split.inner)
+        return tuple((loop, op) for loop in loops for op in inside)

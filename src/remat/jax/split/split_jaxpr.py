@@ -1,4 +1,4 @@
-"""A function with a region that runs in slices: ``remat.transform`` finds it, this writes it as a loop.
+"""A function with regions that run in slices: ``remat.transform`` finds them, this writes each as a loop.
 
 The loop's body is one slice of the region, forward and backward equations together. What the slices make parts of is
 written into one array in place, and what they make terms of is added up: XLA keeps both in the buffers that the loop
@@ -8,6 +8,7 @@ loss stands in it as the number 1.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -20,6 +21,8 @@ from remat.jax._private import ClosedJaxpr
 from remat.jax.split.separable_primitives import sliced_parameters, ways_of
 from remat.jax.trace import op_facts
 from remat.jax.trace.program import Equation, Flattener, alive, trace_jaxpr
+from remat.transform.inner import InnerLayers, find_inner_layers
+from remat.transform.order import order_around
 from remat.transform.separable import Call, Program, Region, find_region
 from remat.transform.split import Slice, write_slice
 
@@ -31,23 +34,24 @@ _SUMMED_IN: Final = {"bfloat16": jnp.float32, "float16": jnp.float32}
 
 
 class Splitter:
-    """Splits the region of a function that saves the most, into any number of slices.
+    """Splits regions of a function into any number of slices: the one that saves the most, or inner layers as well.
 
     Args:
         closed: the function, traced.
         least_bytes: what lives inside a region before it is worth the trouble, values that are fused away counted.
+        inner: are inner layers cut, too, whose forward part then runs once more in the backward part?
 
     Attributes:
-        region: what is split; None where there is nothing.
+        regions: what is split; empty where there is nothing.
     """
 
-    def __init__(self, closed: ClosedJaxpr, least_bytes: int) -> None:
+    def __init__(self, closed: ClosedJaxpr, least_bytes: int, *, inner: bool = False) -> None:
         flattener = Flattener()
         self._inputs = tuple(flattener.value(var.aval) for var in closed.jaxpr.invars)
         self._outputs = flattener.add(closed, self._inputs)
-        self._avals = flattener.avals
+        self._avals = list(flattener.avals)
         self._constants = flattener.constants
-        self._equations = alive(flattener.equations, self._outputs)
+        self._equations = tuple(alive(flattener.equations, self._outputs))
         self._program = Program(
             tuple(map(_call, self._equations)),
             tuple(tuple(getattr(aval, "shape", ())) for aval in self._avals),
@@ -55,37 +59,44 @@ class Splitter:
             frozenset(atom for atom in self._outputs if isinstance(atom, int)),
             frozenset(value for one in self._equations if _holds_nothing(one) for value in one.outputs),
         )
-        region = find_region(self._program, (), least_bytes)
-        self.region = region if region is not None and self._ahead_of(region) is not None else None
+        # By the ids of the function's own values, which copies of equations have besides theirs.
+        self._own_values = tuple(range(len(self._avals)))
+        self.regions: tuple[Region, ...] = ()
+        if inner:
+            self._take_layers(find_inner_layers(self._program, least_bytes))
+        elif (region := find_region(self._program, (), least_bytes)) is not None:
+            self.regions = (region,)
+        self._order = self._order_around(self.regions)
+        if self._order is None:
+            self.regions = ()
+
+    @property
+    def length(self) -> int:
+        """How many slices each region can be cut into; 0 where there is nothing to cut."""
+        return min((region.length for region in self.regions), default=0)
 
     @property
     def values(self) -> frozenset[int]:
-        """What the region makes, by the ids that ``program_of`` gives the values of the same function."""
-        if self.region is None:
-            return frozenset()
-        return frozenset(value for index in self.region.ways for value in self._equations[index].outputs)
+        """What the regions make, by the ids that ``program_of`` gives the values of the same function."""
+        made = (value for region in self.regions for index in region.ways for value in self._equations[index].outputs)
+        return frozenset(self._own_values[value] for value in made)
 
     def split(self, slices: int) -> ClosedJaxpr | None:
-        """The function with the region in about so many slices; None where it cannot be cut so often.
+        """The function with its regions in about so many slices; None where they cannot be cut so often.
 
         All slices have as many units but the last, which has the rest. So there may be fewer than were asked for.
         """
-        region = self.region
-        if region is None or slices > region.length:
+        if slices > self.length:
             return None
-        ahead = self._ahead_of(region)
-        assert ahead is not None, "the region was found to have a place"
-        outside = [number for number in range(len(self._equations)) if number not in region.ways]
-        behind = [number for number in outside if number not in ahead]
 
         def run(*arguments: Any) -> list[Any]:
             values: dict[int, Any] = dict(zip(self._inputs, arguments, strict=True))
             values.update(self._constants)
-            for number in sorted(ahead):
-                self._evaluate(number, values)
-            values.update(self._loop(region, slices, values))
-            for number in behind:
-                self._evaluate(number, values)
+            for one in self._order or ():
+                if isinstance(one, Region):
+                    values.update(self._loop(one, slices, values))
+                else:
+                    self._evaluate(one, values)
             return [values[atom] if isinstance(atom, int) else atom.val for atom in self._outputs]
 
         make: Any = jax.ShapeDtypeStruct
@@ -93,26 +104,28 @@ class Splitter:
         shapes = [make(one.shape, one.dtype, weak_type=bool(getattr(one, "weak_type", False))) for one in avals]
         return trace_jaxpr(run, shapes)[0]
 
+    def _take_layers(self, layers: InnerLayers | None) -> None:
+        """Write the copies of equations that inner layers need."""
+        if layers is None:
+            return
+        self._equations = tuple(
+            _with_values(self._equations[origin], call)
+            for origin, call in zip(layers.origin, layers.program.calls, strict=True)
+        )
+        self._avals = [self._avals[value] for value in layers.value_origin]
+        self._own_values = layers.value_origin
+        self._program, self.regions = layers.program, layers.regions
+
     def _evaluate(self, number: int, values: dict[int, Any]) -> None:
         one = self._equations[number]
         read = [values[atom] if isinstance(atom, int) else atom.val for atom in one.inputs]
         values.update(zip(one.outputs, _private.evaluate(one.eqn, read), strict=True))
 
-    def _ahead_of(self, region: Region) -> frozenset[int] | None:
-        """The equations in front of the region; None where one that has an effect would come behind another one."""
-        producer = self._program.producer
-        inside = frozenset(region.ways)
-        reads = {value for index in inside for value in self._equations[index].reads}
-        makers = {producer[value] for value in reads if value in producer} - inside
-        last = max(makers, default=-1)
-        behind: set[int] = set()
-        for number, one in enumerate(self._equations):
-            if number not in inside and any(producer.get(value) in behind | inside for value in one.reads):
-                behind.add(number)
-        ahead = frozenset(number for number in range(last + 1) if number not in inside and number not in behind)
-        assert makers <= ahead, "nothing stands between two equations of a region"
-        moved = [number for number in behind if number <= last]
-        return None if any(self._equations[number].eqn.effects for number in moved) else ahead
+    def _order_around(self, regions: Sequence[Region]) -> tuple[int | Region, ...] | None:
+        """The order in which the equations run; None where one with an effect would stand behind a later one."""
+        order = order_around(self._program, regions)
+        effects = [one for one in order or () if isinstance(one, int) and self._equations[one].eqn.effects]
+        return order if effects == sorted(effects) else None
 
     def _loop(self, region: Region, slices: int, values: dict[int, Any]) -> dict[int, Any]:
         """What the region makes for others, slice by slice."""
@@ -149,6 +162,13 @@ class Splitter:
 
 def _call(one: Equation) -> Call:
     return Call(one.reads, one.outputs, ways_of(one.eqn, [isinstance(atom, int) for atom in one.inputs]))
+
+
+def _with_values(one: Equation, call: Call) -> Equation:
+    """The equation with the values that a call reads and makes."""
+    read = iter(call.inputs)
+    inputs = tuple(next(read) if isinstance(atom, int) else atom for atom in one.inputs)
+    return dataclasses.replace(one, inputs=inputs, outputs=call.outputs)
 
 
 def _holds_nothing(one: Equation) -> bool:

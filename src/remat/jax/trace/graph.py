@@ -128,16 +128,21 @@ def _op(instruction: Instruction, tensors: list[Tensor], profile: DeviceProfile,
 
 def _in_place(instruction: Instruction, tensors: list[Tensor]) -> tuple[tuple[int, int], ...]:
     """Pairs of an input and the output: an element-wise kernel may write over an input as large as what it makes."""
-    if (
-        not all(op_facts.works_in_place(equation.eqn) for equation in instruction.equations)
-        or len(instruction.outputs) != 1
-    ):
+    if len(instruction.outputs) != 1:
         return ()
     made = instruction.outputs[0]
     size = tensors[made].size_bytes
     if tensors[made].alias_of is not None or not size:
         return ()
-    return tuple((value, made) for value in instruction.reads if tensors[value].size_bytes == size)
+    kept: set[int] = set()
+    for equation in instruction.equations:
+        changed = equation.inputs[op_facts.overwritable_inputs(equation.eqn)]
+        if not changed:
+            return ()
+        kept.update(atom for atom in equation.reads if atom not in changed)
+    return tuple(
+        (value, made) for value in instruction.reads if tensors[value].size_bytes == size and value not in kept
+    )
 
 
 def _time_s(instruction: Instruction, tensors: list[Tensor], profile: DeviceProfile) -> float:

@@ -263,9 +263,11 @@ def holds_nothing(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name == "broadcast_in_dim" and isinstance(eqn.invars[0], Literal)
 
 
-def works_in_place(eqn: JaxprEqn) -> bool:
-    """May the output take over the storage of an input of the same size?"""
-    return eqn.primitive.name in _ELEMENTWISE or eqn.primitive.name in ("dynamic_update_slice", "scatter_add")
+def overwritable_inputs(eqn: JaxprEqn) -> slice:
+    """Which inputs' storage the output may take over, where it has their size: a part of ``eqn.invars``."""
+    if eqn.primitive.name in ("dynamic_update_slice", "scatter-add"):
+        return slice(1)  # What is written into the array, and where, is read while the array changes.
+    return slice(None) if eqn.primitive.name in _ELEMENTWISE else slice(0)
 
 
 def takes_slice(eqn: JaxprEqn) -> bool:
