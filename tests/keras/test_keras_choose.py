@@ -64,6 +64,20 @@ def test_the_same_numbers_within_the_budget_and_a_line_per_option(capsys):
         assert choice.chosen.measured_time_s is not None
 
 
+@pytest.mark.thorough
+def test_arrays_of_train_on_batch_are_cut_with_every_lever():
+    plain, _ = trained(dense, None)
+    model = compiled(dense)
+    levers = ("recompute", "micro_batches", "split", "update")
+    budget = current_device().in_use_bytes + 3_500_000 + 4 * 4 * plain.count_params()
+    remat.keras.limit_memory(model, budget, levers=levers, **QUICK)
+    x, y = data(BATCH)
+    model.train_on_batch(x, y)
+    options = remat.keras.micro_batch_choice_of(model).options
+    assert len(options) > 2
+    assert not any(option.why_not.startswith("not possible") for option in options)
+
+
 @pytest.mark.slow
 def test_batch_normalization_is_recomputed(capsys):
     """Dropout, metrics, seeds and statistics besides: that pieces were timed leaves no trace in them."""

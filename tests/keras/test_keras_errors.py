@@ -84,6 +84,22 @@ def test_unknown_planner():
         remat.keras.limit_memory(functional(), "50%", planner="magic")
 
 
+@pytest.mark.parametrize("levers", [(), ("recompute", "offload"), "split"])
+def test_unknown_levers(levers):
+    with pytest.raises(ValueError, match=r"is not a tuple of some of recompute, micro_batches, split, update"):
+        remat.keras.limit_memory(functional(), "50%", levers=levers)
+
+
+def test_levers_without_a_budget():
+    with pytest.raises(ValueError, match=r"levers=\('micro_batches',\) say how a budget is kept, and there is none"):
+        remat.keras.limit_memory(functional(), micro_batches=4, levers=("micro_batches",))
+
+
+def test_updates_wait_for_all_micro_batches():
+    with pytest.raises(remat.UnsupportedStep, match=r"with micro_batches=2 does not have the lever 'update'"):
+        remat.keras.limit_memory(functional(), "50%", micro_batches=2, levers=("recompute", "update"))
+
+
 def test_something_else_replaced_the_training_function():
     model = compiled(functional)
     model.make_train_function = lambda force=False: None

@@ -343,3 +343,86 @@ def test_planner_and_its_options_are_passed_on():
     fit(*data())(model)
 
     assert remat.keras.plan_of(model).planner == "peak_greedy"
+
+
+def head_model():
+    tokens = keras.Input((32,), dtype="int32")
+    x = keras.layers.Dense(16, activation="tanh")(keras.layers.Embedding(4000, 16)(tokens))
+    model = keras.Model(tokens, keras.layers.Dense(4000)(x))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.AdamW(1e-2), loss, metrics=["accuracy"], jit_compile=False)
+    return model
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("micro_batches", "budget"), [(1, "50%"), (2, "30%")])
+def test_fit_runs_the_head_in_slices_for_batches_of_two_sizes(micro_batches, budget):
+    random = np.random.default_rng(0)
+    x, y = (random.integers(0, 4000, (13, 32)).astype("int32") for _ in range(2))
+    weights = random.random((13, 32)).astype("float32")
+    trained = []
+    for is_limited in (False, True):
+        keras.utils.set_random_seed(0)
+        model = head_model()
+        if is_limited:
+            options = {"micro_batches": micro_batches, "planner": "peak_greedy"}
+            remat.keras.limit_memory(model, budget, levers=("recompute", "split"), **options)
+        history = model.fit(x, y, sample_weight=weights, batch_size=8, shuffle=False, verbose=0)
+        trained.append((model, history.history))
+    plan = remat.keras.plan_of(trained[1][0])
+    assert plan.split is not None
+    assert plan.peak_bytes <= plan.budget_bytes <= int(budget[:-1]) / 100 * plan.baseline_peak_bytes + 1
+    for one, other in zip(trained[0][0].get_weights(), trained[1][0].get_weights(), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+    assert trained[0][1]["accuracy"] == trained[1][1]["accuracy"]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_updates_run_as_soon_as_their_gradient_is_final(clip):
+    x = np.random.default_rng(0).normal(size=(8, 16)).astype("float32")
+    trained = []
+    for levers in (("recompute",), None):
+        keras.utils.set_random_seed(0)
+        inner = [keras.layers.Dense(200, activation="relu") for _ in range(8)]
+        model = keras.Sequential([keras.Input((16,)), *inner, keras.layers.Dense(1)])
+        model.compile(keras.optimizers.Adam(1e-3, global_clipnorm=clip), "mse", jit_compile=False)
+        remat.keras.limit_memory(model, "200%", levers=levers, planner="peak_greedy")
+        for _ in range(2):
+            model.train_on_batch(x, x[:, :1])
+        trained.append(model)
+    plain, plan = (remat.keras.plan_of(model) for model in trained)
+    gradients_bytes = 4 * trained[0].count_params()
+    for one, other in zip(trained[0].get_weights(), trained[1].get_weights(), strict=True):
+        np.testing.assert_array_equal(one, other)
+    if clip is None:
+        assert plan.update.saved_bytes > 0.7 * gradients_bytes
+        assert plain.measured_peak_bytes is None or plan.update.moved > 0
+        assert plan.baseline_peak_bytes < plain.baseline_peak_bytes - 0.7 * gradients_bytes
+    else:
+        assert plan.update.moved == 0
+        assert plan.update.bound_by
+        assert plan.update.waiting_bytes > 0.99 * gradients_bytes
+        assert "wait for" in str(plan)
+
+
+@pytest.mark.thorough
+def test_what_is_recomputed_reads_the_weights_from_before_their_early_update():
+    x = np.random.default_rng(0).normal(size=(2048, 16)).astype("float32")
+    trained = []
+    for budget in (None, "60%"):
+        keras.utils.set_random_seed(0)
+        inner = [keras.layers.Dense(128, activation="tanh") for _ in range(8)]
+        model = keras.Sequential([keras.Input((16,)), *inner, keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse", jit_compile=False)
+        if budget is not None:
+            remat.keras.limit_memory(model, budget)
+        for _ in range(3):
+            model.train_on_batch(x, x[:, :1])
+        trained.append(model)
+    plan = remat.keras.plan_of(trained[1])
+    assert plan.update.moved > 0
+    assert plan.recomputed > 0
+    assert plan.measured_peak_bytes is None or plan.measured_peak_bytes <= 1.01 * plan.budget_bytes
+    for one, other in zip(trained[0].get_weights(), trained[1].get_weights(), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7)

@@ -88,6 +88,12 @@ def masked() -> keras.Model:
     return keras.Model(inputs, layers.Dense(10)(layers.GlobalAveragePooling1D()(x)))
 
 
+def wide() -> keras.Model:
+    """Its head is the largest part of the memory."""
+    inputs = keras.Input((WIDTH,))
+    return keras.Model(inputs, layers.Dense(4000)(layers.Dense(WIDTH, activation="tanh")(inputs)))
+
+
 def normalised() -> keras.Model:
     """Samples are coupled, and nothing draws."""
     return dense(is_normalised=True)
@@ -99,6 +105,7 @@ MODELS = {
     "functional": functional,
     "masked": masked,
     "subclassed": Subclassed,
+    "wide": wide,
 }
 
 
@@ -135,7 +142,7 @@ def train(spec: dict[str, Any], limited: bool) -> dict[str, Any]:
         **spec.get("compile", {}),
     )
     if limited:
-        how = {"micro_batches": spec.get("micro_batches", 1), "checkpoints": spec.get("checkpoints")}
+        how = {name: spec[name] for name in ("micro_batches", "checkpoints", "levers") if name in spec}
         remat.keras.limit_memory(model, spec["budget"], **how, **planning_of(spec))
     batch = spec.get("batch", BATCH)
     x, y = data(spec.get("samples", 3 * batch))
@@ -186,6 +193,8 @@ def train(spec: dict[str, Any], limited: bool) -> dict[str, Any]:
             "baseline_peak_bytes": plan.baseline_peak_bytes,
             "budget_bytes": plan.budget_bytes,
             "ops": len(graph.ops),
+            "slices": 0 if plan.split is None else plan.split.slices,
+            "moved": 0 if plan.update is None else plan.update.moved,
         }
         remat.keras.limit_memory(model, None)
         model.fit(x[:BATCH], y[:BATCH], batch_size=BATCH, verbose=0)
@@ -231,7 +240,7 @@ def compare(spec: dict[str, Any]) -> dict[str, Any]:
 def compared(spec: dict[str, Any]) -> dict[str, Any]:
     distribute(spec.get("distribution"))
     # Whether a peak is measured depends on the number of micro-batches being one.
-    limits = {"budget", "checkpoints", "planner", "retried"}
+    limits = {"budget", "checkpoints", "planner", "retried", "levers"}
     plain = trained_plainly(json.dumps({name: value for name, value in spec.items() if name not in limits}))
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")

@@ -13,8 +13,10 @@ import logging
 import os
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 os.environ["KERAS_BACKEND"] = "torch"
 
@@ -25,7 +27,7 @@ from keras import layers
 import remat.keras
 import remat.torch
 from remat.core.plan import NOT_PROVED
-from remat.keras.torch import choose
+from remat.keras.torch import choose, graph_step
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -42,13 +44,17 @@ def functional() -> keras.Model:
     return keras.Model(inputs, layers.Dense(10, kernel_regularizer="l2", activity_regularizer="l2")(x))
 
 
-def dense(classes: int = 10) -> keras.Model:
+def dense(classes: int = 10, regulariser: str | None = None) -> keras.Model:
     """Nothing in it sees the other samples of a batch, or draws."""
     inputs = keras.Input((WIDTH,))
     x = inputs
     for number in range(6):
         x = layers.Dense(4 * WIDTH, activation="gelu", name=f"hidden_{number}")(x)
-    return keras.Model(inputs, layers.Dense(classes)(x))
+    return keras.Model(inputs, layers.Dense(classes, kernel_regularizer=regulariser)(x))
+
+
+def regularised() -> keras.Model:
+    return dense(regulariser="l2")
 
 
 def wide() -> keras.Model:
@@ -95,6 +101,7 @@ class OwnLoss(Inner):
 MODELS = {
     "functional": functional,
     "dense": dense,
+    "regularised": regularised,
     "wide": wide,
     "sequence": sequence,
     "seeded": seeded,
@@ -109,22 +116,68 @@ def train(spec: dict[str, Any], limited: bool) -> tuple[dict[str, Any], keras.Mo
     x = rng.normal(size=(spec.get("samples", 256), WIDTH)).astype("float32")
     y = rng.integers(0, 10, len(x))
     model = MODELS[spec.get("model", "functional")]()
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, **spec.get("loss", {}))
+    weights = rng.uniform(size=len(x)).astype("float32") if "loss" in spec else None
     model.compile(optimizer="adam", loss=loss, metrics=["accuracy"], **spec.get("compile", {}))
     if limited:
         try:
-            how = {name: spec[name] for name in ("budget", "checkpoints", "micro_batches") if name in spec}
+            how = {name: spec[name] for name in ("budget", "checkpoints", "micro_batches", "levers") if name in spec}
             # A capture takes seconds; the cases of graph mode ask for it.
             how["mode"] = spec.get("mode", "eager")
             remat.keras.limit_memory(model, **how, planner=spec.get("planner", "peak_greedy"))
-            history = model.fit(x, y, batch_size=spec.get("batch", BATCH), epochs=2, shuffle=False, verbose=0)
+            history = fit(model, spec, x, y, weights)
         except remat.InfeasibleBudget as error:
             if not spec.get("at least"):
                 raise
             return train({**spec, "budget": error.minimum_bytes, "at least": False}, True)
     else:
-        history = model.fit(x, y, batch_size=spec.get("batch", BATCH), epochs=2, shuffle=False, verbose=0)
+        history = fit(model, spec, x, y, weights)
     return history.history, model
+
+
+def fit(model: keras.Model, spec: dict[str, Any], x: Any, y: Any, weights: Any) -> Any:
+    batch = spec.get("batch", BATCH)
+    return model.fit(x, y, batch_size=batch, sample_weight=weights, epochs=2, shuffle=False, verbose=0)
+
+
+def without_room_in_graph_mode(spec: dict[str, Any]) -> dict[str, Any]:
+    """As ``in_both_modes``, where no plan of graph mode fits."""
+
+    def no_plan(self: Any, *args: Any) -> Any:
+        raise remat.InfeasibleBudget("none", minimum_bytes=10**9, budget_bytes=1, binding_op="none")
+
+    with mock.patch.object(graph_step.GraphSteps, "run_piece", no_plan):
+        return in_both_modes(spec)
+
+
+@contextlib.contextmanager
+def heard() -> Iterator[list[str]]:
+    """What remat logs inside."""
+    said: list[str] = []
+    told = logging.Handler()
+    told.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("remat").addHandler(told)
+    try:
+        yield said
+    finally:
+        logging.getLogger("remat").removeHandler(told)
+
+
+def in_both_modes(spec: dict[str, Any]) -> dict[str, Any]:
+    """The same limit in eager and in graph mode."""
+    with heard() as said:
+        histories, models = zip(*(train({**spec, "mode": mode}, True) for mode in ("eager", "graph")), strict=True)
+    plans = [remat.keras.plan_of(model) for model in models]
+    pairs = zip(*(model.get_weights() for model in models), strict=True)
+    return {
+        "modes": [plan.mode for plan in plans],
+        "said": said,
+        "recomputed": [plan.recomputed for plan in plans],
+        "same weights": all(np.array_equal(a, b) for a, b in pairs),
+        "same history": histories[0] == histories[1],
+        "peak_bytes": plans[1].peak_bytes,
+        "measured": measured_peak(models[1], spec["batch"]),
+    }
 
 
 def checked(budget: str) -> dict[str, Any]:
@@ -188,18 +241,13 @@ def trained_plainly(told: str) -> tuple[dict[str, Any], list[Any]]:
 
 def outcome(spec: dict[str, Any]) -> dict[str, Any]:
     """What limited training came to, beside plain training of the same model on the same data."""
-    printed, said = io.StringIO(), []
-    told = logging.Handler()
-    told.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("remat").addHandler(told)
+    printed = io.StringIO()
     try:
-        with contextlib.redirect_stdout(printed):
+        with contextlib.redirect_stdout(printed), heard() as said:
             limited, model = train(spec, limited=True)
     except remat.RematError as error:
         return {"error": type(error).__name__, "message": str(error)}
-    finally:
-        logging.getLogger("remat").removeHandler(told)
-    limits = {"budget", "checkpoints", "micro_batches", "planner", "at least", "mode"}
+    limits = {"budget", "checkpoints", "micro_batches", "planner", "at least", "mode", "levers"}
     plain, weights = trained_plainly(json.dumps({name: value for name, value in spec.items() if name not in limits}))
     plan = remat.keras.plan_of(model)
     assert plan is not None
@@ -222,6 +270,7 @@ def outcome(spec: dict[str, Any]) -> dict[str, Any]:
         "same weights": all(np.array_equal(a, b) for a, b in pairs),
         "departures": departures,
         "recomputed": plan.recomputed,
+        "slices": 0 if plan.split is None else plan.split.slices,
         "recomputed_kinds": kinds,
         "peak_bytes": plan.peak_bytes,
         "budget_bytes": plan.budget_bytes,
@@ -258,6 +307,8 @@ if __name__ == "__main__":
             "choose_as_if_all_took_a_second": choose_as_if_all_took_a_second,
             "outcome": outcome,
             "checked": checked,
+            "in_both_modes": in_both_modes,
+            "without_room_in_graph_mode": without_room_in_graph_mode,
             "plain_peak_bytes": plain_peak_bytes,
         }
     )

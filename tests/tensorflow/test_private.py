@@ -39,6 +39,7 @@ SYMBOLS = [
     ("tensorflow.python.ops.handle_data_util", "copy_handle_data"),
     ("tensorflow.python.ops.handle_data_util", "get_resource_handle_data"),
     ("tensorflow.python.client.device_lib", "list_local_devices"),
+    ("tensorflow.python.client.pywrap_tf_session", "TF_TryEvaluateConstant_wrapper"),
     ("tensorflow.python.util._pywrap_util_port", "IsMklEnabled"),
 ]
 METHODS = [
@@ -47,6 +48,7 @@ METHODS = [
     (tf.Graph, "_create_op_internal", ["op_type", "inputs", "dtypes", "name", "attrs", "compute_device"]),
     (tf.Graph, "_attr_scope", ["attr_map"]),
     (tf.Graph, "gradient_override_map", ["op_type_map"]),
+    (_private.FuncGraph, "replace_capture", ["tensor", "placeholder"]),
     (tf.Operation, "_update_input", ["index", "tensor"]),
     (tf.Operation, "_add_control_inputs", []),  # These are C++: they show no signature.
     (tf.Operation, "_remove_all_control_inputs", []),

@@ -163,7 +163,9 @@ def test_pinned_inputs_count_at_their_own_size():
 
 
 def test_a_cpu_counts_from_256_kib_and_a_gpu_everything():
-    assert Device("CPU:0").allocator.min_counted_bytes == 256 * KIB
+    device = Device("CPU:0")
+    # Without oneDNN there is no counter on a CPU, so that it counts nothing.
+    assert device.allocator.min_counted_bytes == (256 * KIB if device.has_counter else sys.maxsize)
     assert Device("GPU:0").allocator.min_counted_bytes == 0
 
 

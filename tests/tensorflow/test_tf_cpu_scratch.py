@@ -51,9 +51,28 @@ def product(dtype):
     b = tf.cast(tf.random.normal((512, 2048)), dtype)
     return {"MatMul": lambda: R.MatMul(a=a, b=b)}
 
+def segments(ids):
+    data, segment = tf.random.normal((1 << 18, 4)), tf.range(1 << 18, dtype=ids)
+    flags = dict(data=data, segment_ids=segment, num_segments=1 << 20)
+    return {"UnsortedSegmentSum": lambda: R.UnsortedSegmentSum(**flags)}
+
+def einsum(equation, *shapes):
+    operands = [tf.random.normal(shape) for shape in shapes]
+    return {"Einsum": lambda: R.Einsum(inputs=operands, equation=equation)}
+
 found = []
 groups = [convolution(32, 32, 32, 3, 64), convolution(32, 16, 96, 1, 24), convolution(4, 96, 64, 3, 64)]
-groups += [pooling(), product(tf.float32), product(tf.bfloat16)]
+groups += [pooling(), product(tf.float32), product(tf.bfloat16), segments(tf.int32), segments(tf.int64)]
+groups += [
+    einsum("abc,cd->abd", (32, 256, 64), (64, 256)),
+    einsum("abc,ecd->eabd", (8, 128, 64), (4, 64, 256)),
+    einsum("eabd,edc->abc", (4, 8, 128, 256), (4, 256, 64)),
+    einsum("abc,adc->abd", (16, 256, 64), (16, 256, 64)),
+    einsum("abhd,cbhd->ahbc", (64, 32, 8, 16), (64, 32, 8, 16)),
+    einsum("...ab,bc->...ac", (8, 99, 64), (64, 256)),
+    einsum("abd,abc->cd", (32, 256, 64), (32, 256, 128)),
+    einsum("abc,abd->cd", (32, 256, 64), (32, 256, 128)),
+]
 for group in groups:
     for kind, run in group.items():
         op = next(op for op in tf.function(run).get_concrete_function().graph.get_operations() if op.type == kind)
@@ -75,9 +94,8 @@ def test_scratch_memory_is_what_the_heap_shows() -> None:
     done = subprocess.run(command, cwd=root, env=variables, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     found: list[tuple[str, int, int]] = json.loads(done.stdout.splitlines()[-1])
-    assert len(found) == 12
+    assert len(found) == 22
     for kind, predicted, measured in found:
-        assert measured > 0, kind
         # What products pack depends on the caches of the CPU, and is known to a few MiB.
         assert predicted == pytest.approx(measured, rel=0.1, abs=1.5 * MIB), kind
 

@@ -65,10 +65,11 @@ def test_a_step_that_is_a_loop_keeps_half_of_its_bytes(variables: list[tf.Variab
     got = [t.numpy() for t in limited(batch)]
     plan = tapes[-1].plan
     device = current_device()
-    _ = device.in_use_bytes
-    device.reset_peak()
-    limited(batch)
-    assert device.peak_bytes <= plan.budget_bytes
+    if device.has_counter:  # Without oneDNN there is none on a CPU; the rest holds there, too.
+        _ = device.in_use_bytes
+        device.reset_peak()
+        limited(batch)
+        assert device.peak_bytes <= plan.budget_bytes
     assert plan.peak_bytes <= 0.6 * plan.baseline_peak_bytes
     assert plan.overhead > 0
     for want, value in zip(expected, got, strict=True):

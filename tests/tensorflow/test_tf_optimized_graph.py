@@ -29,6 +29,12 @@ def residual(x, weight):
     return x + (y + (tf.sigmoid(y) + 0.1))
 
 
+def root_mean_square_normed(x, weight):
+    """Its gradient multiplies by the exponent; operands exchanged, that is a product of what the forward pass made."""
+    y = x @ weight
+    return x + y * tf.math.rsqrt(tf.reduce_mean(tf.pow(y, 2.0), -1, keepdims=True) + 1e-6) * weight[0]
+
+
 def pooled(x, weight):
     """The largest of a monotonic function's values."""
     y = tf.nn.relu(tf.reshape(x @ weight, [BATCH // 64, 8, 8, WIDTH]))
@@ -36,13 +42,25 @@ def pooled(x, weight):
     return tf.reshape(y * pool, [BATCH, WIDTH])
 
 
-@pytest.fixture(params=[gelu, residual, pooled], ids=lambda layer: layer.__name__)
-def optimized(request, monkeypatch):
-    """A step in which much runs just before its reader: its rewriting, and its graph as the executor gets it.
+LAYERS = [gelu, residual, root_mean_square_normed, pooled]
+SPAN = 6
 
-    As if memory were short everywhere: each operation waits for the one before it.
-    """
-    monkeypatch.setattr("remat.tensorflow.emit.emit.span_starts", lambda _, schedule: list(range(len(schedule))))
+
+@pytest.fixture(params=LAYERS, ids=lambda layer: layer.__name__)
+def optimized(request, monkeypatch):
+    """As if memory were short everywhere: each operation waits for the one before it."""
+    return optimized_step(request.param, monkeypatch, 1)
+
+
+@pytest.fixture(params=LAYERS, ids=lambda layer: layer.__name__)
+def optimized_in_spans(request, monkeypatch):
+    """Operations that need not wait for one another stand together."""
+    return optimized_step(request.param, monkeypatch, SPAN)
+
+
+def optimized_step(layer, monkeypatch, span):
+    """A step in which much runs just before its reader: its rewriting, and its graph as the executor gets it."""
+    monkeypatch.setattr("remat.tensorflow.emit.emit.span_starts", lambda _, schedule: [*range(0, len(schedule), span)])
     weights = Chain().weights
 
     def trace(**limit):
@@ -50,7 +68,7 @@ def optimized(request, monkeypatch):
         def function(x):
             with GradientTape(**limit) as tape:
                 for weight in weights:
-                    x = request.param(x, weight)
+                    x = layer(x, weight)
                 loss = tf.reduce_mean(tf.square(x))
             function.tape = tape
             return tape.gradient(loss, weights)
@@ -103,22 +121,35 @@ def test_the_schedule_of_large_tensors_survives(optimized):
     """Each operation that makes one still waits for the one before it; those that were merged away are left out."""
     written, graph = optimized
     parents = {node.name: [name.lstrip("^").partition(":")[0] for name in node.input] for node in graph.node}
-    order = [op.name for op in scheduled(written) if op.name in parents]
+    order = [op.name for _, op in scheduled(written) if op.name in parents]
     assert len(order) > len(written.copies) > 10
     for before, after in itertools.pairwise(order):
         assert is_ancestor(before, after, parents), f"{after} no longer waits for {before}"
 
 
+def test_sums_and_products_wait_for_their_span_themselves(optimized_in_spans):
+    """What they read of their own span waits, too; but the graph optimizer exchanges operands."""
+    written, _ = optimized_in_spans
+    spans = {op.name: position // SPAN for position, op in scheduled(written)}
+    seen = 0
+    for position, op in scheduled(written):
+        if position >= 2 * SPAN and op.type in op_facts.PUSHES_CONSTANTS_DOWN:
+            read = [t.op for t in op.inputs]
+            assert op.control_inputs or min(spans.get(one.name, position // SPAN) for one in read) < position // SPAN
+            seen += 1
+    assert seen > 5
+
+
 def scheduled(written):
     copies = iter(written.copies)
     seen = set()
-    for index in written.plan.schedule:
+    for position, index in enumerate(written.plan.schedule):
         operation = next(copies) if index in seen else written.step.operations[index]
         seen.add(index)
         made = [written.step.graph.tensors[t] for t in written.step.graph.ops[index].outputs]
         if any(t.size_bytes >= TENSOR_BYTES and t.alias_of is None for t in made):
             assert operation.type not in op_facts.MERGED_BY_ONEDNN
-            yield operation
+            yield position, operation
 
 
 def is_ancestor(before, after, parents):

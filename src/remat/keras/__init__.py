@@ -14,10 +14,12 @@ check_version(KERAS)  # The imports below reach for symbols that move between ve
 
 from remat.keras.check import check
 from remat.keras.limit import graph_of, joint_plan_of, limit_memory, micro_batch_choice_of, plan_of
+from remat.keras.log_plan import LogPlan
 from remat.keras.recompute import recompute
 from remat.keras.workload import trace_model
 
 __all__ = [
+    "LogPlan",
     "check",
     "graph_of",
     "joint_plan_of",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -12,7 +13,7 @@ from remat.core.errors import UnsupportedStep
 from remat.core.graph import Graph
 from remat.core.plan import Plan
 from remat.fit.first_step import OnChange, replans
-from remat.fit.request import Request
+from remat.fit.request import FIT_LEVERS, Request
 from remat.keras.shared.backend import of_backend
 from remat.micro_batches.cut import AUTO, check_count_or_auto
 from remat.micro_batches.options import MicroBatchChoice
@@ -36,7 +37,9 @@ def limit_memory(
     time_limit_s: float | None = None,
     on_change: OnChange = "replan",
     strict: bool = False,
+    check_first_step: bool = False,
     mode: Literal["auto", "graph", "eager"] = "auto",
+    levers: Sequence[str] | None = None,
     **options: Any,
 ) -> keras.Model:
     """Make ``fit`` and ``train_on_batch`` keep a memory budget; everything else stays as it is.
@@ -66,10 +69,22 @@ def limit_memory(
             counter, where there is one; on JAX the compiler says it beforehand; on PyTorch nothing is planned again
             outside of graph mode.
         strict: raise an error where the budget does not hold then either; else this is logged as a warning, once.
+        check_first_step: run the first training step without the plan, too, from the same weights and random numbers,
+            and compare weights, optimizer state, statistics, seeds and loss. What differs by more than rounding is
+            logged as a warning, or with ``strict`` raised. It needs the memory of the plain step, and time for two of
+            them; the step that counts is the planned one.
         mode: on PyTorch: "graph" captures the training step and runs the plan itself, with the same numbers at less
             cost on the host; "eager" watches its operators. "auto", the only one elsewhere, is "graph" where that can
-            be had: not with micro-batches or checkpoints, nor where the step cannot be captured; a warning says so.
-            ``plan_of(model).mode`` tells which it is.
+            be had: not where the step cannot be captured, nor with ``micro_batches="auto"`` where more than one was
+            chosen; a warning says so. ``plan_of(model).mode`` tells which it is.
+        levers: what a plan may do to keep the budget. "recompute" runs operations again. "micro_batches" means
+            ``micro_batches="auto"`` where no number is given. "split" runs the widest part of the step that can be cut
+            along an axis, such as the head of a language model, slice by slice; sums over slices are made in another
+            order, so that numbers differ by rounding. On PyTorch it needs graph mode. "update" runs each update of the
+            optimizer as soon as its gradient is final; the plan says what forbids it. It is there on TensorFlow and
+            JAX, for the whole batch: with micro-batches the update waits for all of them. On TensorFlow and JAX
+            each micro-batch may run in slices, on PyTorch only a whole batch. None is ("recompute",), on TensorFlow
+            ("recompute", "update"): what changes no number.
         options: passed on to the planner.
 
     Returns:
@@ -79,14 +94,17 @@ def limit_memory(
     Raises:
         InvalidBudget: if the budget cannot be read.
         ValueError: for both a budget and checkpoints, a layer that the model does not have, an unknown planner or
-            mode, ``micro_batches`` that is neither a whole number of at least 1 nor "auto" with a budget, or
-            ``mode="graph"`` with micro-batches or checkpoints.
-        UnsupportedStep: for another backend than TensorFlow, JAX and PyTorch, a budget on several replicas, or
-            ``run_eagerly`` on the first two; on PyTorch for a model with its own ``train_step``, or a checkpoint that
-            names a tensor; with a number of micro-batches likewise, and by ``fit`` for a loss of which it cannot be
-            known what it divides by. By ``fit`` for a checkpoint that the training step lacks.
+            mode, ``micro_batches`` that is neither a whole number of at least 1 nor "auto" with a budget,
+            ``mode="graph"`` with ``micro_batches="auto"``, and for levers that are none, unknown, or given without
+            a budget.
+        UnsupportedStep: for a lever that the backend does not have, or not together with the others; for another
+            backend than TensorFlow, JAX and PyTorch, a budget on several replicas, or ``run_eagerly`` on the first two;
+            on PyTorch for a model with its own ``train_step``, or a checkpoint that names a tensor; with a number of
+            micro-batches likewise, and by ``fit`` for a loss of which it cannot be known what it divides by. By ``fit``
+            for a checkpoint that the training step lacks.
         InfeasibleBudget: by ``fit``, at the first step, if no schedule fits; it names the smallest budget.
-        PlanMismatch: with ``strict``, by ``fit``, after a first step that took more than the budget.
+        PlanMismatch: with ``strict``, by ``fit``, after a first step that took more than the budget, or that was not
+            the plain one.
     """
     if not isinstance(model, keras.Model):
         raise _no_model(model)
@@ -94,16 +112,35 @@ def limit_memory(
         _check_checkpoints(checkpoints, budget)
     if budget == _NOT_GIVEN:
         budget = "60%" if micro_batches in (1, AUTO) and checkpoints is None else None
+    request = Request(
+        budget,
+        checkpoints=checkpoints,
+        planner=planner,
+        time_limit_s=time_limit_s,
+        options=options,
+        levers=("recompute",) if levers is None else levers if isinstance(levers, str) else tuple(levers),  # type: ignore[arg-type]
+    ).check("limit_memory", takes_levers=FIT_LEVERS)
+    if request.levers != ("recompute",) and budget is None:
+        raise ValueError(
+            f"levers={request.levers!r} say how a budget is kept, and there is none; give one, or no levers"
+        )
+    if "micro_batches" in request.levers and micro_batches == 1:
+        micro_batches = AUTO
     count = check_count_or_auto(micro_batches, budget)
     plans_again = replans(on_change)
-    in_mode = _checked_mode(mode, micro_batches, checkpoints)
-    request = Request(
-        budget, checkpoints=checkpoints, planner=planner, time_limit_s=time_limit_s, options=options
-    ).check("limit_memory")
+    in_mode = _checked_mode(mode, micro_batches)
     if request.plans or count != 1:
         limits = of_backend("limit", "limit_memory")
+        if levers is None and budget is not None and count in (1, None):
+            request = dataclasses.replace(request, levers=limits.Limit.default_levers)
         _take_off(model)
-        _limits[model] = limits.Limit(model, request, count, replans=plans_again, strict=strict, **in_mode)
+        _limits[model] = limits.Limit(
+            *(model, request, count),
+            replans=plans_again,
+            strict=strict,
+            checks_first_step=check_first_step,
+            **in_mode,
+        )
     else:
         _take_off(model)
     return model
@@ -158,7 +195,7 @@ def _take_off(model: keras.Model) -> None:
         _limits.pop(model).detach()
 
 
-def _checked_mode(mode: str, micro_batches: int | str, checkpoints: Sequence[Any] | None) -> dict[str, str]:
+def _checked_mode(mode: str, micro_batches: int | str) -> dict[str, str]:
     """The mode as an argument of PyTorch's ``Limit``; nothing where the backend decides."""
     if mode not in ("auto", "graph", "eager"):
         raise ValueError(f'mode={mode!r} is unknown; it is "auto", "graph" or "eager"')
@@ -166,8 +203,10 @@ def _checked_mode(mode: str, micro_batches: int | str, checkpoints: Sequence[Any
         return {}
     if keras.backend.backend() != "torch":
         raise ValueError(f"mode={mode!r} is for Keras on PyTorch; on {keras.backend.backend()} leave it out")
-    if mode == "graph" and (micro_batches != 1 or checkpoints is not None):
-        raise ValueError('mode="graph" takes neither micro_batches nor checkpoints, which run eagerly; leave it out')
+    if mode == "graph" and micro_batches == AUTO:
+        raise ValueError(
+            'mode="graph" takes a number of micro_batches: "auto" chooses by the times of eager steps; leave one out'
+        )
     return {"mode": mode}
 
 

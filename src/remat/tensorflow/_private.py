@@ -17,6 +17,7 @@ import tensorflow as tf
 from tensorflow.compiler.xla.service.hlo_pb2 import HloProto as CompiledProgram
 from tensorflow.core.framework import attr_value_pb2
 from tensorflow.python.autograph.core import ag_ctx as _ag_ctx
+from tensorflow.python.client import pywrap_tf_session as _pywrap_tf_session
 from tensorflow.python.eager import context as _context
 from tensorflow.python.eager import record as _record
 from tensorflow.python.eager.polymorphic_function import polymorphic_function as _polymorphic_function
@@ -56,22 +57,7 @@ def copy_operation(
     name: str,
 ) -> tf.Operation:
     """Make a second operation like ``op`` in its graph, reading ``inputs`` and held back by ``control_inputs``."""
-    graph = op.graph
-    # A mark of its own keeps common-subexpression elimination from folding the copy back into the original.
-    attributes = {_COPY_MARK: attr_value_pb2.AttrValue(s=name.encode())} | {
-        key: value for key, value in op.node_def.attr.items() if key not in ("_class", "_output_shapes")
-    }
-    with graph.control_dependencies(None), graph.control_dependencies(list(control_inputs)):
-        copy = graph._create_op_internal(
-            op.type,
-            list(inputs),
-            [output.dtype for output in op.outputs],
-            attrs=attributes,
-            name=name,
-            compute_device=False,
-        )
-    if op.device:
-        copy._set_device(op.device)
+    copy = slice_of_operation(op.graph, op, inputs, control_inputs, name)
     for source, target in zip(op.outputs, copy.outputs, strict=True):
         target.set_shape(source.shape)
         set_handle_data_like(source, target)
@@ -306,6 +292,35 @@ def pop(items: tf.Tensor, like: tf.Tensor, more_axes: int) -> tuple[tf.Tensor, t
         return left, item
 
 
+def slice_of_operation(
+    graph: tf.Graph, op: tf.Operation, inputs: Sequence[tf.Tensor], control_inputs: Sequence[tf.Operation], name: str
+) -> tf.Operation:
+    """Make an operation like ``op`` in ``graph``, of inputs that may have other shapes."""
+    # A mark of its own keeps common-subexpression elimination from folding the copy back into the original.
+    attributes = {_COPY_MARK: attr_value_pb2.AttrValue(s=name.encode())} | {
+        key: value for key, value in op.node_def.attr.items() if key not in ("_class", "_output_shapes")
+    }
+    with graph.control_dependencies(None), graph.control_dependencies(list(control_inputs)):
+        copy = graph._create_op_internal(
+            op.type,
+            list(inputs),
+            [output.dtype for output in op.outputs],
+            attrs=attributes,
+            name=name,
+            compute_device=False,
+        )
+    if op.device:
+        copy._set_device(op.device)
+    return copy
+
+
+def known_value(tensor: tf.Tensor) -> Any:
+    """The value of a tensor as an array, where it follows from constants and from shapes; else None."""
+    if tensor.op.type == "Const":
+        return tf.get_static_value(tensor)
+    return _pywrap_tf_session.TF_TryEvaluateConstant_wrapper(tensor.graph._c_graph, tensor._as_tf_output())
+
+
 def wait_for_nothing(op: tf.Operation) -> None:
     """Take the control inputs of an operation away."""
     op._remove_all_control_inputs()
@@ -353,6 +368,14 @@ def copied_function(function: FuncGraph, outside: tf.Graph) -> tuple[FuncGraph, 
 
 
 _numbers_of_copies = itertools.count()
+
+
+def copy_to_change(function: FuncGraph) -> tuple[FuncGraph, Callable[[str], tf.Tensor]]:
+    """As ``copied_function``, in the place of the original, with what that has captured."""
+    copy, named = copied_function(function, function.outer_graph)
+    for outside, inside in function.captures:
+        copy.replace_capture(outside, named(inside.name))
+    return copy, named
 
 
 def after_all(ops: Sequence[tf.Operation]) -> tf.Operation:
@@ -477,6 +500,11 @@ def memory_limit_bytes(device_name: str) -> int:
 def is_custom_gradient(op: tf.Operation) -> bool:
     """Does ``op`` carry a gradient of its own, as the IdentityN of ``tf.custom_gradient`` does?"""
     return "_gradient_op_type" in op.node_def.attr
+
+
+def is_gate_of_tensorflow(op: tf.Operation) -> bool:
+    """Is that gradient one that ``tf.custom_gradient`` has named, and not one of ours?"""
+    return bool(op.node_def.attr["_gradient_op_type"].s.startswith(b"CustomGradient-"))
 
 
 def compiled_program(

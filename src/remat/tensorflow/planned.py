@@ -9,22 +9,26 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Collection, Mapping
+from functools import cached_property, partial
 
 import tensorflow as tf
 
+from remat.core.errors import UnsupportedStep
 from remat.core.plan import Plan
 from remat.fit.fit import fit
+from remat.fit.levers import proved
 from remat.fit.request import AUTO, Request
 from remat.fit.variants import Variants
 from remat.running.cost_model import DeviceProfile, device_here, get_profile
 from remat.tensorflow._private import FuncGraph
 from remat.tensorflow.api.checkpoints import chosen_plan
+from remat.tensorflow.early_updates import EarlyUpdates
 from remat.tensorflow.emit.emit import Rewritten, emit
 from remat.tensorflow.loops.variants import Variant, variants_of
 from remat.tensorflow.peak.candidates import CompiledFunction, ExecutedFunction, FunctionCandidate
 from remat.tensorflow.peak.device import appended_bytes, current_device, resident_elsewhere_bytes
+from remat.tensorflow.split.choose import SplittableFunction
 from remat.tensorflow.trace.func_graph import FunctionToPlan, TracedStep, trace_func_graph
 from remat.tensorflow.trace.sizes import sizes_with_loops
 
@@ -37,7 +41,8 @@ def rewrite(function: FunctionToPlan, request: Request) -> Rewritten:
     Raises:
         InfeasibleBudget: where no schedule fits; nothing was rewritten.
         PlanMismatch: where ``request.plan`` is for another graph; nothing was rewritten.
-        UnsupportedStep: where a shape is unknown, or a checkpoint is no tensor of the step.
+        UnsupportedStep: where a shape is unknown, a checkpoint is no tensor of the step, or a function whose trace has
+            not ended is to be cut.
     """
     plan, variant = _planned(function, request)
     step = variant.step
@@ -51,9 +56,87 @@ def rewrite(function: FunctionToPlan, request: Request) -> Rewritten:
     return rewritten
 
 
-def candidate_of(function: FunctionToPlan) -> FunctionCandidate:
-    """The function as it would run on this device, beside what lies there now; it stays as it is."""
-    return _candidate(function, _traced(function))
+class PlannableFunction:
+    """A function as it would run on this device, beside what lies there now; it stays as it is until it is written.
+
+    Args:
+        function: its trace is over, or about to end.
+        levers: what a plan of it may do.
+
+    Attributes:
+        plain: the function in one piece, with its updates early where that is a lever.
+
+    Raises:
+        UnsupportedStep: where a shape is unknown.
+    """
+
+    def __init__(self, function: FunctionToPlan, levers: Collection[str] = ("recompute",)) -> None:
+        self._updates = EarlyUpdates() if "update" in levers else None
+        if self._updates is not None:
+            function = dataclasses.replace(function, in_order=self._updates.moved)
+        self._function = function
+        step = _traced(function)
+        self.plain: FunctionCandidate = _executed(function, step)
+        if function.in_xla:
+            self.plain = CompiledFunction(function, step, current_device().allocator, _resident_bytes(function))
+
+    def fitted(self, request: Request, *, proves: bool = True) -> Plan:
+        """The cheapest plan within the budget of a request, in slices where its levers allow that.
+
+        Args:
+            request: with a budget.
+            proves: is the plan's bound wanted?
+
+        Raises:
+            InfeasibleBudget: where no plan fits.
+            UnsupportedStep: where the function is to be cut and cannot be.
+        """
+        request = with_bytes_for_auto(request)
+        if "split" not in request.levers:
+            return fit(self.plain, request, proves=proves)
+        return self._splittable.fitted(request, proves=proves)
+
+    def candidate_for(self, plan: Plan) -> FunctionCandidate:
+        """The function as a plan has it: in slices, where the plan has them and the function can be cut so."""
+        return self.plain if plan.split is None else self._splittable.candidate_for(plan)
+
+    def written(self, plan: Plan) -> tuple[Plan, Variant]:
+        """Write a plan's slices into the function; the plan with what was done to its updates, and how to write it.
+
+        Raises:
+            PlanMismatch: where the plan is for another function.
+        """
+        variant = self.candidate_for(plan).variant_of(plan)
+        if self._updates is not None:
+            plan = dataclasses.replace(plan, update=self._updates.described(variant.graph))
+        if plan.split is not None:
+            variant = dataclasses.replace(variant, step=self._splittable.write(plan, variant.step))
+        return plan, variant
+
+    @cached_property
+    def _splittable(self) -> SplittableFunction:
+        function, plain = self._function, self.plain
+        if not isinstance(function.func_graph, FuncGraph):
+            raise UnsupportedStep(
+                'a TensorFlow 1 graph cannot be cut into slices: leave "split" out of levers=, or put the step into a '
+                "tf.function"
+            )
+        if function.outputs is not None:
+            raise UnsupportedStep(
+                "the tape's plan was asked for inside of the function, whose tensors are then in use already, so that "
+                'it cannot be cut into slices: ask for it when the function has returned, or leave "split" out of '
+                "levers="
+            )
+
+        def of_copy(copied: FunctionToPlan) -> FunctionCandidate:
+            # What lies beside a copy is what lies beside the function; loops in a copy stay as they are.
+            step = _traced(copied)
+            if copied.in_xla:
+                return CompiledFunction(copied, step, current_device().allocator, plain.resident_bytes)
+            as_it_is = Variants([lambda: Variant(step)])
+            return ExecutedFunction(as_it_is, current_device().allocator, plain.resident_bytes)
+
+        return SplittableFunction(function, plain, of_copy)
 
 
 def with_bytes_for_auto(request: Request) -> Request:
@@ -69,19 +152,23 @@ def with_bytes_for_auto(request: Request) -> Request:
 
 def _planned(function: FunctionToPlan, request: Request) -> tuple[Plan, Variant]:
     """The plan, and the way to write the function that it is for."""
-    step = _traced(function)
+    given = request.plan if request.plan is not None else request.known
+    levers = set(request.levers)
+    if given is not None and given.update is not None:
+        levers.add("update")
+    plannable = PlannableFunction(function, levers)
     if request.checkpoints is not None and request.plan is None:
+        step = plannable.plain.step
         as_it_is = Variants([lambda: Variant(step)])
         executed = ExecutedFunction(as_it_is, current_device().allocator, _resident_bytes(function))
         return chosen_plan(executed, request, function.forward_ends), Variant(step)
-    candidate = _candidate(function, step)
     if request.plan is not None:
         plan = request.plan
-    elif request.known is not None and candidate.recognises(request.known):
-        plan = candidate.prove(request.known, request)
+    elif request.known is not None and plannable.candidate_for(request.known).recognises(request.known):
+        plan = proved(request.known, plannable.candidate_for(request.known), request)
     else:
-        plan = fit(candidate, with_bytes_for_auto(request))
-    return plan, candidate.variant_of(plan)
+        plan = plannable.fitted(request)
+    return plannable.written(plan)
 
 
 def _traced(function: FunctionToPlan, bodies: Mapping[tf.Operation, FuncGraph] | None = None) -> TracedStep:
@@ -89,7 +176,7 @@ def _traced(function: FunctionToPlan, bodies: Mapping[tf.Operation, FuncGraph] |
     allocator = device.allocator
     if function.in_xla:
         allocator = dataclasses.replace(allocator, own_kernels="none")  # XLA brings kernels of its own.
-    return trace_func_graph(
+    step = trace_func_graph(
         function.func_graph,
         profile=_profile(),
         input_shapes=function.input_shapes,
@@ -97,13 +184,10 @@ def _traced(function: FunctionToPlan, bodies: Mapping[tf.Operation, FuncGraph] |
         outputs=function.outputs,
         carried=function.carried,
         bodies=bodies,
+        moved=function.moved,
+        is_final=function.in_order is not None,  # Nobody differentiates what updates its parameters.
     )
-
-
-def _candidate(function: FunctionToPlan, step: TracedStep) -> FunctionCandidate:
-    if function.in_xla:
-        return CompiledFunction(function, step, current_device().allocator, _resident_bytes(function))
-    return _executed(function, step)
+    return step if function.in_order is None else function.in_order(step)
 
 
 def _executed(function: FunctionToPlan, step: TracedStep) -> ExecutedFunction:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ from remat.core.errors import UnsupportedStep
 from remat.core.graph import Graph
 from remat.core.plan import Plan
 from remat.fit.auto_budget import auto_budget_bytes
-from remat.fit.request import Request
+from remat.fit.request import FIT_LEVERS, Request
 from remat.jax.api.jit import Jitted
 from remat.jax.first_run import OnBroken
 from remat.jax.planned_part import PartlyPlanned, Transform
@@ -21,7 +21,10 @@ from remat.keras import _private
 from remat.keras.jax.choose import choose_micro_batches
 from remat.keras.jax.kept_layers import KeptLayers
 from remat.keras.jax.step import MicroBatchedStep
+from remat.keras.shared.first_step import Ran, checked_first_step
 from remat.keras.shared.limit import ModelLimit, is_share
+from remat.keras.shared.variables import Variables
+from remat.running.workload import Array
 
 
 class Limit(ModelLimit):
@@ -29,6 +32,8 @@ class Limit(ModelLimit):
 
     step_in_micro_batches = MicroBatchedStep
     kept_layers = KeptLayers
+    levers = FIT_LEVERS
+    levers_of_pieces = ("recompute", "micro_batches", "split")
 
     def __init__(self, model: keras.Model, request: Request, micro_batches: int | None, **on_broken: bool) -> None:
         super().__init__(model, request, micro_batches, **on_broken)
@@ -83,12 +88,49 @@ class Limit(ModelLimit):
     def _train_step(self, state: Any, data: Any) -> Any:
         """Keras' compiled training step."""
         try:
-            return self._step_for(state, data)(state, data)
+            step = self._step_for(state, data)
+            if self._checks_first_step:
+                self._checks_first_step = False
+                return self._run_checked(step, state, data)
+            return step(state, data)
         except Exception:
             # While it trains, Keras takes the values out of the variables; whoever catches InfeasibleBudget and asks
             # for more wants them back.
             _private.give_state_back(self._required_model(), state)
             raise
+
+    def _run_checked(self, step: Callable[[Any, Any], Any], state: Any, data: Any) -> Any:
+        """A training step, plainly and planned; what the two leave behind is compared.
+
+        Raises:
+            PlanMismatch: if they differ, where the limit is strict.
+        """
+        model = self._required_model()
+        plain = jax.jit(model.train_step, **self._jit_options)
+        owners = (model.trainable_variables, model.non_trainable_variables, model.optimizer.variables)
+
+        def by_variable(state: Any) -> dict[int, Any]:
+            return {
+                id(owner): value
+                for part, values in zip(owners, state, strict=False)
+                for owner, value in zip(part, values, strict=True)
+            }
+
+        before = by_variable(state)
+        variables = Variables(model, lambda variable: before[id(variable)])
+
+        def run(planned: bool, values: Sequence[Array]) -> Ran:
+            # Copies: the planned step consumes what it is given, and a step that fails gives its state back.
+            given = {id(variable): value for variable, value in zip(variables.all, values, strict=True)}
+            start = [
+                [jax.device_put(given[id(owner)], before[id(owner)].sharding) for owner in part] for part in owners
+            ]
+            metrics = [jax.numpy.copy(value) for value in state[3]]
+            logs, after = (step if planned else plain)((*start, metrics), data)
+            left = by_variable(after)
+            return (logs, after), logs, [left[id(variable)] for variable in variables.all]
+
+        return checked_first_step(model.name, variables, run, strict=self._strict)
 
     def _step_for(self, state: Any, data: Any) -> Jitted | PartlyPlanned:
         """The step for a batch. It is planned for the largest one, of whose plain peak a percentage is one."""

@@ -29,13 +29,20 @@ class NamedLayers:
     def __init__(self, model: Any, wanted: Sequence[Any]) -> None:
         self.tensor_names = [name for name in wanted if _is_tensor_name(name)]
         self.layers = find_layers(model, [name for name in wanted if not _is_tensor_name(name)])
+        self._passing: dict[Any, Callable[..., Any]] = {}
 
     @contextlib.contextmanager
     def _calls_pass(self, through: Callable[[int, Any], Any]) -> Iterator[None]:
-        """Inside, what a layer's ``call`` returns is what ``through`` makes of the layer's number and its result."""
+        """Inside, what a layer's ``call`` returns is what ``through`` makes of the layer's number and its result.
+
+        The functions that stand for ``call`` are the same each time, so that what was captured with them stays valid.
+        """
         own_calls = [vars(layer).get("call") for layer in self.layers]
         for number, layer in enumerate(self.layers):
-            object.__setattr__(layer, "call", _passing(layer.call, functools.partial(through, number)))
+            key = (number, through, own_calls[number])
+            if key not in self._passing:
+                self._passing[key] = _passing(layer.call, functools.partial(through, number))
+            object.__setattr__(layer, "call", self._passing[key])
         try:
             yield
         finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import weakref
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import keras
 
@@ -16,6 +16,8 @@ from remat.core.plan import Plan
 from remat.fit.request import AUTO, Request
 from remat.keras.shared.step import CheckedStep
 from remat.micro_batches.options import MicroBatchChoice
+
+_FRAMEWORKS: Final = {"tensorflow": "TensorFlow", "jax": "JAX", "torch": "PyTorch"}
 
 
 class ModelLimit(abc.ABC):
@@ -32,11 +34,12 @@ class ModelLimit(abc.ABC):
             request has a budget.
         replans: is a step planned again, once, whose first run took more than its budget?
         strict: is it an error where the budget does not hold then either? Else it is logged.
+        checks_first_step: is the first step run plainly, too, and compared?
 
     Raises:
         ValueError: for a checkpoint that names no layer of the model.
-        UnsupportedStep: for a model that cannot be cut or planned on this backend, and where something else has
-            replaced the model's ``make_train_function``.
+        UnsupportedStep: for a model that cannot be cut or planned on this backend, for a lever that the backend does
+            not have, and where something else has replaced the model's ``make_train_function``.
     """
 
     step_in_micro_batches: ClassVar[type[CheckedStep]]
@@ -44,6 +47,15 @@ class ModelLimit(abc.ABC):
 
     kept_layers: ClassVar[type[Any]]
     """The ``KeptLayers`` of the backend."""
+
+    levers: ClassVar[tuple[str, ...]] = ("recompute", "micro_batches")
+    """What a plan of the backend may do; any other lever is refused by its name."""
+
+    levers_of_pieces: ClassVar[tuple[str, ...]] = ("recompute", "micro_batches")
+    """Likewise where the user gives a number of micro-batches."""
+
+    default_levers: ClassVar[tuple[str, ...]] = ("recompute",)
+    """What a plan may do where the user does not say: nothing that changes a number."""
 
     def __init__(
         self,
@@ -53,9 +65,12 @@ class ModelLimit(abc.ABC):
         *,
         replans: bool = True,
         strict: bool = False,
+        checks_first_step: bool = False,
     ) -> None:
+        self._check_levers(request, micro_batches)
         self._model = weakref.ref(model)
         self._replans, self._strict = replans, strict
+        self._checks_first_step = checks_first_step
         self._request = request
         self._chooses = micro_batches is None
         self._choice: MicroBatchChoice | None = None
@@ -65,6 +80,21 @@ class ModelLimit(abc.ABC):
             raise UnsupportedStep(f"something else has replaced make_train_function of {model.name!r}; undo that first")
         model.make_train_function = self._make_train_function
         model.train_function = None
+
+    def _check_levers(self, request: Request, micro_batches: int | None) -> None:
+        """Refuse what a plan of this backend cannot do.
+
+        Raises:
+            UnsupportedStep: for such a lever, by its name.
+        """
+        known, where = self.levers, f"Keras on {_FRAMEWORKS[keras.backend.backend()]}"
+        if micro_batches is not None and micro_batches > 1:
+            known, where = self.levers_of_pieces, f"{where} with micro_batches={micro_batches}"
+        if missing := [lever for lever in request.levers if lever not in known]:
+            raise UnsupportedStep(
+                f"{where} does not have the lever {missing[0]!r}; leave it out of levers={request.levers!r}, of which "
+                f"it takes {', '.join(known)}"
+            )
 
     @property
     @abc.abstractmethod

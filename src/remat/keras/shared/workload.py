@@ -6,7 +6,7 @@ import contextlib
 import gc
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import keras
@@ -17,10 +17,8 @@ from remat.core.graph import Graph
 from remat.keras import _private
 from remat.keras.limit import graph_of, limit_memory, plan_of
 from remat.keras.shared.backend import of_backend
-from remat.running.workload import Array, InputShape, StepOptions, Training, nudge
-
-_SEED: Final = 11
-"""Of the nudge of first weights. Any number will do: the same weights are moved alike in both of two trainings."""
+from remat.keras.shared.variables import Variables
+from remat.running.workload import Array, InputShape, StepOptions, Training
 
 _FEWEST: Final = 2
 """Words and classes of a model that does not say how many it knows. Every such model knows two."""
@@ -166,45 +164,6 @@ def _default_loss(model: keras.Model) -> Any:
 def _ends_in_softmax(model: keras.Model) -> bool:
     last = model.layers[-1]
     return isinstance(last, keras.layers.Softmax) or getattr(last, "activation", None) is keras.activations.softmax
-
-
-class Variables:
-    """All variables of a model and its optimizer, which can be set back to their first values.
-
-    Args:
-        model: compiled and built, its optimizer too.
-    """
-
-    def __init__(self, model: keras.Model) -> None:
-        self.all = unique([*model.variables, *model.optimizer.variables])
-        self._trainable = {id(v) for v in model.trainable_variables}
-        self._slots = {id(v) for v in model.optimizer.variables if v.shape}
-        self._first = [keras.ops.convert_to_numpy(v.value).copy() for v in self.all]
-
-    def first_values(self, nudged: bool) -> list[Array]:
-        """The first values; of weights, half a rounding off where asked for."""
-        random = np.random.default_rng(_SEED)
-        moved = [id(v) in self._trainable and nudged for v in self.all]
-        return [nudge(value, random) if m else value for value, m in zip(self._first, moved, strict=True)]
-
-    def named(self, values: Iterable[Any]) -> dict[str, Array]:
-        """Values in the order of ``all``, by kind and path."""
-        return {
-            f"{self._kind(variable)}/{variable.path}#{number}": np.array(keras.ops.convert_to_numpy(value))
-            for number, (variable, value) in enumerate(zip(self.all, values, strict=True))
-        }
-
-    def _kind(self, variable: keras.Variable) -> str:
-        if id(variable) in self._trainable:
-            return "weight"
-        if id(variable) in self._slots:
-            return "slot"
-        return "statistic" if "float" in variable.dtype else "state"
-
-
-def unique(variables: Iterable[keras.Variable]) -> list[keras.Variable]:
-    """Each variable once, in order."""
-    return list({id(v): v for v in variables}.values())
 
 
 def batch_spec(model: keras.Model, batch_size: int, inputs: Sequence[InputShape] = ()) -> tuple[Any, Any]:

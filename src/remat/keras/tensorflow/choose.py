@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from remat.core.errors import UnsupportedStep
@@ -40,7 +41,8 @@ def choose_micro_batches(
         InfeasibleBudget: where no number of micro-batches fits.
     """
     data = keras.utils.pack_x_y_sample_weight(*batch)
-    leaves = leaves_of(data)
+    # ``train_on_batch`` hands over NumPy's arrays as they are.
+    leaves = [tf.convert_to_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves_of(data)]
 
     def pieces() -> Pieces:
         for leaf in leaves:
@@ -53,5 +55,5 @@ def choose_micro_batches(
 
         return Pieces(run, leaves, shapes, bool(model.jit_compile))
 
-    whole = traced_step(model, train_step, data, shapes, any_size=any_size)
+    whole = traced_step(model, train_step, data, shapes, any_size=any_size, levers=request.levers)
     return choose_count(whole, pieces, shapes[0][0], request, coupling_layers(model))

@@ -18,16 +18,20 @@ from remat.core.errors import InfeasibleBudget, UnsupportedStep
 from remat.core.graph import Graph
 from remat.core.plan import Plan
 from remat.fit.first_step import broken_budget, exceeds, tell
-from remat.fit.request import Request
+from remat.fit.request import FIT_LEVERS, Request
 from remat.keras._private import unbuilt_parts
+from remat.keras.shared.first_step import Ran, checked_first_step
 from remat.keras.shared.limit import ModelLimit, in_bytes, is_share
+from remat.keras.shared.variables import Variables
 from remat.keras.tensorflow.choose import choose_micro_batches
 from remat.keras.tensorflow.kept_layers import KeptLayers
 from remat.keras.tensorflow.step import MicroBatchedStep
 from remat.keras.tensorflow.trace import label_model, traced_step
 from remat.micro_batches.cut import largest_size
+from remat.running.workload import Array
 from remat.tensorflow import _private
 from remat.tensorflow.emit.emit import Rewritten
+from remat.tensorflow.micro_batches.choose import for_pieces
 from remat.tensorflow.peak.device import current_device
 from remat.tensorflow.planned import rewrite
 from remat.tensorflow.trace.func_graph import FunctionToPlan, carried_inputs
@@ -42,6 +46,9 @@ class Limit(ModelLimit):
 
     step_in_micro_batches = MicroBatchedStep
     kept_layers = KeptLayers
+    levers = FIT_LEVERS
+    default_levers = ("recompute", "update")
+    levers_of_pieces = ("recompute", "micro_batches", "split")
 
     def __init__(self, model: keras.Model, request: Request, micro_batches: int | None, **on_broken: bool) -> None:
         self._run: Callable[[Any], Any] = model.train_function
@@ -121,13 +128,50 @@ class Limit(ModelLimit):
             self._shapes = largest
             build(model, batches[0])
             self._plan_anew(model, _unpacked(batches[0]), any_size=is_dataset)
-        if not is_dataset:
-            return self._run_measured(iter(batches))
-        again = _same_type_of_iterator(batches, iterator.element_spec)
-        del batches  # The data must not lie in memory twice when the step is planned.
-        result = self._run_measured(again)
-        self._known_iterator = weakref.ref(iterator)
+
+        def again() -> Any:
+            return _same_type_of_iterator(batches, iterator.element_spec) if is_dataset else iter(batches)
+
+        if self._checks_first_step:
+            self._checks_first_step = False
+            return self._run_checked(model, again)
+        data = again()
+        if is_dataset:
+            batches = []  # The data must not lie in memory twice when the step is planned.
+        result = self._run_measured(data)
+        if is_dataset:
+            self._known_iterator = weakref.ref(iterator)
         return result
+
+    def _run_checked(self, model: keras.Model, data: Callable[[], Any]) -> Any:
+        """Run the training function on data, plainly and planned, and compare what the two leave behind.
+
+        Raises:
+            PlanMismatch: if they differ, where the limit is strict.
+        """
+        variables = Variables(model)
+        metrics = {id(variable): variable.numpy() for variable in model.metrics_variables}
+        own = model.train_function
+        type(model).make_train_function(model, force=True)
+        plain, model.train_function = model.train_function, own
+
+        def start_from(values: Sequence[Array]) -> None:
+            for variable, value in zip(variables.all, values, strict=True):
+                assign(variable, value)
+            for variable in model.metrics_variables:
+                before = metrics.get(id(variable))  # None for what the first run has made.
+                variable.assign(tf.zeros_like(variable.value) if before is None else before)
+
+        def run(planned: bool, values: Sequence[Array]) -> Ran:
+            start_from(values)
+            logs = (self._run_measured if planned else plain)(data())
+            return logs, logs, [variable.value for variable in variables.all]
+
+        try:
+            return checked_first_step(model.name, variables, run, strict=self._strict)
+        except BaseException:
+            start_from(variables.first_values(nudged=False))
+            raise
 
     def _plan_anew(self, model: keras.Model, batch: tuple[Any, Any, Any], *, any_size: bool) -> None:
         """For a batch that is larger than those before: choose again, or learn again what a percentage is one of."""
@@ -139,7 +183,9 @@ class Limit(ModelLimit):
             self._in_force = dataclasses.replace(self._request, budget=choice.budget_bytes, known=choice.chosen.plan)
         elif self._micro_step is not None and is_share(self._request.budget):
             data = keras.utils.pack_x_y_sample_weight(*batch)
-            whole = traced_step(model, model.train_step, data, self._shapes, any_size=any_size)
+            whole = traced_step(
+                model, model.train_step, data, self._shapes, any_size=any_size, levers=self.levers
+            ).plain
             self._whole_peak_bytes = whole.plain_peak.expected_bytes + whole.resident_bytes
             self._in_force = in_bytes(self._request, self._whole_peak_bytes)
 
@@ -186,7 +232,7 @@ class Limit(ModelLimit):
                     carried=carried_inputs(graph) if is_piece else frozenset(),
                     iterations=self._micro_batches,
                 )
-                request = self._in_force
+                request = for_pieces(self._in_force) if is_piece else self._in_force
                 if self._kept is not None:
                     request = dataclasses.replace(request, checkpoints=self._kept.tensors_in(graph))
                 self._remember(self._rewritten_within(function, request))
@@ -267,6 +313,14 @@ def build(model: keras.Model, batch: Any) -> None:
         model._symbolic_build(data_batch=_unpacked(batch))
     if model.optimizer is not None and not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
+
+
+def assign(variable: keras.Variable, value: Array) -> None:
+    """Give a variable a value in memory of its own.
+
+    Handed over as it is, an array may become the variable's memory, which the device then does not count.
+    """
+    variable.assign(tf.raw_ops.DeepCopy(x=value))
 
 
 def _forward_ends(graph: Any) -> int | None:

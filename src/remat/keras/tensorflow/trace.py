@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import keras
@@ -11,8 +11,7 @@ import tensorflow as tf
 from remat.core.graph import Graph
 from remat.keras import _private
 from remat.running.cost_model import get_profile
-from remat.tensorflow.peak.candidates import FunctionCandidate
-from remat.tensorflow.planned import candidate_of
+from remat.tensorflow.planned import PlannableFunction
 from remat.tensorflow.trace.func_graph import FunctionToPlan, TracedStep, trace_func_graph
 from remat.tensorflow.trace.labels import label_step, variable_roles
 
@@ -40,7 +39,8 @@ def traced_step(
     shapes: Sequence[tuple[int, ...]],
     *,
     any_size: bool,
-) -> FunctionCandidate:
+    levers: Collection[str] = ("recompute",),
+) -> PlannableFunction:
     """The step that takes a batch in one piece, the update included, as it would run.
 
     Args:
@@ -50,6 +50,7 @@ def traced_step(
         shapes: the largest shape of each tensor of a batch.
         any_size: does Keras trace it for batches of any size, as those of a data set? Gradients of an unknown shape
             hold other tensors.
+        levers: what a plan of it may do.
     """
     leaves = leaves_of(data)
     in_xla = bool(model.jit_compile)
@@ -61,7 +62,7 @@ def traced_step(
     ).get_concrete_function(*specs)
     given = [t for t in function.graph.inputs if t.name not in {inner.name for _, inner in function.graph.captures}]
     known = {t.name: shape for t, shape in zip(given, shapes, strict=True)}
-    return candidate_of(FunctionToPlan(function.graph, known, in_xla))
+    return PlannableFunction(FunctionToPlan(function.graph, known, in_xla), levers)
 
 
 def label_model(step: TracedStep, model: keras.Model) -> Graph:

@@ -12,7 +12,7 @@ from remat.core.budget import parse_budget
 from remat.keras.limit import limit_memory
 from remat.keras.shared.limit import is_share
 from remat.keras.shared.workload import ModelWorkload, gradients_shown
-from remat.keras.tensorflow.limit import build
+from remat.keras.tensorflow.limit import assign, build
 from remat.running.workload import Array, Training
 from remat.tensorflow.peak.device import current_device
 
@@ -62,5 +62,4 @@ class Workload(ModelWorkload):
         build(self._model, batch)
 
     def _assign(self, variable: keras.Variable, value: Array) -> None:
-        # Handed over as it is, an array may become the variable's memory, which the device then does not count.
-        variable.assign(tf.raw_ops.DeepCopy(x=value))
+        assign(variable, value)

@@ -16,7 +16,7 @@ from remat.fit.fit import fit, fits_plainly
 from remat.fit.request import Request
 from remat.keras.shared.batch_statistics import coupling_layers
 from remat.keras.shared.limit import in_bytes
-from remat.keras.torch.step import CutBatch, MicroBatchedStep, Sums
+from remat.keras.torch.step import CutBatch, MicroBatchedStep, Piece, Sums
 from remat.keras.torch.trace import loss_of, traced_step
 from remat.micro_batches.choose import PieceTimes, choose_for_batch
 from remat.micro_batches.cut import largest_size
@@ -72,9 +72,13 @@ def choose_micro_batches(model: keras.Model, data: Any, request: Request) -> Mic
         return PieceTimes({known: one.step.graph.time_s for known, one in candidates.items()})(size)
 
     def run_pieces(size: int, context: AbstractContextManager[Any]) -> None:
+        def forward(cut: CutBatch, leaves: Sequence[Any]) -> Piece:
+            with context:
+                return cut.forward(leaves)
+
         sums = Sums()
         for _ in range(_TIMED_PIECES):
-            cut().run_piece(cut().piece(size), sums, lambda *_: context)
+            cut().run_piece(cut().piece(size), sums, forward)
 
     def run_whole(context: AbstractContextManager[Any]) -> None:
         with context:

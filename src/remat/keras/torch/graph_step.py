@@ -1,4 +1,4 @@
-"""Keras on PyTorch in graph mode: the forward pass and the loss of a training step are captured, and run by a plan.
+"""Keras on PyTorch in graph mode: the forward pass and loss of a step, or of a micro-batch, are captured and planned.
 
 What comes after the backward pass (the optimizer's update, the metrics) is Keras' own and runs as it is. Its memory is
 known from the traced step, and counts.
@@ -10,6 +10,7 @@ import dataclasses
 import types
 import warnings
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import keras
@@ -21,6 +22,9 @@ from remat.core.plan import Plan
 from remat.core.simulator import simulate
 from remat.fit.request import Request
 from remat.keras import _private
+from remat.keras.shared.step import LossGroups, LossTerm, PieceLoss
+from remat.keras.torch.kept_layers import KeptLayers
+from remat.keras.torch.step import CutBatch, Piece, piece_of
 from remat.torch.api.compile import reason_not_captured
 from remat.torch.api.plan import EagerCandidate
 
@@ -48,23 +52,45 @@ class GraphSteps:
     It does not hold the model, which is an argument of the captured function.
 
     Args:
-        request: with a budget in bytes.
+        request: with a budget in bytes; without one where layers are kept.
+        kept: layers whose outputs are kept, all else being recomputed; None where the budget decides.
         state_bytes: of the optimizer, which lies beside the step.
+        whole_bytes: where micro-batches are captured, the plain peak of a whole batch's step, 0 if nobody asked for it;
+            None where whole batches are captured.
         strict: is a step over its budget an error, once it was planned again?
         replans: is a step planned again whose first run took more than its budget?
     """
 
-    def __init__(self, request: Request, state_bytes: int, *, strict: bool, replans: bool) -> None:
+    def __init__(
+        self,
+        request: Request,
+        state_bytes: int,
+        kept: KeptLayers | None,
+        *,
+        whole_bytes: int | None = None,
+        strict: bool,
+        replans: bool,
+    ) -> None:
         from remat.torch.graph_mode import capture  # It imports Dynamo, which takes seconds.
 
-        assert isinstance(request.budget, int)
+        if kept is not None:
+            request = dataclasses.replace(request, checkpoints=kept.called)
         self.request = request
+        self._kept = kept
         self._made: list[Plan] = []
+        self._whole_bytes = whole_bytes
+        function = _loss_and_output if whole_bytes is None else _targets_and_more
+
+        def resident_bytes(gradients_bytes: int) -> int:
+            # Those of earlier micro-batches are added up while all of another's arrive.
+            return state_bytes if whole_bytes is None else state_bytes + gradients_bytes
+
         self._captured = capture.Captured(
-            _function_of_its_own(), request, lambda _: state_bytes, None, self._made, strict=strict, replans=replans
+            _copy_of(function), request, resident_bytes, None, self._made, strict=strict, replans=replans
         )
         self._not_captured = capture.NOT_CAPTURED
         self._shapes: dict[Hashable, _Shapes] = {}
+        self._targets: dict[Hashable, int] = {}
         self._plans: list[tuple[Any, _Shapes]] = []
 
     @property
@@ -74,7 +100,8 @@ class GraphSteps:
         for plan, shapes in reversed(self._plans):
             if shapes.plain_bytes == largest:
                 peak_bytes = max(plan.peak_bytes, shapes.update_bytes)
-                found: Plan = dataclasses.replace(plan, peak_bytes=peak_bytes, baseline_peak_bytes=largest)
+                plain_bytes = self._whole_bytes or largest
+                found: Plan = dataclasses.replace(plan, peak_bytes=peak_bytes, baseline_peak_bytes=plain_bytes)
                 return found
         return None
 
@@ -98,7 +125,7 @@ class GraphSteps:
         timeline = simulate(graph, graph.plain_schedule)
         update = [size for op, size in zip(graph.ops, timeline.bytes, strict=True) if op.phase == "update"]
         update_bytes = max(update, default=0)
-        if update_bytes > int(self.request.budget or 0):
+        if self._kept is None and update_bytes > int(self.request.budget or 0):
             whole.fitted(self.request)  # It raises the error that names the smallest budget.
         self._shapes[key] = _Shapes(timeline.peak_bytes, update_bytes)
 
@@ -116,13 +143,7 @@ class GraphSteps:
             PlanMismatch: with ``strict``, where the step takes more than the budget.
         """
         x, y, sample_weight = (keras.tree.map_structure(_as_tensor, one) for one in batch)
-        # The model's call begins so, too. What it finds there is guarded, and would be another tensor at each step.
-        _private.clear_losses(model)
-        try:
-            loss, y_pred = self._captured(model, x, y, sample_weight)
-        except (UnsupportedStep, *self._not_captured) as error:
-            raise NotCaptured(reason_not_captured(error)) from None
-        self._plans += [(plan, self._shapes[key]) for plan in self._made[len(self._plans) :]]
+        loss, y_pred = self._call(key, model, x, y, sample_weight)
         size = next(leaf for leaf in keras.tree.flatten(x) if leaf is not None).shape[0]
         _private.update_loss_tracker(model, loss, size)
         if model.optimizer is not None:
@@ -133,6 +154,36 @@ class GraphSteps:
         else:
             warnings.warn("The model does not have any trainable weights.", stacklevel=2)
         return model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)  # type: ignore[no-any-return]
+
+    def run_piece(self, cut: CutBatch, key: Hashable, leaves: Sequence[Any]) -> Piece:
+        """The forward pass of a micro-batch of known shapes, the first of which was traced with ``cut.loss_of_piece``.
+
+        Raises:
+            NotCaptured: where Dynamo cannot capture it.
+            InfeasibleBudget: if no plan fits; it names the smallest budget.
+        """
+        if cut.targets is not None:
+            self._targets[key] = cut.targets
+        if self._targets[key] != 1:
+            # All that autograd knows of a captured forward pass is one node, which would run once for each of them.
+            raise NotCaptured(f"its loss has {self._targets[key]} parts, which are differentiated one after the other")
+        with cut.statistics.raw():
+            target, more = self._call(key, cut.model, *cut.packed(leaves), cut.batch_size)
+        y_pred, values, denominators, bounds, additional, weights, groups, counted = more
+        terms = [LossTerm(value, weight) for value, weight in zip(values, weights, strict=True)]
+        loss = PieceLoss(values, denominators, bounds, additional, [target])
+        return Piece(y_pred, terms, LossGroups(groups, counted), loss)
+
+    def _call(self, key: Hashable, model: keras.Model, *args: Any) -> Any:
+        # The model's call begins so, too. What it finds there is guarded, and would be another tensor at each step.
+        _private.clear_losses(model)
+        try:
+            with nullcontext() if self._kept is None else self._kept.marking_captured():
+                result = self._captured(model, *args)
+        except (UnsupportedStep, *self._not_captured) as error:
+            raise NotCaptured(reason_not_captured(error)) from None
+        self._plans += [(plan, self._shapes[key]) for plan in self._made[len(self._plans) :]]
+        return result
 
 
 def _update(model: keras.Model) -> None:
@@ -155,7 +206,17 @@ def _loss_and_output(model: keras.Model, x: Any, y: Any, sample_weight: Any) -> 
     return loss, keras.tree.map_structure(lambda one: one.detach(), y_pred)
 
 
-def _function_of_its_own() -> Callable[..., Any]:
-    """A copy of ``_loss_and_output``: Dynamo counts captures by code objects, those of other models likewise."""
-    code = _loss_and_output.__code__.replace()
-    return types.FunctionType(code, _loss_and_output.__globals__, _loss_and_output.__name__)
+def _targets_and_more(model: keras.Model, x: Any, y: Any, sample_weight: Any, batch_size: int) -> tuple[Any, Any]:
+    """What is differentiated for a micro-batch of a loss in one part, and what else its ``Piece`` has."""
+    piece = piece_of(model, x, y, sample_weight, batch_size)
+    loss, groups = piece.loss, piece.groups
+    (target,) = loss.targets
+    found = (piece.y_pred, loss.values, loss.denominators, loss.bounds, loss.additional)
+    # Autograd would ask for a gradient of each.
+    detached = keras.tree.map_structure(lambda one: one.detach() if isinstance(one, torch.Tensor) else one, found)
+    return target, (*detached, [term.weight for term in piece.terms], groups.groups, groups.counted)
+
+
+def _copy_of(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A copy of a function: Dynamo counts captures by code objects, those of other models likewise."""
+    return types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)

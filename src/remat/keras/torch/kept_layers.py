@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
@@ -45,20 +46,39 @@ class KeptLayers(NamedLayers):
 
         return marked
 
+    def marking_captured(self) -> AbstractContextManager[None]:
+        """A context in which what the layers return is marked in what is captured there."""
+        return self._calls_pass(_marked_in_graph)
+
     def storages_in(self, recording: Recording) -> list[int]:
         """The storages that hold what the layers returned.
 
         Raises:
             UnsupportedStep: where a layer was not called.
         """
+        return [storage for number in self.called(recording.marked) for storage in recording.marked[number]]
+
+    def called(self, marked: Collection[Any]) -> range:
+        """The numbers of the layers, given those that a step was marked with.
+
+        Raises:
+            UnsupportedStep: where a layer was not called.
+        """
         for number in range(len(self.layers)):
-            if number not in recording.marked:
+            if number not in marked:
                 raise self._not_called(number)
-        return [storage for found in recording.marked.values() for storage in found]
+        return range(len(self.layers))
 
 
 def _marked(number: int, result: Any) -> Any:
     for leaf in keras.tree.flatten(result):
         if isinstance(leaf, torch.Tensor):
             mark(leaf, number)
+    return result
+
+
+def _marked_in_graph(number: int, result: Any) -> Any:
+    for leaf in keras.tree.flatten(result):
+        if isinstance(leaf, torch.Tensor):
+            torch.ops.remat.mark(leaf, number)
     return result

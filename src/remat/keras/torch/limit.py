@@ -11,17 +11,20 @@ from typing import Any, Literal
 import keras
 import torch
 
-from remat.core.errors import UnsupportedStep
+from remat.core.errors import InfeasibleBudget, UnsupportedStep
 from remat.core.graph import Graph
 from remat.core.plan import Plan
 from remat.fit.auto_budget import auto_budget_bytes
 from remat.fit.request import Request
+from remat.keras.shared.first_step import Ran, checked_first_step
 from remat.keras.shared.limit import ModelLimit, in_bytes, is_share
+from remat.keras.shared.variables import Variables
 from remat.keras.torch.choose import choose_micro_batches
 from remat.keras.torch.graph_step import GraphSteps, NotCaptured
 from remat.keras.torch.kept_layers import KeptLayers
-from remat.keras.torch.step import MicroBatchedStep
-from remat.keras.torch.trace import loss_of, traced_step
+from remat.keras.torch.step import CutBatch, MicroBatchedStep, Piece
+from remat.keras.torch.trace import build, loss_of, traced_step
+from remat.running.workload import Array
 from remat.torch.api.apply import Applied, apply
 from remat.torch.api.plan import StepPlan
 
@@ -48,6 +51,7 @@ class Limit(ModelLimit):
 
     step_in_micro_batches = MicroBatchedStep
     kept_layers = KeptLayers
+    levers = ("recompute", "micro_batches", "split")
 
     def __init__(
         self,
@@ -59,6 +63,9 @@ class Limit(ModelLimit):
         **on_broken: bool,
     ) -> None:
         super().__init__(model, request, micro_batches, **on_broken)
+        if "split" in request.levers and (mode == "eager" or self._chooses):
+            without = 'mode="eager"' if mode == "eager" else 'micro_batches="auto", whose pieces run eagerly'
+            raise UnsupportedStep(f'on PyTorch the lever "split" needs graph mode; leave it out, or {without}')
         self._graph_steps: GraphSteps | None = None
         self._why_eager = "" if mode != "eager" else 'mode="eager" was asked for'
         self._said_eager = mode == "eager"
@@ -110,29 +117,89 @@ class Limit(ModelLimit):
         if data_bytes > self._largest_bytes:
             self._largest_bytes = data_bytes
             self._plan_anew(model, data, batch, leaves)
+        if self._checks_first_step:
+            self._checks_first_step = False
+            return self._run_checked(model, data, batch)
+        return self._planned_step(model, data, batch)
+
+    def _run_checked(self, model: keras.Model, data: Any, batch: Sequence[Any]) -> Any:
+        """A training step, plainly and planned; what the two leave behind is compared.
+
+        Raises:
+            PlanMismatch: if they differ, where the limit is strict.
+        """
+        build(model, keras.utils.unpack_x_y_sample_weight(data)[:2])
+        variables = Variables(model)
+        metrics = {id(variable): variable.value.clone() for variable in model.metrics_variables}
+        random_state = torch.get_rng_state()
+
+        def start_from(values: Sequence[Array]) -> None:
+            torch.set_rng_state(random_state)
+            model.zero_grad()
+            for variable, value in zip(variables.all, values, strict=True):
+                variable.assign(value)
+            for variable in model.metrics_variables:
+                variable.assign(metrics.get(id(variable), torch.zeros_like(variable.value)))
+
+        def run(planned: bool, values: Sequence[Array]) -> Ran:
+            start_from(values)
+            logs = self._planned_step(model, data, batch) if planned else keras.Model.train_step(model, data)
+            return logs, logs, [variable.value for variable in variables.all]
+
+        try:
+            return checked_first_step(model.name, variables, run, strict=self._strict)
+        except BaseException:
+            start_from(variables.first_values(nudged=False))
+            raise
+
+    def _planned_step(self, model: keras.Model, data: Any, batch: Sequence[Any]) -> Any:
         if self._micro_step is not None:
-            self._say_eager(model, "its batches are cut into micro-batches")
-            return self._micro_step(model, data, lambda loss_fn, args: self._applied_to(model, loss_fn, args))
+            return self._micro_step(model, data, self._forward_of_piece)
         _check_train_step(model)
         if self._is_captured(model):
             try:
                 return self._captured_step(model, batch)
             except NotCaptured as error:
-                self._graph_steps, self._why_eager = None, str(error)
-                _log.warning(
-                    "%s trains eagerly within its budget, not in graph mode, since its training step cannot be "
-                    "captured: %s",
-                    *(model.name, error),
-                )
-        if self._kept is not None:
-            self._say_eager(model, "it is planned by checkpoints")
-        elif model.run_eagerly:
-            self._say_eager(model, "it was compiled with run_eagerly=True")
+                self._run_eagerly(model, error)
+        self._say_eager(model)
         with self._applied_to(model, loss_of(model), batch):
             return keras.Model.train_step(model, data)
 
-    def _say_eager(self, model: keras.Model, why: str) -> None:
-        """Say once why a plan is carried out eagerly, where graph mode could not be asked for."""
+    def _forward_of_piece(self, cut: CutBatch, leaves: Sequence[Any]) -> Piece:
+        """The forward pass of a micro-batch, in graph mode where it can be captured and the budget has room for it."""
+        model = self._required_model()
+        if self._is_captured(model):
+            try:
+                steps, key = self._steps_for(model, cut.loss_of_piece, leaves)
+                return steps.run_piece(cut, key, leaves)
+            except NotCaptured as error:
+                self._run_eagerly(model, error)
+            except InfeasibleBudget as error:
+                self._run_eagerly(
+                    model,
+                    "there all gradients of a micro-batch arrive together, beside those of the micro-batches before, "
+                    f"and need {error.minimum_bytes} bytes",
+                )
+        self._say_eager(model)
+        with self._applied_to(model, cut.loss_of_piece, leaves):
+            return cut.forward(leaves)
+
+    def _run_eagerly(self, model: keras.Model, why: Any) -> None:
+        """From now on. Nothing of the step that could not run in graph mode has run."""
+        self._graph_steps, self._why_eager = None, str(why)
+        cannot = "its training step cannot be captured: " if isinstance(why, NotCaptured) else ""
+        _log.warning(
+            "%s trains eagerly within its budget, not in graph mode, since %s%s", model.name, cannot, self._why_eager
+        )
+
+    def _say_eager(self, model: keras.Model) -> None:
+        """Say once why a plan is carried out eagerly, where graph mode was not tried."""
+        if model.run_eagerly:
+            why = "it was compiled with run_eagerly=True"
+        elif self._chooses and self._micro_step is not None:
+            why = "its number of micro-batches was chosen by the times of eager steps"
+        else:
+            return
         if self._request.plans and not self._said_eager:
             self._said_eager = True
             _log.warning(
@@ -141,8 +208,10 @@ class Limit(ModelLimit):
             )
 
     def _is_captured(self, model: keras.Model) -> bool:
-        """Does the whole batch's step run in graph mode? Checkpoints are places of the eager step."""
-        return self._request.plans and not (self._why_eager or self._kept is not None or model.run_eagerly)
+        """Does a step, or a micro-batch, run in graph mode?"""
+        if self._chooses and self._micro_step is not None:
+            return False
+        return self._request.plans and not (self._why_eager or model.run_eagerly)
 
     def _captured_step(self, model: keras.Model, batch: Sequence[Any]) -> Any:
         """A training step in graph mode.
@@ -150,19 +219,32 @@ class Limit(ModelLimit):
         Raises:
             NotCaptured: where it cannot be captured.
         """
-        key = _shapes_of(batch)
+        steps, key = self._steps_for(model, loss_of(model), batch)
+        return steps.run(model, key, batch)
+
+    def _steps_for(
+        self, model: keras.Model, loss_fn: Callable[..., Any], args: Sequence[Any]
+    ) -> tuple[GraphSteps, Any]:
+        """Graph mode, which knows steps on tensors of these shapes, and their key."""
+        key = _shapes_of(args)
         if self._graph_steps is None or not self._graph_steps.knows(key):
-            whole = traced_step(model, loss_of(model), batch)
+            in_pieces = self._micro_step is not None
+            whole = traced_step(model, loss_fn, args, accumulates=in_pieces)
             if self._graph_steps is None:
                 state = () if model.optimizer is None else model.optimizer.variables
+                request = self._request_in_force()
+                if self._kept is None:
+                    request = in_bytes(request, whole.plain_peak.expected_bytes)
                 self._graph_steps = GraphSteps(
-                    in_bytes(self._request_in_force(), whole.plain_peak.expected_bytes),
+                    request,
                     sum(variable.value.nbytes for variable in state),
+                    self._kept,
+                    whole_bytes=self._whole_peak_bytes if in_pieces else None,
                     strict=self._strict,
                     replans=self._replans,
                 )
             self._graph_steps.add(key, whole)
-        return self._graph_steps.run(model, key, batch)
+        return self._graph_steps, key
 
     def _plan_anew(self, model: keras.Model, data: Any, batch: Sequence[Any], leaves: Sequence[Any]) -> None:
         """For a batch that is larger than those before: choose again, or learn again what a percentage is one of."""

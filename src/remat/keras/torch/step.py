@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,8 +26,8 @@ from remat.keras.shared.step import (
 from remat.keras.torch.trace import holding
 from remat.micro_batches.cut import cut
 
-# (loss function, tensors of a micro-batch) -> what its forward pass runs in.
-Planned = Callable[[Callable[..., Any], Sequence[Any]], AbstractContextManager[Any]]
+# (the batch, tensors of a micro-batch) -> what its forward pass leaves.
+Forward = Callable[["CutBatch", Sequence[Any]], "Piece"]
 
 
 class MicroBatchedStep(CheckedStep):
@@ -39,15 +38,20 @@ class MicroBatchedStep(CheckedStep):
 
     _instead = "remat.torch.micro_batches"
 
-    def __call__(self, model: keras.Model, data: Any, planned: Planned) -> dict[str, Any]:
+    def __call__(self, model: keras.Model, data: Any, forward: Forward) -> dict[str, Any]:
         """One training step on a batch; returns the logs.
+
+        Args:
+            model: compiled.
+            data: the batch.
+            forward: runs the forward pass of a micro-batch.
 
         Raises:
             UnsupportedStep: for a batch whose parts do not agree on its size, or a loss of which it cannot be known
                 what it divides by.
         """
         self._check(model)
-        return CutBatch(model, data, self._statistics(model)).run(self._count, planned)
+        return CutBatch(model, data, self._statistics(model)).run(self._count, forward)
 
     def cut(self, model: keras.Model, data: Any) -> CutBatch:
         """A batch of which single micro-batches are to be run, to plan and to time them.
@@ -60,7 +64,7 @@ class MicroBatchedStep(CheckedStep):
 
 
 @dataclass(frozen=True)
-class _Piece:
+class Piece:
     """What the forward pass of a micro-batch leaves.
 
     Attributes:
@@ -110,6 +114,7 @@ class CutBatch:
     Attributes:
         batch_size: samples.
         leaves: the tensors of the batch.
+        targets: how many numbers are differentiated for a micro-batch; None before ``loss_of_piece`` was called.
 
     Raises:
         UnsupportedStep: for a batch whose parts do not agree on its size.
@@ -124,14 +129,15 @@ class CutBatch:
         self.batch_size = batch_size_of(self.leaves, names_of(self.data))
         self.variables = model.trainable_weights
         check_variables(self.variables)
+        self.targets: int | None = None
 
-    def run(self, count: int, planned: Planned) -> dict[str, Any]:
+    def run(self, count: int, forward: Forward) -> dict[str, Any]:
         """Compute, update, and return the logs."""
         before, seen, sums = self.statistics.values(), self.statistics.empty(), Sums()
         self.model.zero_grad()
         for pieces in cut(self.batch_size, count):
             for start in pieces.starts:
-                self.run_piece(self.piece(pieces.size, start), sums, planned)
+                self.run_piece(self.piece(pieces.size, start), sums, forward)
                 seen = self.statistics.merged(seen, pieces.size / self.batch_size)
         self.statistics.move(before, seen)
         assert sums.groups is not None
@@ -148,13 +154,19 @@ class CutBatch:
 
     def loss_of_piece(self, *leaves: Any) -> Any:
         """What is differentiated for a micro-batch, as one number, for its plan."""
-        piece = self._forward(leaves)
+        piece = self.forward(leaves)
+        self.targets = len(piece.loss.targets)
         return holding(sum(piece.loss.targets), piece.y_pred)
 
-    def run_piece(self, leaves: Sequence[Any], sums: Sums, planned: Planned) -> None:
+    def forward(self, leaves: Sequence[Any]) -> Piece:
+        """The forward pass of a micro-batch."""
+        x, y, sample_weight = self.packed(leaves)
+        with self.statistics.raw():
+            return piece_of(self.model, x, y, sample_weight, self.batch_size)
+
+    def run_piece(self, leaves: Sequence[Any], sums: Sums, forward: Forward) -> None:
         """Forward and backward pass and metrics of a micro-batch. Nothing of it lives on but what it adds to sums."""
-        with planned(self.loss_of_piece, leaves):
-            piece = self._forward(leaves)
+        piece = forward(self, leaves)
         loss = piece.loss
         self._differentiate(loss.targets, sums)
         with torch.no_grad():
@@ -163,22 +175,8 @@ class CutBatch:
             sums.denominators = _added(sums.denominators, loss.denominators)
             if loss.additional is not None:
                 sums.additional = sums.additional + loss.additional.detach()
-            x, y, sample_weight = self._packed(leaves)
+            x, y, sample_weight = self.packed(leaves)
             self.model.compute_metrics(x, y, piece.y_pred, sample_weight=sample_weight)
-
-    def _forward(self, leaves: Sequence[Any]) -> _Piece:
-        x, y, sample_weight = self._packed(leaves)
-        # Where there is a mask Keras multiplies the weights by it in place, on PyTorch.
-        sample_weight = keras.tree.map_structure(lambda one: None if one is None else one.clone(), sample_weight)
-        size = leaves[0].shape[0]
-        with self.statistics.raw():
-            y_pred = _private.call_in_training(self.model, x)
-        terms = loss_terms(self.model, y, y_pred, sample_weight, size)
-        additional = _private.additional_loss(self.model)
-        groups = LossGroups.of(self.model, terms, additional)
-        share = size / self.batch_size
-        loss = PieceLoss.of(self.model, terms, additional, groups, share, self.batch_size)
-        return _Piece(y_pred, terms, groups, loss)
 
     def _differentiate(self, targets: Sequence[Any], sums: Sums) -> None:
         """Add the gradients of each group of terms to its sums."""
@@ -199,7 +197,8 @@ class CutBatch:
                     gradient = wide if totals[n] is None else totals[n].add_(wide)
                 totals[n] = totals[n] if gradient is None else gradient
 
-    def _packed(self, leaves: Sequence[Any]) -> Any:
+    def packed(self, leaves: Sequence[Any]) -> Any:
+        """Inputs, targets and sample weights of a micro-batch, given its tensors."""
         given = iter(leaves)
         flat = [None if leaf is None else next(given) for leaf in keras.tree.flatten(self.data)]
         return keras.tree.pack_sequence_as(self.data, flat)
@@ -219,6 +218,19 @@ class CutBatch:
             averaged.append(None if total is None else total.to(variable.value.dtype))
         gradients.clear()
         self.model.optimizer.apply(averaged, self.variables)
+
+
+def piece_of(model: keras.Model, x: Any, y: Any, sample_weight: Any, batch_size: int) -> Piece:
+    """What the forward pass of a micro-batch leaves, of a batch of so many samples."""
+    # Where there is a mask Keras multiplies the weights by it in place, on PyTorch.
+    sample_weight = keras.tree.map_structure(lambda one: None if one is None else one.clone(), sample_weight)
+    size = next(leaf for leaf in keras.tree.flatten((x, y)) if leaf is not None).shape[0]
+    y_pred = _private.call_in_training(model, x)
+    terms = loss_terms(model, y, y_pred, sample_weight, size)
+    additional = _private.additional_loss(model)
+    groups = LossGroups.of(model, terms, additional)
+    loss = PieceLoss.of(model, terms, additional, groups, size / batch_size, batch_size)
+    return Piece(y_pred, terms, groups, loss)
 
 
 def _added(totals: list[Any], values: Sequence[Any]) -> list[Any]:

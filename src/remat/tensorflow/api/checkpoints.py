@@ -29,6 +29,17 @@ _SECONDS_PER_POINT: Final = 1.0
 """For each of about seven points of the frontier. A judgement: less makes plans dearer, more lets the user wait."""
 
 
+def checked_levers(levers: Sequence[str], checkpoints: Checkpoints) -> tuple[str, ...]:
+    """The levers as a tuple, or as they are where they are none, for ``Request.check`` to refuse.
+
+    Raises:
+        ValueError: for slices beside checkpoints.
+    """
+    if "split" in levers and checkpoints is not None:
+        raise ValueError('checkpoints= says what is kept, and slices keep nothing: leave it out, or "split" in levers=')
+    return levers if isinstance(levers, str) else tuple(levers)  # type: ignore[return-value]
+
+
 def check_rule(checkpoints: Checkpoints) -> None:
     """Make sure that checkpoints which are a string name a rule.
 

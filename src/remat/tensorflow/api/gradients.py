@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from remat.core.errors import UnsupportedStep
 from remat.core.plan import Plan
 from remat.fit.request import Request
 from remat.tensorflow import _private
-from remat.tensorflow.api.checkpoints import KNEE, Checkpoints, check_rule
+from remat.tensorflow.api.checkpoints import KNEE, Checkpoints, check_rule, checked_levers
 from remat.tensorflow.first_run import watch_first_run
 from remat.tensorflow.planned import rewrite
 from remat.tensorflow.trace.func_graph import FunctionToPlan
@@ -35,6 +35,7 @@ def gradients(
     time_limit_s: float | None = None,
     batch_size: int | None = None,
     options: Mapping[str, Any] | None = None,
+    levers: Sequence[str] = ("recompute",),
     **kwargs: Any,
 ) -> list[Any]:
     """``tf.gradients``, with the step rewritten so that less of the forward pass is kept; the same numbers.
@@ -55,21 +56,28 @@ def gradients(
         time_limit_s: wall seconds that planning may use in each round.
         batch_size: the size of dimensions that are unknown in the graph.
         options: passed on to the planner.
+        levers: as in ``GradientTape``, with a budget in a ``tf.function``.
         kwargs: further arguments of ``tf.gradients``.
 
     Returns:
         One gradient for each of ``xs``: a tensor, ``tf.IndexedSlices`` or None.
 
     Raises:
-        UnsupportedStep: in eager mode, or where a shape or a checkpoint is unknown.
+        UnsupportedStep: in eager mode, where a shape or a checkpoint is unknown, or for slices of a TensorFlow 1 graph.
         InfeasibleBudget: where no schedule fits; in a ``tf.function`` when its trace ends.
-        ValueError: for both ``checkpoints`` and ``budget``, or an unknown rule.
+        ValueError: for both ``checkpoints`` and ``budget``, for an unknown rule, and for levers that are none, unknown,
+            or slices without a budget.
     """
     check_rule(checkpoints)
     if checkpoints is None and budget is None:
         checkpoints = KNEE
     request = Request(
-        budget, checkpoints=checkpoints, planner=planner, time_limit_s=time_limit_s, options=options or {}
+        budget,
+        checkpoints=checkpoints,
+        planner=planner,
+        time_limit_s=time_limit_s,
+        options=options or {},
+        levers=checked_levers(levers, checkpoints),
     ).check("gradients")
     if tf.executing_eagerly():
         raise UnsupportedStep(

@@ -9,9 +9,9 @@ import tensorflow as tf
 
 from remat.core.errors import UnsupportedStep
 from remat.core.plan import Plan
-from remat.fit.request import Request
+from remat.fit.request import WHOLE_STEP_LEVERS, Request
 from remat.tensorflow import _private
-from remat.tensorflow.api.checkpoints import check_rule
+from remat.tensorflow.api.checkpoints import check_rule, checked_levers
 from remat.tensorflow.emit.emit import Rewritten
 from remat.tensorflow.first_run import watch_first_run
 from remat.tensorflow.planned import rewrite
@@ -37,6 +37,10 @@ class GradientTape(tf.GradientTape):  # type: ignore[misc]
         watch_accessed_variables: as in ``tf.GradientTape``.
         strict: raise an error, from the function's first call, where that took more than the budget by over 1 %; else
             this is logged as a warning. What it took is ``plan.measured_peak_bytes``, where the device has a counter.
+        levers: what a plan may do. "recompute" runs operations again. "split" runs the widest part of the function that
+            can be cut, the head of a language model say, slice by slice; then sums are taken in another order, and
+            numbers differ by rounding; see docs/split.md. "update" runs each update of an optimizer in the function as
+            soon as its gradient is final; the plan says what forbids it.
         **options: passed on to the planner.
 
     Attributes:
@@ -61,6 +65,7 @@ class GradientTape(tf.GradientTape):  # type: ignore[misc]
         time_limit_s: float | None = None,
         batch_size: int | None = None,
         strict: bool = False,
+        levers: Sequence[str] = ("recompute",),
         **options: Any,
     ) -> None:
         super().__init__(persistent=persistent, watch_accessed_variables=watch_accessed_variables)
@@ -74,7 +79,10 @@ class GradientTape(tf.GradientTape):  # type: ignore[misc]
                 f"GradientTape takes exactly one of budget=, plan= and checkpoints=, not {given or 'none of them'}"
             )
         check_rule(checkpoints)
-        self._request = Request(budget, plan, checkpoints, planner, time_limit_s, options).check("GradientTape")
+        request = Request(
+            budget, plan, checkpoints, planner, time_limit_s, options, levers=checked_levers(levers, checkpoints)
+        )
+        self._request = request.check("GradientTape", takes_levers=WHOLE_STEP_LEVERS)
         self._batch_size = batch_size
         self._strict = strict
         self._func_graph: _private.FuncGraph | None = None

@@ -14,6 +14,7 @@ from remat.micro_batches.cut import check_count_or_auto
 from remat.micro_batches.options import MicroBatchChoice
 from remat.micro_batches.reduce import check_reduction
 from remat.tensorflow import _private
+from remat.tensorflow.api.checkpoints import checked_levers
 from remat.tensorflow.micro_batches.choose import (
     TIMED_PIECES,
     OnBody,
@@ -24,7 +25,7 @@ from remat.tensorflow.micro_batches.choose import (
 )
 from remat.tensorflow.micro_batches.loop import batch_size_of
 from remat.tensorflow.micro_batches.objective import Batch, Gradients, Objective, accumulated
-from remat.tensorflow.planned import candidate_of
+from remat.tensorflow.planned import PlannableFunction
 from remat.tensorflow.trace.func_graph import FunctionToPlan
 
 _BATCH_NORMALIZATIONS: Final = ("FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3", "_FusedBatchNormEx")
@@ -41,6 +42,7 @@ def value_and_grad(
     budget: int | str | None = None,
     planner: str = "auto",
     time_limit_s: float | None = None,
+    levers: Sequence[str] = ("recompute",),
     **options: Any,
 ) -> Callable[..., tuple[tf.Tensor, Gradients]]:
     """A function that computes ``fn`` and its gradients micro-batch by micro-batch, as if in one piece.
@@ -69,6 +71,7 @@ def value_and_grad(
             the batch in one piece, whatever the number of micro-batches; the shapes then have to be known.
         planner: a planner's name.
         time_limit_s: wall seconds that an anytime planner may use.
+        levers: as in ``GradientTape``; with micro-batches, for each of them.
         options: passed on to the planner.
 
     Returns:
@@ -79,7 +82,8 @@ def value_and_grad(
         so is ``joint_plan``, the attribute's earlier name).
 
     Raises:
-        ValueError: for a reduction or a number of micro-batches that does not exist.
+        ValueError: for a reduction or a number of micro-batches that does not exist, and for levers that are none,
+            unknown, or given without a budget.
         UnsupportedStep: by the function returned, where an argument cannot be split, the batch has fewer samples than
             micro-batches, or ``fn`` returns something else than the reduction says.
         InfeasibleBudget: by the function returned, where no schedule keeps the budget.
@@ -88,8 +92,12 @@ def value_and_grad(
     check_reduction(reduction)
     if budget is None and options:
         raise ValueError(f"{', '.join(options)}: an option of the planner, which needs a budget=")
-    request = Request(budget, planner=planner, time_limit_s=time_limit_s, options=options)
+    request = Request(
+        budget, planner=planner, time_limit_s=time_limit_s, options=options, levers=checked_levers(levers, None)
+    )
     request.check("remat.tensorflow.value_and_grad")
+    if budget is None and request.levers != ("recompute",):
+        raise ValueError(f"levers={request.levers!r} say how a budget is kept, and there is none; give budget=")
 
     budgets: dict[Any, int] = {}
     choices: dict[Any, MicroBatchChoice] = {}
@@ -159,7 +167,7 @@ class _Aside:
     def budget_bytes(self) -> int:
         """The budget in bytes, a share being one of the plain peak of the batch in one piece."""
         assert self._request.budget is not None
-        return bytes_of_share(self._request.budget, outside(lambda: candidate_of(self._in_one_piece())))
+        return bytes_of_share(self._request.budget, outside(lambda: PlannableFunction(self._in_one_piece())))
 
     def choice(self) -> MicroBatchChoice:
         """The number of micro-batches that costs least, which is printed."""
@@ -173,7 +181,7 @@ class _Aside:
                 for op in function.func_graph.get_operations()
                 if op.type in _BATCH_NORMALIZATIONS and op.get_attr("is_training")
             ]
-            return choose_count(candidate_of(function), self._pieces, batch_size, self._request, coupled)
+            return choose_count(PlannableFunction(function), self._pieces, batch_size, self._request, coupled)
 
         choice = outside(chosen)
         print(choice, flush=True)

@@ -188,8 +188,9 @@ class _Emitter:
     def _keep_in_order(self, operation: tf.Operation) -> None:
         self._shield_from_optimizer(operation)
         before = {op.name for op in operation.control_inputs} | {t.op.name for t in operation.inputs}
-        # Who waits for another operation of the span waits for the barrier, too.
-        if self.span.isdisjoint(before):
+        # Who waits for another operation of the span waits for the barrier, too; not so where the graph optimizer may
+        # put other operands in the place of that operation.
+        if self.span.isdisjoint(before) or operation.type in op_facts.PUSHES_CONSTANTS_DOWN:
             missing = [op for op in self.barrier if op.name not in before]
             _private.add_control_inputs(operation, missing)
             self.control_edges += len(missing)
@@ -224,7 +225,9 @@ class _Emitter:
             return
         earlier = [op for op in makers if op.type != "Const" and op.name not in self.span]
         for position, maker in enumerate(makers):
-            if maker.name not in self.span and earlier and op_facts.is_merged(operation.type, maker.type):
+            # Operands may be exchanged with those of a maker in this span, too: a * (b * c) of this span becomes
+            # (a * b) * c, and the product of two earlier ones waits for nothing.
+            if earlier and op_facts.is_merged(operation.type, maker.type):
                 self._hide(operation, position, _private.opaque)
 
     def _hide(self, operation: tf.Operation, position: int, cover: _Cover) -> None:

@@ -18,16 +18,15 @@ import tensorflow as tf
 
 from remat.core.budget import parse_budget
 from remat.core.errors import InfeasibleBudget
-from remat.fit.fit import fit, fits_plainly
+from remat.fit.fit import fits_plainly
 from remat.fit.request import Request
 from remat.micro_batches.choose import choose_for_batch
 from remat.micro_batches.cut import largest_size
 from remat.micro_batches.options import MicroBatchChoice, Option
 from remat.micro_batches.timing import least_times_s
 from remat.tensorflow import _private
-from remat.tensorflow.peak.candidates import FunctionCandidate
 from remat.tensorflow.peak.device import current_device
-from remat.tensorflow.planned import candidate_of, rewrite, with_bytes_for_auto
+from remat.tensorflow.planned import PlannableFunction, rewrite, with_bytes_for_auto
 from remat.tensorflow.trace.func_graph import FunctionToPlan, carried_inputs
 
 # Called in the body of a loop over micro-batches, with the batch's tensors and the pieces cut from them.
@@ -73,18 +72,18 @@ class Pieces:
         self._shapes = [tuple(shape) for shape in shapes]
         self._in_xla = in_xla
         self._known: dict[int, _Traced] = {}
-        self._candidates: dict[int, FunctionCandidate] = {}
+        self._plannable: dict[int, PlannableFunction] = {}
         # The compiler has to know sizes; elsewhere one trace serves them all.
         self._traced(1)
 
-    def candidate(self, size: int) -> FunctionCandidate:
+    def plannable(self, size: int) -> PlannableFunction:
         """The body of the loop over micro-batches of ``size`` samples."""
-        if size not in self._candidates:
+        if size not in self._plannable:
             traced = self._traced(size)
             known = self._real_shapes(traced.body, traced.leaves, traced.pieces, size)
             function = self._function_to_plan(traced.body, known, size)
-            self._candidates[size] = candidate_of(function)
-        return self._candidates[size]
+            self._plannable[size] = PlannableFunction(function)
+        return self._plannable[size]
 
     def times_s(self, sizes: Iterable[int], requests: Mapping[int, Request] | None = None) -> dict[int, float]:
         """Measured seconds of one micro-batch, by its number of samples: the least of a few runs of two of them.
@@ -167,7 +166,7 @@ class Pieces:
 
 
 def choose_count(
-    whole: FunctionCandidate,
+    whole: PlannableFunction,
     pieces: Callable[[], Pieces],
     batch_size: int,
     request: Request,
@@ -191,24 +190,26 @@ def choose_count(
     request = dataclasses.replace(request, budget=budget_bytes)
     cut = functools.cache(pieces)
 
-    def candidate(count: int) -> FunctionCandidate:
-        return whole if count == 1 else cut().candidate(largest_size(batch_size, count))
+    def plannable(count: int) -> PlannableFunction:
+        return whole if count == 1 else cut().plannable(largest_size(batch_size, count))
+
+    def request_for(count: int) -> Request:
+        return request if count == 1 else for_pieces(request)
 
     def predicted_s(size: int) -> float:
-        graph = whole.step.graph if size == batch_size else cut().candidate(size).step.graph
-        return graph.time_s
+        return (whole if size == batch_size else cut().plannable(size)).plain.graph.time_s
 
     def measure(options: Sequence[Option]) -> dict[int, float]:
         # Also where nothing is recomputed: a plan fixes the order of operations, which takes time of its own.
-        asked = {o.size: dataclasses.replace(request, known=o.plan) for o in options}
+        asked = {o.size: dataclasses.replace(request_for(o.micro_batches), known=o.plan) for o in options}
         seconds = cut().times_s(asked, asked)
         return {o.micro_batches: o.micro_batches * seconds[o.size] for o in options if o.size in seconds}
 
     return choose_for_batch(
         batch_size,
         budget_bytes,
-        lambda count: fit(candidate(count), request, proves=False),
-        fits_plainly=lambda count: fits_plainly(candidate(count), budget_bytes),
+        lambda count: plannable(count).fitted(request_for(count), proves=False),
+        fits_plainly=lambda count: fits_plainly(plannable(count).plain, budget_bytes),
         predicted_s=predicted_s,
         times_s=lambda sizes: cut().times_s(sizes),
         measure=measure,
@@ -216,10 +217,17 @@ def choose_count(
     )
 
 
-def bytes_of_share(budget: int | str, whole: FunctionCandidate) -> int:
+def for_pieces(request: Request) -> Request:
+    """The request for the body of the loop over micro-batches, in which no update stands."""
+    levers = tuple(lever for lever in request.levers if lever != "update")
+    return dataclasses.replace(request, levers=levers or ("micro_batches",))
+
+
+def bytes_of_share(budget: int | str, whole: PlannableFunction) -> int:
     """A budget in bytes; a share is one of the plain peak of the step that takes the batch in one piece."""
+    plain = whole.plain
     # A step of small blocks alone shows nothing on a CPU's counter; it keeps any budget.
-    return parse_budget(budget, max(1, whole.plain_peak.expected_bytes + whole.resident_bytes))
+    return parse_budget(budget, max(1, plain.plain_peak.expected_bytes + plain.resident_bytes))
 
 
 def outside(function: Callable[[], Result]) -> Result:

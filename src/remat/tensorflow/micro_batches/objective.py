@@ -120,6 +120,7 @@ class Objective:
             budget=request.budget,
             planner=request.planner,
             time_limit_s=request.time_limit_s,
+            levers=request.levers,
             **request.options,
         )
 

@@ -22,6 +22,7 @@ import tensorflow as tf
 from remat.core.graph import Graph, Tensor
 from remat.core.simulator import storage_lifetimes
 from remat.fit.peaks import PeakRange
+from remat.tensorflow.trace.cpu_scratch import NOT_IN_ONEDNN
 
 # How the pasts of the heaps are drawn. Chosen on 68 plans of seven networks and checked on 45 later plans of ten models
 # (docs/tensorflow.md): the expected peak was .99 of the measured one, and no measured peak above the budget. With fewer
@@ -46,18 +47,20 @@ class AllocatorModel:
         min_counted_bytes: smaller blocks go past the heap, at their own size, and are missing from its statistics.
         converts_half: do matrix products of half precision make float32 copies of their operands and results?
         first_region_bytes: what the allocator takes from the device at first; a GPU's takes all that there is.
-        own_kernels: which operations run TensorFlow's own kernels for CPUs: oneDNN has none for float64.
+        own_kernels: which operations run TensorFlow's own kernels for CPUs: all of them, or those that oneDNN has no
+            kernels for, among them those of float64, or none.
     """
 
     min_counted_bytes: int
     converts_half: bool = False
     first_region_bytes: int = 1 << 20
-    own_kernels: Literal["all", "float64", "none"] = "none"
+    own_kernels: Literal["all", "not in oneDNN", "none"] = "none"
 
     def runs_own_kernel(self, op: tf.Operation) -> bool:
         """Does TensorFlow's own kernel for CPUs run the operation, whose scratch memory is known?"""
-        of_float64 = self.own_kernels == "float64" and bool(op.outputs) and op.outputs[0].dtype == tf.float64
-        return self.own_kernels == "all" or of_float64
+        if self.own_kernels == "not in oneDNN":
+            return op.type in NOT_IN_ONEDNN or (bool(op.outputs) and op.outputs[0].dtype == tf.float64)
+        return self.own_kernels == "all"
 
     def counted(self, size_bytes: int) -> int:
         """Bytes that the statistics will show for a tensor of this size."""

@@ -56,7 +56,7 @@ class Device:
             return AllocatorModel(min_counted_bytes=0, first_region_bytes=_ALL_OF_A_GPU_BYTES)
         if not _private.uses_onednn():
             return AllocatorModel(min_counted_bytes=sys.maxsize, own_kernels="all")
-        return AllocatorModel(_CPU_STATISTICS_FROM_BYTES, converts_half=True, own_kernels="float64")
+        return AllocatorModel(_CPU_STATISTICS_FROM_BYTES, converts_half=True, own_kernels="not in oneDNN")
 
     @property
     def has_counter(self) -> bool:

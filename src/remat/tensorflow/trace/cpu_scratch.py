@@ -1,8 +1,10 @@
 """Scratch memory of TensorFlow's own CPU kernels, which run where oneDNN is off: beside what they read and write.
 
 Gradients of convolutions unfold images for a matrix product: so many at once as fill what the kernel takes for the size
-of a cache. All products pack blocks of their operands. Found in ``conv_grad_filter_ops.cc``, ``conv_grad_input_ops.cc``
-and ``maxpooling_op.cc``, and compared with a counter of the heap around single operations (docs/tensorflow.md).
+of a cache. All products pack blocks of their operands. ``Einsum`` copies what it has to transpose. Sums over segments,
+the gradients of gathers among them, count the rows of each. Found in ``conv_grad_filter_ops.cc``,
+``conv_grad_input_ops.cc``, ``maxpooling_op.cc``, ``einsum_op_impl.h`` and ``segment_reduction_ops_impl.h``, and
+compared with a counter of the heap around single operations (docs/tensorflow.md).
 """
 
 from __future__ import annotations
@@ -17,6 +19,11 @@ import tensorflow as tf
 from remat.tensorflow.trace.op_facts import MATRIX_PRODUCTS
 
 Shape: TypeAlias = tuple[int, ...]
+
+_SEGMENTS: Final = frozenset({"UnsortedSegmentSum", "UnsortedSegmentMax", "UnsortedSegmentMin", "UnsortedSegmentProd"})
+
+NOT_IN_ONEDNN: Final = _SEGMENTS | {"Einsum"}
+"""Operations that oneDNN has no kernels for: TensorFlow's own run on every CPU."""
 
 _UNFOLDED_BYTES: Final = 30 << 20
 """What one round of a convolution's gradient works on: the size of a cache, a constant of those kernels."""
@@ -44,6 +51,8 @@ def scratch_bytes(op: tf.Operation, inputs: Sequence[Shape | None], outputs: Seq
     size = op.outputs[0].dtype.size if op.outputs else 0
     if kind == "MaxPoolGrad" and inputs[1] is not None:
         return math.prod(inputs[1]) * (size + 8)  # The result once more, and where each of its values came from.
+    if kind in _SEGMENTS and outputs[0] is not None:
+        return int(outputs[0][0] * op.inputs[1].dtype.size)  # For each segment, how many rows it has.
     known = [shape for shape in (*inputs, *outputs) if shape is not None]
     if len(known) < len(inputs) + len(outputs):
         return 0
@@ -53,11 +62,50 @@ def scratch_bytes(op: tf.Operation, inputs: Sequence[Shape | None], outputs: Seq
     if kind in ("Conv2DBackpropFilter", "Conv2DBackpropInput") and _is_channels_last(op):
         filters = known[3] if kind == "Conv2DBackpropFilter" else known[1]
         return _of_gradient(op, known[2], filters, size)
+    if kind == "Einsum":
+        return sum(math.prod(known[place]) for place in _transposed(op.get_attr("equation").decode())) * size
     if kind in MATRIX_PRODUCTS:
         inner = known[0][-2 if op.get_attr("transpose_a" if kind == "MatMul" else "adj_x") else -1]
         copies = _converted(op, sum(math.prod(shape) for shape in known))
         return copies + _packed(known[2][-2], inner, known[2][-1])
     return 0
+
+
+def _transposed(equation: str) -> list[int]:
+    """Which of the operands, and behind them the result, an ``Einsum`` copies to transpose them.
+
+    It works on operands whose axes stand as: in both operands and the result, in one operand and the result, in both
+    operands only, in one operand only; the axes of one kind as they appear first in the equation. Operands whose middle
+    two kinds are exchanged are taken as they are.
+    """
+    read, made = equation.split("->")
+    operands = [_axes(operand) for operand in read.split(",")]
+    result = _axes(made)
+    seen = list(dict.fromkeys(axis for operand in operands for axis in operand))
+
+    def kind(axis: str) -> int:
+        in_both = sum(axis in operand for operand in operands) > 1
+        return (0 if in_both else 1) if axis in result else (2 if in_both else 3)
+
+    def place(axis: str) -> tuple[int, int]:
+        return kind(axis), seen.index(axis)
+
+    def exchanged(axis: str) -> tuple[int, int]:
+        return (0, 2, 1, 3)[kind(axis)], seen.index(axis)
+
+    copied = [
+        number
+        for number, operand in enumerate(operands)
+        if operand not in (sorted(operand, key=place), sorted(operand, key=exchanged))
+    ]
+    together = sorted((axis for axis in seen if kind(axis) == 0), key=place)
+    alone = [axis for operand in operands for axis in sorted(operand, key=place) if kind(axis) == 1]
+    return copied if result == [*together, *alone] else [*copied, len(operands)]
+
+
+def _axes(subscripts: str) -> list[str]:
+    """The labels of an operand's axes; an ellipsis counts as one."""
+    return list(subscripts.replace(" ", "").replace("...", "."))
 
 
 def _of_gradient(op: tf.Operation, result: Shape, filters: Shape, size: int) -> int:

@@ -25,7 +25,7 @@ from remat.tensorflow.trace.sizes import (
     shape_bytes,
     sizes_with_loops,
 )
-from remat.tensorflow.trace.which_run import in_topological_order, operations_that_run
+from remat.tensorflow.trace.which_run import in_places, in_topological_order, operations_that_run
 
 _ANY_DEVICE = AllocatorModel(min_counted_bytes=0)
 
@@ -42,6 +42,9 @@ class FunctionToPlan:
         forward_ends: how many operations it had when its gradients were asked for; for checkpoints.
         carried: for a loop's body, names of the inputs that one iteration hands to the next.
         iterations: for a loop's body, how often it runs: what it appends to lists lives until the loop ends.
+        moved: by name, operations that stand further in front in program order than where they were made: the number of
+            the operation in whose place they stand.
+        in_order: what its trace is changed by before it is planned: another order of its operations.
     """
 
     func_graph: _private.FuncGraph
@@ -51,6 +54,8 @@ class FunctionToPlan:
     forward_ends: int | None = None
     carried: Collection[str] = frozenset()
     iterations: int = 1
+    moved: Mapping[str, int] = field(default_factory=dict)
+    in_order: Callable[[TracedStep], TracedStep] | None = None
 
 
 def carried_inputs(body: _private.FuncGraph) -> frozenset[str]:
@@ -95,6 +100,8 @@ def trace_func_graph(
     outputs: Sequence[tf.Tensor] | None = None,
     carried: Collection[str] = (),
     bodies: Mapping[tf.Operation, _private.FuncGraph] | None = None,
+    moved: Mapping[str, int] | None = None,
+    is_final: bool = False,
 ) -> TracedStep:
     """The joint graph of a function that has been traced, or whose trace is about to end.
 
@@ -106,12 +113,17 @@ def trace_func_graph(
         outputs: what the function returns, where its trace has not ended yet; every operation then counts as needed.
         carried: names of inputs of a loop's body that no caller keeps: their blocks may be freed, or written into.
         bodies: those that loops of the function would get, where they are not to keep their own.
+        moved: by name, the places in program order of operations that were made later than they run.
+        is_final: will nobody differentiate the function? Then ``IdentityN`` operations that TensorFlow put in for the
+            sake of their own gradient, as where replicas exchange gradients, tie nothing together.
 
     Raises:
         UnsupportedStep: where an input's shape is unknown.
     """
     sizes = sizes_with_loops(func_graph, input_shapes or {})
-    return _Tracer(func_graph, sizes, profile, allocator, outputs, carried, bodies=bodies).run()
+    return _Tracer(
+        func_graph, sizes, profile, allocator, outputs, carried, bodies=bodies, moved=moved, is_final=is_final
+    ).run()
 
 
 def trace_body(loop: Loop, profile: DeviceProfile, allocator: AllocatorModel = _ANY_DEVICE) -> TracedStep:
@@ -130,8 +142,12 @@ class _Tracer:
         carried: Collection[str] = (),
         items_read: Mapping[str, int] | None = None,
         bodies: Mapping[tf.Operation, _private.FuncGraph] | None = None,
+        moved: Mapping[str, int] | None = None,
+        is_final: bool = False,
     ) -> None:
+        self.is_final = is_final
         self.bodies = bodies or {}
+        self.moved = moved or {}
         self.func_graph = func_graph
         self.items_read = items_read or {}  # In a loop's body: bytes of what is read from its lists, by name.
         self.carried = carried
@@ -155,8 +171,11 @@ class _Tracer:
         self.unsized: dict[str, tf.Tensor] = {}
 
     def run(self) -> TracedStep:
-        all_operations = self.func_graph.get_operations()
-        needed = operations_that_run(self.func_graph) if self.trace_has_ended else in_topological_order(all_operations)
+        all_operations = in_places(self.func_graph.get_operations(), self.moved)
+        if self.trace_has_ended:
+            needed = operations_that_run(self.func_graph, self.moved)
+        else:
+            needed = in_topological_order(all_operations)
         for op in needed:
             if op.type in op_facts.RESIDENT and not any(t.name in self.carried for t in op.outputs):
                 self._add_resident(op)
@@ -174,7 +193,9 @@ class _Tracer:
     def _is_bypassed(self, op: tf.Operation) -> bool:
         # The graph optimizer takes an IdentityN over all gradients apart and forgets the order that went through it,
         # so its readers are made to read its inputs.
-        if op.type not in op_facts.VIEW_LISTS or op.control_inputs or _private.is_custom_gradient(op):
+        if op.type not in op_facts.VIEW_LISTS or op.control_inputs:
+            return False
+        if _private.is_custom_gradient(op) and not (self.is_final and _private.is_gate_of_tensorflow(op)):
             return False
         return not any(t.name in self.output_names for t in op.outputs)
 

@@ -170,6 +170,9 @@ _BINARY = frozenset(
         "Xlogy",
     ]
 )
+ELEMENTWISE = (_UNARY | _BINARY) - {"BiasAdd", "LogSoftmax", "Softmax"}
+"""Kinds of operations each of whose results' elements is made of the operands' elements at the same place."""
+
 _IN_PLACE_INPUTS = {
     **dict.fromkeys(_UNARY, (0,)),
     **dict.fromkeys(_BINARY, (0, 1)),
@@ -187,7 +190,7 @@ def may_repeat(op: tf.Operation) -> bool:
 
 # A constant factor or summand of one of these is pushed down into the operand that makes its other input:
 # c * (a * b) becomes a * (c * b).
-_PUSHES_CONSTANTS_DOWN = frozenset({"Add", "AddV2", "Div", "Mul", "RealDiv", "Sub"})
+PUSHES_CONSTANTS_DOWN = frozenset({"Add", "AddV2", "Div", "Mul", "RealDiv", "Sub"})
 # Sums and products of more than two are regrouped: a * (b * c) becomes (a * b) * c.
 _REGROUPED = {"Mul": "product", "Add": "sum", "AddN": "sum", "AddV2": "sum"}
 # The largest of f(x) becomes f of the largest x, where f is monotonic.
@@ -201,7 +204,7 @@ def is_merged(reader: str, source: str) -> bool:
     input. The result is the same to rounding, but it is another tensor, at another time, than a schedule says.
     """
     if source == "Const":
-        return reader in _PUSHES_CONSTANTS_DOWN
+        return reader in PUSHES_CONSTANTS_DOWN
     if reader in _LARGEST:
         return source in _UNARY
     return reader in _REGROUPED and _REGROUPED[reader] == _REGROUPED.get(source)

@@ -13,6 +13,7 @@ import functools
 import math
 import warnings
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -57,6 +58,12 @@ class Sizes:
         if not shape.is_fully_defined() and self._resolved is not None:
             shape = self._resolved.get_tensor_by_name(tensor.name).shape
         return tuple(shape) if shape.is_fully_defined() else None
+
+    def value(self, tensor: tf.Tensor) -> Any:
+        """The tensor's value as an array, where it follows from constants and shapes; else None."""
+        if self._resolved is not None:
+            tensor = self._resolved.get_tensor_by_name(tensor.name)
+        return _private.known_value(tensor)
 
     def bytes(self, tensor: tf.Tensor) -> int | None:
         """The tensor's bytes, None where its shape depends on values; 0 for handles."""

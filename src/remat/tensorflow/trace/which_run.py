@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -12,8 +12,13 @@ from remat.core.errors import UnsupportedStep
 from remat.tensorflow import _private
 
 
-def operations_that_run(func_graph: _private.FuncGraph) -> list[tf.Operation]:
-    """The operations that the function's outputs or effects need, in program order."""
+def operations_that_run(func_graph: _private.FuncGraph, moved: Mapping[str, int] | None = None) -> list[tf.Operation]:
+    """The operations that the function's outputs or effects need, in program order.
+
+    Args:
+        func_graph: the function.
+        moved: as for ``in_places``.
+    """
     needed: set[tf.Operation] = set()
     stack = [t.op for t in func_graph.outputs]
     stack += [op for op in func_graph.get_operations() if op.op_def is not None and _has_effect(op)]
@@ -24,7 +29,20 @@ def operations_that_run(func_graph: _private.FuncGraph) -> list[tf.Operation]:
         needed.add(op)
         stack += [t.op for t in op.inputs]
         stack += op.control_inputs
-    return in_topological_order([op for op in func_graph.get_operations() if op in needed])
+    return in_topological_order([op for op in in_places(func_graph.get_operations(), moved) if op in needed])
+
+
+def in_places(operations: Sequence[tf.Operation], moved: Mapping[str, int] | None) -> list[tf.Operation]:
+    """All operations of a function, some of which stand further in front than where they were made.
+
+    Args:
+        operations: in the order in which they were made.
+        moved: by name, the number of the operation in front of which they stand.
+    """
+    if not moved:
+        return list(operations)
+    places = {op.name: (moved.get(op.name, number), op.name not in moved) for number, op in enumerate(operations)}
+    return sorted(operations, key=lambda op: places[op.name])
 
 
 def in_topological_order(operations: list[tf.Operation]) -> list[tf.Operation]:
