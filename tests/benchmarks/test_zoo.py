@@ -50,7 +50,9 @@ class OverBudget(Model):
 
 class Told(OverBudget):
     def prepared(self, peak_bytes, off=0.0):
-        return dataclasses.replace(super().prepared(peak_bytes, off), said="took more than the budget")
+        return dataclasses.replace(
+            super().prepared(peak_bytes, off), said="A step under this plan took 2 MiB, more than the budget of 1 MiB"
+        )
 
 
 class OwnBudget(Model):
@@ -168,7 +170,12 @@ def test_a_model_of_pytorch_is_counted_from_outside(tmp_path):
     planned = [line for line in record["lines"] if line["method"].startswith("remat")]
 
     assert len(planned) == 4
-    for line in planned:
+    # What a ViT of this size cannot do is refused, with its smallest budget, which is among the others.
+    refused = [line for line in planned if "error" in line]
+    assert all("refused: the smallest is" in line["error"] for line in refused)
+    kept = [line for line in planned if "error" not in line]
+    assert len(kept) >= 3
+    for line in kept:
         assert not line["is_over"]
         assert line["difference"] == 0
         # What PyTorch counts and what the heap shows are two ways to count, which agree.

@@ -255,9 +255,9 @@ def noted_time_limits() -> Iterator[list[tuple[str, float | None]]]:
         limits.append(("find", time_limit_s))
         return registry.get_planner("peak_greedy")(graph, budget_bytes)
 
-    def bound(graph: Any, budget_bytes: int, time_limit_s: float | None, **options: Any) -> Any:
+    def bound(graph: Any, budget_bytes: int, time_limit_s: float | None, *more: Any, **options: Any) -> Any:
         limits.append(("prove", time_limit_s))
-        return bound_of(graph, budget_bytes, time_limit_s, **options)
+        return bound_of(graph, budget_bytes, time_limit_s, *more, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(registry._PLANNERS, NOTING, planner)

@@ -33,4 +33,4 @@ def run(script: str, *arguments: str) -> str:
 
 
 if __name__ == "__main__":
-    serve({"run": run})
+    serve({"run": run}, as_users=True)

@@ -124,6 +124,33 @@ def test_a_real_peak_that_falls_more_slowly_than_the_budget_is_met_closely(rate:
     assert planner.asked <= 4
 
 
+@pytest.mark.parametrize(("least_gain", "asked"), [(0.0, 5), (0.03, 3)])
+def test_rounds_that_can_win_next_to_nothing_are_left_out(least_gain: float, asked: int):
+    """The plan that fits leaves half of the budget, but the one that does not would save a thousandth of the time."""
+    planner = SmoothPlanner(price_s=1e-4)
+
+    def real_peak(plan: Plan) -> PeakRange:
+        return PeakRange.exactly(plan.peak_bytes if plan.peak_bytes < 65 else 300)
+
+    found = plan_within(120, 180, planner.plan, real_peak, rounds=Rounds(6, 0, least_gain))
+
+    assert found.peak_bytes <= 65
+    assert planner.asked == asked
+
+
+@pytest.mark.parametrize(("aim", "asked"), [(1.0, 3), (0.98, 2)])
+def test_a_guess_below_the_target_is_met_though_the_peak_grows_by_leaps(aim: float, asked: int):
+    planner = SmoothPlanner()
+
+    def real_peak(plan: Plan) -> PeakRange:
+        return PeakRange.exactly(plan.peak_bytes + (20 if plan.peak_bytes > 100 else 22))
+
+    found = plan_within(110, 140, planner.plan, real_peak, rounds=Rounds(6, 0, aim=aim))
+
+    assert 104 <= found.peak_bytes <= 110
+    assert planner.asked == asked
+
+
 def test_between_the_smallest_plan_and_one_that_failed_a_cheaper_one_is_looked_for():
     def real_peak(plan: Plan) -> PeakRange:
         return PeakRange(*[plan.peak_bytes if plan.peak_bytes < 90 else 300] * 2)

@@ -99,6 +99,8 @@ def test_why_micro_batches_are_out_of_the_question():
     assert "not possible: it has its own train_step" in str(found)
     assert "6 to 8 micro-batches: not planned, for the same reason" in str(found)
     assert "1 micro-batch, the only possibility" in str(found)
+    with pytest.raises(remat.InfeasibleBudget, match="stays in one piece: it has its own train_step"):
+        chosen({1: 3000, 2: 2000}, only_whole="it has its own train_step")
 
 
 def test_one_line_per_option():

@@ -107,3 +107,35 @@ def test_a_condensed_step_expands_to_legal_schedules(seed: int) -> None:
     schedule = rematerialize(problem, drop, max_runs=10**5)
     validate(graph, condensed.expand(schedule))
     assert validate(graph, condensed.expand(problem.graph.plain_schedule)) >= 0
+
+
+def _deep(layers: int) -> Graph:
+    """A mask made in front that every layer reads, and gradients of weights that stay to the end."""
+    tensors, ops = [Tensor(6), Tensor(4)], [Op(outputs=(0,)), Op(outputs=(1,))]
+    outputs: list[int] = []
+
+    def add(size: int, *inputs: int) -> int:
+        tensors.append(Tensor(size))
+        ops.append(Op(inputs=inputs, outputs=(len(tensors) - 1,)))
+        return len(tensors) - 1
+
+    x, tape = 1, []
+    for _ in range(layers):
+        wide = add(12, x, 0)
+        activation = add(12, wide)
+        tape.append((x, wide, activation))
+        x = add(4, x, activation)
+    gradient = add(4, x)
+    for before, wide, activation in reversed(tape):
+        inner = add(12, gradient, activation)
+        outputs.append(add(8, inner, wide))
+        gradient = add(4, gradient, add(12, inner, wide, 0), before)
+    return Graph(tuple(ops), tuple(tensors), (), (*outputs, gradient), free_order=False)
+
+
+def test_more_layers_than_blocks_are_shared_out_evenly() -> None:
+    """What crosses every cut, or waits to the end, is no reason to merge all layers in front into one block."""
+    blocks = find_blocks(Board(Problem.of(_deep(300)), whole=False))
+    assert len(blocks) >= 40
+    assert max(len(block.forward) for block in blocks) <= 30
+    assert len({block.structure for block in blocks}) <= 6

@@ -11,10 +11,10 @@ from rich.console import Console
 
 import remat
 from remat.cli.console import CommandError, counted_progress, print_json, print_line, progress
+from remat.cli.mesh import MeshRequest, plan_on_mesh
 from remat.cli.options import (
     DEFAULT_BUDGET,
     AsJson,
-    Budget,
     PlannerName,
     Source,
     check_output_path,
@@ -34,11 +34,18 @@ from remat.planning.batch_size import LargestBatches, largest_batches
 from remat.report import text
 from remat.running.cost_model import MEASURED, get_profile
 from remat.running.machine import memory_bytes
+from remat.running.network import network_names
 
 
 def plan_command(
     source: Source,
-    budget: Budget = DEFAULT_BUDGET,
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            help="Peak bytes of a step: 4GiB, 512MB, 1000000, or 60% of the plain peak, which is the default; with "
+            "--mesh that is the memory of the device less a margin."
+        ),
+    ] = None,
     planner: PlannerName = "auto",
     time_limit: Annotated[float | None, typer.Option(help="Seconds that the planner may take.", metavar="S")] = None,
     out: Annotated[
@@ -50,12 +57,42 @@ def plan_command(
     max_batch: Annotated[
         bool, typer.Option("--max-batch", help="Also find the largest batch for the budget, plain and planned.")
     ] = False,
+    mesh: Annotated[
+        str | None,
+        typer.Option(
+            help="Plan for each device of many: axes and sizes, such as data=2,fsdp=8,tensor=8 (PyTorch).",
+            metavar="AXES",
+        ),
+    ] = None,
+    network: Annotated[
+        str | None,
+        typer.Option(help=f"With --mesh, what connects nodes: {', '.join(network_names())}.", metavar="NAME"),
+    ] = None,
+    mixed_precision: Annotated[
+        str | None,
+        typer.Option(help="With --mesh, the dtype that parameters are gathered in: bfloat16.", metavar="DTYPE"),
+    ] = None,
+    tensor_styles: Annotated[
+        Path | None,
+        typer.Option(
+            help="With --mesh, a JSON file: for patterns of layers' names, how they are cut (docs/cluster.md).",
+            metavar="FILE",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Find the cheapest schedule of a training step within a byte budget, and show what fills its memory."""
     check_planner(planner)
     source.check_device()
     check_time_limit(time_limit)
+    if mesh is not None:
+        on_mesh = MeshRequest(mesh, network, mixed_precision, tensor_styles, budget, planner, time_limit, max_batch)
+        plan_on_mesh(source, on_mesh, out, save_graph, as_json=as_json)
+        return
+    only_with_mesh = {"--network": network, "--mixed-precision": mixed_precision, "--tensor-styles": tensor_styles}
+    if given := [name for name, value in only_with_mesh.items() if value is not None]:
+        raise CommandError(f"{', '.join(given)} can be given with --mesh only")
+    budget = DEFAULT_BUDGET if budget is None else budget
     check_output_path(out, "--out", keep=[source.name, save_graph])
     check_output_path(save_graph, "--save-graph", keep=[source.name])
     if out is not None and out == save_graph:

@@ -101,6 +101,32 @@ def workload_from_source(source: Source) -> Workload:
             return make_workload(made, options)
 
 
+def builder_from_source(source: Source) -> Callable[[int], tuple[Any, ...]]:
+    """For a number of samples, what ``module:callable`` returns: a loss function of PyTorch with its arguments.
+
+    Raises:
+        CommandError: when it is called: if that fails, or the callable does not take ``batch_size``.
+    """
+    arguments = _parse_kwargs(source.kwargs)
+
+    def build(samples: int) -> tuple[Any, ...]:
+        options = dataclasses.replace(source.step_options(), batch_size=samples)
+        with quiet_frameworks():
+            made, took_batch_size = _build(source, arguments, options)
+        if not isinstance(made, tuple) or framework_of(made) != "torch":
+            raise CommandError(
+                f"{source.name}: --mesh takes a loss function of PyTorch with its arguments, not {_described(made)}"
+            )
+        if not took_batch_size:
+            raise CommandError(
+                f"{source.name}: --mesh cuts the batch over the devices, so that the callable is told how many samples "
+                "each has; let it take batch_size as an argument"
+            )
+        return made
+
+    return build
+
+
 def traced(source: Source, workload: Workload) -> Graph:
     """The graph of a workload, for the device that the command line names.
 

@@ -38,6 +38,7 @@ class Split:
         unsplit_fingerprint: of the graph without the split.
         stands_for: pairs of an op of the plan's graph, which a slice runs, and the op of the graph without the split
             that it is a part of.
+        inner: do inner layers run in slices, too, whose forward ops then run once more in the backward part?
     """
 
     slices: int
@@ -45,6 +46,7 @@ class Split:
     extra_time_s: float
     unsplit_fingerprint: str
     stands_for: tuple[tuple[int, int], ...]
+    inner: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """The split as a JSON-ready dictionary."""
@@ -198,8 +200,10 @@ def _update_line(update: Update) -> str:
     if update.saved_bytes:
         saved = format_bytes(update.saved_bytes)
         text = f"{update.moved} ops of updates run as soon as their gradient is final: {saved} less, for no time"
-    else:
+    elif update.moved:
         text = f"{update.moved} ops of updates run earlier, which lowers the plain peak by nothing"
+    else:
+        text = "no update runs early"
     if update.bound_by:
         text += f"; {format_bytes(update.waiting_bytes)} of gradients wait for {update.bound_by}"
     return f"  update         {text}"
@@ -208,9 +212,11 @@ def _update_line(update: Update) -> str:
 def _split_line(split: Split, plain_time_s: float) -> str:
     cost = split.extra_time_s / plain_time_s if plain_time_s > 0 else 0.0
     ops = len({op for _, op in split.stands_for})
+    what = "ops, those of inner layers included," if split.inner else "ops"
+    before, after = format_bytes(split.saved_bytes), format_bytes(split.saved_bytes // split.slices)
     return (
-        f"  split          {ops} ops in {split.slices} slices: {format_bytes(split.saved_bytes)} between them become "
-        f"{format_bytes(split.saved_bytes // split.slices)}, for {cost:.2%} more time"
+        f"  split          {ops} {what} in {split.slices} slices: {before} between them become {after}, for "
+        f"{cost:.2%} more time"
     )
 
 
@@ -282,6 +288,7 @@ def _split_from(reader: JsonReader) -> Split:
         extra_time_s=reader.number("extra_time_s"),
         unsplit_fingerprint=reader.text("unsplit_fingerprint"),
         stands_for=reader.pairs("stands_for"),
+        inner=reader.flag("inner", False),
     )
 
 

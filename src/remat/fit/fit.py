@@ -30,7 +30,8 @@ def fit(candidate: Candidate, request: Request, *, share_of_bytes: int | None = 
 
     Raises:
         InvalidBudget: if the budget cannot be read.
-        InfeasibleBudget: if nothing fits; ``minimum_bytes`` is the smallest budget for which this succeeds.
+        InfeasibleBudget: if nothing fits; ``minimum_bytes`` is the smallest budget for which this succeeds. Where the
+            request's levers leave out "recompute", only a step that fits as it is does.
     """
     assert request.budget is not None, "a request without a budget is not fitted"
     plain = candidate.plain_peak
@@ -39,12 +40,16 @@ def fit(candidate: Candidate, request: Request, *, share_of_bytes: int | None = 
         share_of_bytes = plain.expected_bytes + resident_bytes
     # The plain peak of a step without a tensor is 0, and it keeps any budget.
     budget_bytes = parse_budget(request.budget, max(1, share_of_bytes))
+    is_plain = fits_plainly(candidate, budget_bytes)
+    if not is_plain and "recompute" not in request.levers:
+        plain_bytes = candidate.smallest_budget(plain.highest_bytes)
+        raise infeasible(budget_bytes, plain_bytes, "the step with nothing recomputed, as levers= asks for")
     entry = Entry.of(candidate, request, budget_bytes, share_of_bytes, proves)
     earlier = entry.plan(candidate, budget_bytes)
     if earlier is not None:
         return earlier
     target_bytes = candidate.target_bytes(budget_bytes)
-    if fits_plainly(candidate, budget_bytes):
+    if is_plain:
         graph = candidate.graph
         found = candidate.find(max(1, simulate(graph, graph.plain_schedule).peak_bytes), request)
         found = dataclasses.replace(found, peak_bytes=plain.expected_bytes)

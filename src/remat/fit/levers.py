@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from remat.core.budget import parse_budget
 from remat.core.errors import InfeasibleBudget
-from remat.core.plan import Plan, Split
+from remat.core.plan import NOT_PROVED, Plan, Split
 from remat.fit.candidate import Candidate
-from remat.fit.fit import fit, fits_plainly, infeasible
+from remat.fit.fit import fit, fits_plainly
 from remat.fit.request import Request
 
 LEAST_SAVED: Final = 0.05
@@ -40,7 +40,15 @@ class Variant:
     split: Split
 
 
-def fit_with_splits(candidate: Candidate, request: Request, variant: Callable[[int], Variant | None]) -> Plan:
+def fit_with_splits(
+    candidate: Candidate,
+    request: Request,
+    variant: Callable[[int], Variant | None],
+    with_inner_layers: Callable[[int], Variant | None] | None = None,
+    *,
+    share_of_bytes: int | None = None,
+    proves: bool = True,
+) -> Plan:
     """The cheapest plan found within the budget of a request, of the step as it is or with a region in slices.
 
     The fewest slices, of 2, 4, 8 and so on, with which the step keeps the budget and recomputes nothing are one
@@ -51,28 +59,55 @@ def fit_with_splits(candidate: Candidate, request: Request, variant: Callable[[i
         candidate: the step as it is.
         request: with a budget; its levers say whether ops may run again.
         variant: the step with its region in so many slices; None where the region is not to be cut so often.
+        with_inner_layers: the same with inner layers in slices as well, where a front end can do that. They compute
+            their forward part twice, so they are cut where no other plan fits.
+        share_of_bytes: as ``remat.fit.fit.fit`` takes it.
+        proves: is the plan's bound wanted? A choice between several steps leaves it out; ``proved`` adds it.
 
     Raises:
         InvalidBudget: if the budget cannot be read.
         InfeasibleBudget: if no plan fits; ``minimum_bytes`` is the smallest budget that one of these variants keeps.
     """
-    shared_bytes = candidate.plain_peak.expected_bytes + candidate.resident_bytes
+    if share_of_bytes is None:
+        share_of_bytes = candidate.plain_peak.expected_bytes + candidate.resident_bytes
     failures: list[InfeasibleBudget] = []
     found: list[tuple[Plan, Candidate, Split | None]] = []
 
-    budget_bytes = parse_budget(_budget_of(request), max(1, shared_bytes))
-    for one, split in _worth_planning(candidate, variant, budget_bytes):
-        try:
-            found.append((_fitted(one, request, shared_bytes, budget_bytes), one, split))
-        except InfeasibleBudget as error:
-            failures.append(error)
+    budget_bytes = parse_budget(_budget_of(request), max(1, share_of_bytes))
+
+    def look_at(variants: Iterable[tuple[Candidate, Split | None]]) -> None:
+        for one, split in variants:
+            try:
+                plan = fit(one, request, share_of_bytes=share_of_bytes, proves=False)
+                found.append((plan, one, split))
+            except InfeasibleBudget as error:
+                failures.append(error)
+
+    look_at(_worth_planning(candidate, variant, budget_bytes))
+    if not found and with_inner_layers is not None:
+        look_at(_worth_planning(candidate, with_inner_layers, budget_bytes)[1:])
     if not found:
         raise min(failures, key=lambda error: error.minimum_bytes)
     plan, chosen, split = min(found, key=lambda one: one[0].time_s)
-    plan = chosen.prove(plan, request)
-    if split is None:
-        return plan
-    return _beside_unsplit(plan, split, candidate.graph.time_s)
+    if split is not None:
+        plan = _beside_unsplit(plan, split, candidate.graph.time_s)
+    return proved(plan, chosen, request) if proves else plan
+
+
+def proved(plan: Plan, candidate: Candidate, request: Request) -> Plan:
+    """A plan of ``fit_with_splits`` with its proven bound.
+
+    Args:
+        plan: with a region in slices or without.
+        candidate: the step as the plan has it.
+        request: what it was made for.
+    """
+    if plan.split is None or plan.lower_bound_meaning != NOT_PROVED:
+        return candidate.prove(plan, request)
+    plain_time_s, sliced_time_s = plan.baseline_time_s, candidate.graph.time_s
+    overhead = plan.time_s / sliced_time_s - 1 if sliced_time_s > 0 else 0.0
+    alone = dataclasses.replace(plan, split=None, baseline_time_s=sliced_time_s, overhead=overhead)
+    return _beside_unsplit(candidate.prove(alone, request), plan.split, plain_time_s)
 
 
 def _budget_of(request: Request) -> int | str:
@@ -100,13 +135,6 @@ def _worth_planning(
     return [(candidate, None), *((one.candidate, one.split) for one in cuts[-2:])]
 
 
-def _fitted(candidate: Candidate, request: Request, shared_bytes: int, budget_bytes: int) -> Plan:
-    if "recompute" not in request.levers and not fits_plainly(candidate, budget_bytes):
-        plain_bytes = candidate.smallest_budget(candidate.plain_peak.highest_bytes)
-        raise infeasible(budget_bytes, plain_bytes, "the step with nothing recomputed, as levers= asks for")
-    return fit(candidate, request, share_of_bytes=shared_bytes, proves=False)
-
-
 def _beside_unsplit(plan: Plan, split: Split, plain_time_s: float) -> Plan:
     """The plan's overheads, as shares of the step without the split."""
 
@@ -114,11 +142,11 @@ def _beside_unsplit(plan: Plan, split: Split, plain_time_s: float) -> Plan:
         time_s = plan.baseline_time_s * (1 + overhead)
         return (time_s - plain_time_s) / plain_time_s if plain_time_s > 0 else 0.0
 
+    changed = dataclasses.replace(plan, split=split, baseline_time_s=plain_time_s, overhead=share(plan.overhead))
+    if plan.lower_bound_meaning == NOT_PROVED:
+        return changed
     return dataclasses.replace(
-        plan,
-        split=split,
-        baseline_time_s=plain_time_s,
-        overhead=share(plan.overhead),
+        changed,
         overhead_lower_bound=share(plan.overhead_lower_bound),
         lower_bound_meaning=f"{plan.lower_bound_meaning}, with the region in {split.slices} slices",
     )

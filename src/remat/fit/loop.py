@@ -48,10 +48,16 @@ class Rounds:
     Attributes:
         first: budgets of the planner that are tried at first.
         last: how many more where none of the first fits: the smallest plans, and cheaper ones once one fits.
+        least_gain: the share of the step's time that a further round must be able to win, once a plan fits. A plan
+            between one that fits and a cheaper one that does not saves no more than these two differ by.
+        aim: the share of the target that a guess aims at while nothing fits. Below 1 where the real peak grows by
+            leaps, so that a guess at the target itself misses it as often as not.
     """
 
     first: int
     last: int
+    least_gain: float = 0.0
+    aim: float = 1.0
 
 
 def plan_within(
@@ -91,7 +97,9 @@ def plan_within(
         highest = one.peak.highest_bytes
         if highest <= target_bytes and (highest >= target_bytes * (1 - _CLOSE_ENOUGH) or one.plan.overhead == 0):
             break
-        guess = max(1, _next_guess(target_bytes, tried))
+        if not _may_gain(rounds.least_gain, target_bytes, tried):
+            break
+        guess = max(1, _next_guess(target_bytes, tried, rounds.aim))
     _try_suggestions(target_bytes, suggestions, real_peak, tried)
     binding_op = ""
     if not any(one.peak.highest_bytes <= target_bytes for one in tried):
@@ -99,7 +107,7 @@ def plan_within(
             find(1)  # No planner keeps one byte: the error says what the planner can reach.
         except InfeasibleBudget as error:
             binding_op = error.binding_op
-            _try_the_smallest(error.minimum_bytes, target_bytes, find, real_peak, tried, rounds.last)
+            _try_the_smallest(error.minimum_bytes, target_bytes, find, real_peak, tried, rounds)
     if fits := [one for one in tried if one.peak.highest_bytes <= target_bytes]:
         return min(fits, key=lambda one: one.plan.time_s).with_real_peak()
     if likely_to_fit := [one for one in tried if one.peak.likely_bytes <= target_bytes]:
@@ -171,19 +179,22 @@ def _try_the_smallest(
     find: Callable[[int], Plan],
     real_peak: Callable[[Plan], PeakRange],
     tried: list[_Found],
-    rounds: int,
+    rounds: Rounds,
 ) -> None:
     """Try the smallest plans until one fits, then cheaper ones between it and what failed."""
     factors = iter(_NEAR_THE_SMALLEST)
+    left = rounds.last
     known = [(_behind_minima.get(one.plan.fingerprint), one.plan.planner) for one in tried]
     # Another planner's plan is not what was asked for.
     remembered = next((plan for plan, planner in known if plan is not None and plan.planner == planner), None)
     if remembered is not None and not any(one.is_of(remembered) for one in tried):
         tried.append(_Found(minimum_bytes, remembered, real_peak(remembered)))
-        rounds -= 1
-    for _ in range(rounds):
+        left -= 1
+    for _ in range(left):
         if any(one.peak.highest_bytes <= target_bytes for one in tried):
-            guess = _next_guess(target_bytes, tried)
+            if not _may_gain(rounds.least_gain, target_bytes, tried):
+                return
+            guess = _next_guess(target_bytes, tried, rounds.aim)
         elif (factor := next(factors, None)) is not None:
             guess = int(minimum_bytes * factor)
         else:
@@ -193,7 +204,20 @@ def _try_the_smallest(
             tried.append(one)
 
 
-def _next_guess(target_bytes: int, tried: Sequence[_Found]) -> int:
+def _may_gain(least_gain: float, target_bytes: int, tried: Sequence[_Found]) -> bool:
+    """Could a plan between the largest guess that fits and the next one that does not be cheaper by so much?"""
+    fitting = [one for one in tried if one.peak.highest_bytes <= target_bytes]
+    if not fitting:
+        return True
+    guess = max(one.guess_bytes for one in fitting)
+    best_s = min(one.plan.time_s for one in fitting)
+    above = [one for one in tried if one.guess_bytes > guess]
+    if not above:
+        return True
+    return best_s - min(above, key=lambda one: one.guess_bytes).plan.time_s > least_gain * best_s
+
+
+def _next_guess(target_bytes: int, tried: Sequence[_Found], aim: float) -> int:
     """The planner's budget to try next. The real peak grows with it, by leaps and not at the same rate."""
     by_guess = sorted(tried, key=lambda one: one.guess_bytes)
     fitting = [one for one in by_guess if one.peak.highest_bytes <= target_bytes]
@@ -204,7 +228,7 @@ def _next_guess(target_bytes: int, tried: Sequence[_Found]) -> int:
         if len(failed) > 1 and failed[1].guess_bytes > lowest.guess_bytes:
             fallen = failed[1].peak.highest_bytes - lowest.peak.highest_bytes
             rate = min(1.0, max(_SMALLEST_RATE, fallen / (failed[1].guess_bytes - lowest.guess_bytes)))
-        excess = max(lowest.peak.highest_bytes - target_bytes, int(_SMALLEST_STEP * target_bytes))
+        excess = max(lowest.peak.highest_bytes - int(aim * target_bytes), int(_SMALLEST_STEP * target_bytes))
         below = min(lowest.guess_bytes, lowest.plan.peak_bytes)
         return max(below - int(excess / rate), int(_LARGEST_STEP * below))
     fits = fitting[-1]

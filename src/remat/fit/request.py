@@ -20,6 +20,9 @@ order, so that numbers differ by rounding; it is used only where it is asked for
 WHOLE_STEP_LEVERS: Final = (*LEVERS, "update")
 """Where the update of the parameters is a part of the step, it may also run as soon as its gradient is final."""
 
+FIT_LEVERS: Final = ("recompute", "micro_batches", "split", "update")
+"""Where remat also cuts the batch, as under Keras' ``fit``, it may choose the number of micro-batches."""
+
 
 @dataclass(frozen=True)
 class Request:
@@ -36,7 +39,7 @@ class Request:
         options: passed on to the planner.
         known: a plan that was made for the same request before, followed where the step turns out to be the one that
             it is for.
-        levers: what the plan may do, of ``WHOLE_STEP_LEVERS``.
+        levers: what the plan may do, of ``FIT_LEVERS``.
     """
 
     budget: int | str | None = None

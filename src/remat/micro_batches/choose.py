@@ -206,7 +206,15 @@ def choose(
         limit_s = min(limit_s, planned.time_s * (1 - _EQUAL) * (1 + doubt))
     fitting = [option for option in looked_at if option.plan is not None]
     if not fitting:
-        raise min(failures, key=lambda error: error.minimum_bytes)
+        smallest = min(failures, key=lambda error: error.minimum_bytes)
+        if not only_whole:
+            raise smallest
+        raise InfeasibleBudget(
+            f"{smallest}. The batch stays in one piece: {only_whole}",
+            minimum_bytes=smallest.minimum_bytes,
+            budget_bytes=smallest.budget_bytes,
+            binding_op=smallest.binding_op,
+        )
     if measure is not None and not coupled:
         fitting = _timed(fitting, measure, times_are_measured)
     least_s = min(option.time_s for option in fitting)

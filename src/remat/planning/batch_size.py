@@ -51,6 +51,7 @@ def largest_batches(
     budget_bytes: int,
     *,
     batch_size: int = 32,
+    smallest: int = 1,
     planner: str = "auto",
     time_limit_s: float | None = None,
 ) -> LargestBatches:
@@ -64,7 +65,8 @@ def largest_batches(
     Args:
         trace: the training step at a batch size.
         budget_bytes: what the peak has to stay within.
-        batch_size: where to begin, 1 or more.
+        batch_size: where to begin, ``smallest`` or more.
+        smallest: the smallest batch to consider; frameworks run other operations on a single sample than on several.
         planner: name of the planner.
         time_limit_s: wall seconds for each run of the planner.
 
@@ -80,12 +82,12 @@ def largest_batches(
             known[samples] = trace(samples)
         return known[samples]
 
-    plain = planned = _largest(traced, graphs, graphs[0].plain_schedule, batch_size, budget_bytes)
+    plain = planned = _largest(traced, graphs, graphs[0].plain_schedule, batch_size, smallest, budget_bytes)
     for growth in _GROWTH:
         while schedule := _within(
-            traced(max(1, int(planned.batch_size * growth))), budget_bytes, planner, time_limit_s
+            traced(max(smallest, int(planned.batch_size * growth))), budget_bytes, planner, time_limit_s
         ):
-            found = _largest(traced, graphs, schedule, batch_size, budget_bytes)
+            found = _largest(traced, graphs, schedule, batch_size, smallest, budget_bytes)
             if found.batch_size <= planned.batch_size:
                 break
             planned = found
@@ -116,6 +118,7 @@ def _largest(
     graphs: Sequence[Graph],
     schedule: Schedule,
     batch_size: int,
+    smallest: int,
     budget_bytes: int,
 ) -> LargestBatch:
     small, large = (np.array(simulate(graph, schedule).bytes, dtype=np.float64) for graph in graphs)
@@ -130,13 +133,13 @@ def _largest(
     if small[~grows].max(initial=0) > budget_bytes:
         samples = 0
     for _ in range(_MOST_CORRECTIONS):
-        if samples < 1:
+        if samples < smallest:
             break
         peak_bytes = simulate(traced(samples), schedule).peak_bytes
         if peak_bytes <= budget_bytes:
             return LargestBatch(samples, peak_bytes, _overhead(traced(samples), schedule))
         samples -= max(1, samples * (peak_bytes - budget_bytes) // peak_bytes)
-    return LargestBatch(0, simulate(traced(1), schedule).peak_bytes, _overhead(graphs[0], schedule))
+    return LargestBatch(0, simulate(traced(smallest), schedule).peak_bytes, _overhead(graphs[0], schedule))
 
 
 def _overhead(graph: Graph, schedule: Schedule) -> float:

@@ -167,10 +167,13 @@ def _summary(plan: Plan) -> str:
 
 
 def _cards(graph: Graph, plan: Plan) -> list[dict[str, str]]:
-    share = f"{plan.peak_bytes / plan.baseline_peak_bytes:.1%} of plain" if plan.baseline_peak_bytes else ""
+    notes = [f"{plan.peak_bytes / plan.baseline_peak_bytes:.1%} of plain"] if plan.baseline_peak_bytes else []
+    if plan.measured_peak_bytes is not None:
+        notes.append(f"the first step took {format_bytes(plan.measured_peak_bytes)}")
+    mode = "" if plan.mode is None else f", mode {plan.mode}"
     return [
         {"name": "Budget", "value": format_bytes(plan.budget_bytes), "note": "everything on the device counted"},
-        {"name": "Predicted peak", "value": format_bytes(plan.peak_bytes), "note": share},
+        {"name": "Predicted peak", "value": format_bytes(plan.peak_bytes), "note": "; ".join(notes)},
         {
             "name": "Plain peak",
             "value": format_bytes(plan.baseline_peak_bytes),
@@ -185,7 +188,7 @@ def _cards(graph: Graph, plan: Plan) -> list[dict[str, str]]:
         {
             "name": "Runs again",
             "value": f"{plan.recomputed:,}",
-            "note": f"found by {plan.planner} in {plan.plan_seconds:.1f} s",
+            "note": f"found by {plan.planner} in {plan.plan_seconds:.1f} s{mode}",
         },
     ]
 

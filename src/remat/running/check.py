@@ -9,7 +9,7 @@ half a rounding.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -112,9 +112,8 @@ class CheckResult:
                 "undecided: plain training gives other numbers each time, so the planned one cannot be compared; give "
                 "random layers and functions a seed"
             )
-        unequal = {one.what: one for one in self.comparisons if not one.is_equal}
-        if unequal:
-            first, reason = _reason(unequal)
+        if different := difference_in(self.comparisons):
+            first, reason = different
             return f"different: {first.what} by {first.difference:.2g} ({first.worst}); {reason}"
         if not self.keeps_budget:
             return (
@@ -159,6 +158,27 @@ def _check(workload: Workload, budget: int | str, steps: int) -> CheckResult:
     gradients = tuple(workload.gradients(b, nudged=n) for b, n in ((None, False), (None, True), (budget, False)))
     assert planned.plan is not None
     comparisons = [_compare("gradient", *gradients)] if gradients[0] else []
+    return CheckResult(
+        (*comparisons, *compare_trainings(plain, nudged, planned)),
+        steps,
+        planned.plan.budget_bytes,
+        planned.plan.recomputed,
+        plain.peak_bytes,
+        planned.peak_bytes,
+        planned.plan.peak_bytes,
+        is_repeatable=is_repeatable(plain, nudged, *gradients[:2]),
+    )
+
+
+def compare_trainings(plain: Training, nudged: Training, planned: Training) -> tuple[Comparison, ...]:
+    """What training left behind and its losses, kind by kind, plain against planned.
+
+    Args:
+        plain: without a plan.
+        nudged: the same from weights that were half a rounding off: what differs by not much more is rounding.
+        planned: under a plan.
+    """
+    comparisons = []
     for kind in list(_KINDS)[1:]:
         runs = [_of_kind(run, kind) for run in (plain, nudged, planned)]
         if runs[0]:
@@ -169,16 +189,13 @@ def _check(workload: Workload, budget: int | str, steps: int) -> CheckResult:
     states = _of_kind(plain, _EXACT), _of_kind(planned, _EXACT)
     if states[0]:
         comparisons.append(_compare_exactly(*states))
-    return CheckResult(
-        tuple(comparisons),
-        steps,
-        planned.plan.budget_bytes,
-        planned.plan.recomputed,
-        plain.peak_bytes,
-        planned.peak_bytes,
-        planned.plan.peak_bytes,
-        is_repeatable=_is_repeatable(gradients[0], gradients[1], plain, nudged),
-    )
+    return tuple(comparisons)
+
+
+def difference_in(comparisons: Iterable[Comparison]) -> tuple[Comparison, str] | None:
+    """The difference that the others follow from, and what may have caused it; None where all is rounding."""
+    unequal = {one.what: one for one in comparisons if not one.is_equal}
+    return _reason(unequal) if unequal else None
 
 
 def _of_kind(run: Training, kind: str) -> dict[str, Array]:
@@ -223,10 +240,21 @@ def _compare_exactly(plain: Mapping[str, Array], planned: Mapping[str, Array]) -
     return Comparison("random states and counters", len(plain), float(len(unequal)), 0.0, worst)
 
 
-def _is_repeatable(
-    gradients: Mapping[str, Array], nudged_gradients: Mapping[str, Array], plain: Training, nudged: Training
+def is_repeatable(
+    plain: Training,
+    nudged: Training,
+    gradients: Mapping[str, Array] | None = None,
+    nudged_gradients: Mapping[str, Array] | None = None,
 ) -> bool:
-    if gradients and _difference(gradients, nudged_gradients)[0] > _NOT_REPEATABLE:
+    """Does plain training give the same numbers twice? It does not where random layers have no seed.
+
+    Args:
+        plain: a training.
+        nudged: the same from weights that were half a rounding off.
+        gradients: of the first step of the one; None or empty where they are not known.
+        nudged_gradients: of the first step of the other.
+    """
+    if gradients and nudged_gradients and _difference(gradients, nudged_gradients)[0] > _NOT_REPEATABLE:
         return False
     if not plain.losses:
         return True
@@ -235,7 +263,6 @@ def _is_repeatable(
 
 
 def _reason(unequal: Mapping[str, Comparison]) -> tuple[Comparison, str]:
-    """The difference that the others follow from, and what may have caused it."""
     if states := unequal.get("random states and counters"):
         return (
             states,

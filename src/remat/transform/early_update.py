@@ -116,7 +116,12 @@ class _Order:
                 continue
             elements = {_elements(self._graph, tensor) for tensor in op.outputs}
             made = [tensor for tensor in op.inputs if tensor in self._made]
-            gradients = [t for t in made if self._reach[t] == _MANY and _elements(self._graph, t) in elements]
+            # One number is no gradient that anybody waits for, but a loss or a metric.
+            gradients = [
+                t
+                for t in made
+                if self._reach[t] == _MANY and _elements(self._graph, t) in elements and _elements(self._graph, t) > 1
+            ]
             numbers = [
                 self._made[t] for t in made if _elements(self._graph, t) == 1 and not self._is_free[self._made[t]]
             ]

@@ -178,13 +178,29 @@ def find_region(program: Program, banned: Iterable[int] = (), least_bytes: int =
         if any(program.producer[value] in one.ways for one in found):
             continue  # The region around it would be much the same.
         starts += 1
-        axes = [axis for axis, size in enumerate(program.shapes[value]) if size > 1]
-        regions = [_Growth(program, value, axis, left_out).region(least_bytes) for axis in axes]
-        good = [one for one in regions if one is not None and one.length > 1 and one.saved_bytes >= least_bytes]
-        if good:
-            found.append(_best(good))
+        region = best_around(program, value, left_out, least_bytes=least_bytes)
+        if region is not None:
+            found.append(region)
     most_bytes = max((one.saved_bytes for one in found), default=0)
     return next((one for one in found if one.saved_bytes >= _MOST_OF_IT * most_bytes), None)
+
+
+def best_around(
+    program: Program, value: int, banned: Collection[int], wide: float = _WIDE, *, least_bytes: int = 1
+) -> Region | None:
+    """The best region that grows from one value; None where there is none.
+
+    Args:
+        program: the step.
+        value: made by one of its calls.
+        banned: calls that are left out.
+        wide: the share of the value's bytes that a value has through which the region grows.
+        least_bytes: what the region must save.
+    """
+    axes = [axis for axis, size in enumerate(program.shapes[value]) if size > 1]
+    regions = [_Growth(program, value, axis, banned, wide).region(least_bytes) for axis in axes]
+    good = [one for one in regions if one is not None and one.length > 1 and one.saved_bytes >= least_bytes]
+    return _best(good) if good else None
 
 
 def _best(regions: Sequence[Region]) -> Region:
@@ -197,11 +213,11 @@ def _best(regions: Sequence[Region]) -> Region:
 class _Growth:
     """A region while it grows from one value that is cut along one axis."""
 
-    def __init__(self, program: Program, value: int, axis: int, banned: frozenset[int]) -> None:
+    def __init__(self, program: Program, value: int, axis: int, banned: Collection[int], wide: float) -> None:
         self._program = program
         self._start = value
         self._banned = set(banned)
-        self._least_bytes = _WIDE * program.size_bytes[value]
+        self._least_bytes = wide * program.size_bytes[value]
         self._ways: dict[int, Way] = {}
         self._axes: dict[int, int] = {value: axis}
 

@@ -17,7 +17,7 @@ import numpy as np
 from remat.core.graph import Graph, Op, Tensor
 from remat.core.simulator import bytes_alive
 from remat.planners.view.board import Board
-from remat.planners.view.problem import IntArray
+from remat.planners.view.problem import BoolArray, FloatArray, IntArray
 
 MOST_BLOCKS: Final = 56
 """Cuts beyond this number are merged away, the widest first: the programme is cubic in the blocks. A judgement: the
@@ -137,24 +137,46 @@ class _Chain:
         while len(ends) > 2:
             # A cut is worth it where the bytes that cross are few beside those that the blocks around it store.
             # Storages that cross the cut before it, too, do not count: that checkpoint holds them already.
+            further = np.array([*ends, self.problem.count])
             nearest = np.searchsorted(ends, self.made[forward])
-            own = until[forward] > np.array(ends)[nearest]
-            width = np.bincount(nearest[own], self.size[forward][own], len(ends))[1:-1]
-            width = np.maximum(width, [arriving[cut] for cut in ends[1:-1]])
+            crosses = until[forward] > further[nearest]
             inside = np.diff(np.array([stored[max(e, 0)] if e >= 0 else 0 for e in ends], dtype=np.float64))
-            worth = width / np.maximum(np.minimum(inside[:-1], inside[1:]), 1.0)
+            worth = self._worth(ends, nearest, crosses, inside, arriving)
+            if worth.max() <= _WORTH:
+                if len(ends) - 1 <= MOST_BLOCKS:
+                    break
+                # What crosses the next cut as well is saved by neither. A mask that all layers read would otherwise
+                # have the first cut go again and again, until most layers are one block.
+                crosses &= until[forward] <= further[nearest + 1]
+                worth = self._worth(ends, nearest, crosses, inside, arriving)
             # Of equal cuts the one between the smallest blocks goes, so that a uniform chain gets equal blocks.
             worst = int(np.lexsort((inside[:-1] + inside[1:], -np.round(worth, 9)))[0])
-            if worth[worst] <= _WORTH and len(ends) - 1 <= MOST_BLOCKS:
-                break
             del ends[worst + 1]
         return ends[1:-1]
 
+    def _worth(
+        self, ends: list[int], nearest: IntArray, crosses: BoolArray, inside: FloatArray, arriving: dict[int, float]
+    ) -> FloatArray:
+        """For each cut, the bytes of its checkpoint as a share of what the smaller block beside it stores.
+
+        Args:
+            ends: the last op of each block, behind one in front of all.
+            nearest: for each storage of the forward part, the number of the end behind it.
+            crosses: for each of them, does it count as crossing that end?
+            inside: bytes that each block stores.
+            arriving: for each cut, bytes of gradients that wait there.
+        """
+        size = self.size[self.made <= self.turn]
+        width = np.bincount(nearest[crosses], size[crosses], len(ends))[1:-1]
+        width = np.maximum(width, [arriving[cut] for cut in ends[1:-1]])
+        worth: FloatArray = width / np.maximum(np.minimum(inside[:-1], inside[1:]), 1.0)
+        return worth
+
     def _arriving(self, cuts: Sequence[int]) -> dict[int, float]:
         """For each cut, bytes of gradients that wait where the backward part of the block before it begins."""
-        # A gradient that waits long belongs to no block: it is one of a skip connection or of a weight.
+        # A gradient that waits long, or to the end, belongs to no block: it is one of a skip connection or of a weight.
         long = _LONG * (self.problem.count - self.turn)
-        wait = (self.made > self.turn) & (self.last - self.made < long)
+        wait = (self.made > self.turn) & (self.last - self.made < long) & (self.last < self.problem.count)
         waiting = bytes_alive(self.made[wait] + 1, self.last[wait] + 1, self.size[wait], self.problem.count + 1)
         return {cut: float(waiting[self._begin(cut)]) for cut in cuts}
 

@@ -39,7 +39,12 @@ class LowerBound:
 
 
 def overhead_lower_bound(
-    graph: Graph, budget_bytes: int, time_limit_s: float | None = None, reached_s: float = math.inf
+    graph: Graph,
+    budget_bytes: int,
+    time_limit_s: float | None = None,
+    reached_s: float = math.inf,
+    *,
+    most_samples: int = SAMPLES[-1],
 ) -> LowerBound:
     """A lower bound on the extra seconds of every schedule within a budget: the better of two LPs'.
 
@@ -56,6 +61,7 @@ def overhead_lower_bound(
         budget_bytes: peak bytes of the step.
         time_limit_s: seconds for both, 60 if None; when they run out the bound is what is proved by then, 0 at first.
         reached_s: extra seconds of a schedule; a bound near it is not made better.
+        most_samples: of the chain LP; it is left out with more of them.
     """
     deadline_s = time.monotonic() + (_LIMIT_S if time_limit_s is None else time_limit_s)
     problem = Problem.of(graph)
@@ -73,7 +79,8 @@ def overhead_lower_bound(
     gap_s = 0.0 if solution is None else solution.bound_s
     chain_s = 0.0
     if gap_s < reached_s:
-        chain_s = chain_lower_bound_s(problem, budget_bytes, reached_s, deadline_s - time.monotonic())
+        left_s = deadline_s - time.monotonic()
+        chain_s = chain_lower_bound_s(problem, budget_bytes, reached_s, left_s, most_samples=most_samples)
     if chain_s > gap_s:
         return LowerBound(chain_s, f"chain LP, proven {order}")
     if solution is None:

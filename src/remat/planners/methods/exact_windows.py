@@ -24,7 +24,8 @@ _NODES_OF_MANY: Final = 1
 """The same in a search that is one of many for a step, as under a compiler. With 200 nodes a chain of eight layers took
 up to 15 s a search, of which a refusal makes six, and no plan of 80 to 57 % of its peak was cheaper; steps that nothing
 else fits into a budget are mostly found at the first node. Of 40 small steps at 80 to 40 %, three cost more so, and one
-is refused."""
+is refused. Models of more than ``_MOST_COLUMNS`` are left out there: one of 2,540 took 5 to 7 s for its first node,
+found nothing, and was asked three times by one plan, which took 30 s with it."""
 _SMALL: Final = 60
 _MOST_S_OF_SMALL: Final = 15.0
 """Ops of a graph that is solved as an oracle would, and seconds for it: with fifteen instead of ten one more of the
@@ -41,7 +42,8 @@ def exact_windows(search: Search) -> None:
     fits, only a graph of one window is tried, in program order. Large neighbourhood search
     (Shaw 1998, doi:10.1007/3-540-49481-2_30) with the model of Checkmate (Jain et al. 2020, arXiv:1910.02653). Windows
     with the most recomputation come first. Complexity: at most four MILPs of 200 nodes, or half a second, each;
-    of a graph of up to 60 ops fifteen seconds. In a search that is not thorough each MILP ends at its first node.
+    of a graph of up to 60 ops fifteen seconds. In a search that is not thorough each MILP ends at its first
+    node, and larger ones are left out.
     """
     problem = search.problem
     if not 0 < problem.count <= _MOST_OPS:
@@ -62,6 +64,8 @@ def exact_windows(search: Search) -> None:
         if left_s <= 0 or (search.best is not None and not runs.again_s(first, stop)):
             continue
         model = StageModel(inner.problem, search.budget_bytes, runs.stretch(first, stop))
+        if not search.thorough and len(model.builder.cost) > _MOST_COLUMNS:
+            continue  # It would not be solved at its first node.
         found = model.optimum(time.monotonic() + left_s, most_nodes)
         if found is not None:
             before_s = inner.best_time_s
