@@ -24,9 +24,9 @@ import optax
 
 import remat
 import remat.jax
-from remat.core.budget import format_bytes
+from benchmarks.split_table import table
 from remat.jax.peak import peak_of
-from remat.running import machine, resident_set
+from remat.running import resident_set
 
 RESULT = Path(__file__).parent / "results" / "jax-split.md"
 CHUNKS, RUNS, UPDATES, LAYERS, HEADS = 8, 4, 5, 2, 4
@@ -138,9 +138,9 @@ def by_checkpoints(params: Params, tokens: jax.Array, labels: jax.Array) -> Any:
     return jax.lax.scan(one, jnp.zeros(()), chunks)[0] / labels.size
 
 
-def smallest(args: tuple[Any, ...], levers: tuple[str, ...], time_limit_s: float) -> Any:
+def smallest(loss: Loss, args: tuple[Any, ...], levers: tuple[str, ...], time_limit_s: float) -> Any:
     """The gradient with the smallest peak."""
-    gradient = jax.value_and_grad(plainly)
+    gradient = jax.value_and_grad(loss)
     try:
         remat.jax.jit(gradient, budget=1, levers=levers, time_limit_s=time_limit_s).lower(*args)
     except remat.InfeasibleBudget as error:
@@ -170,14 +170,20 @@ def lines_of(name: str, words: int, width: int, *, gated: bool, time_limit_s: fl
         f"by hand, {CHUNKS} checkpointed chunks": remat.jax.jit(jax.value_and_grad(by_checkpoints)),
     }
     by_hand = list(ways.values())[1].lower(*args).compile()
-    ways["remat, smallest peak by recomputation"] = smallest(args, ("recompute",), time_limit_s)
-    ways["remat, smallest peak with slices"] = smallest(args, LEVERS, time_limit_s)
+    ways["remat, smallest peak by recomputation"] = smallest(plainly, args, ("recompute",), time_limit_s)
+    ways["remat, smallest peak with slices"] = smallest(plainly, args, LEVERS, time_limit_s)
     ways["remat, within the first one's bytes"] = remat.jax.jit(
         jax.value_and_grad(plainly),
         budget=peak_of(by_hand.memory_analysis()),
         levers=LEVERS,
         time_limit_s=time_limit_s,
     )
+    return measured(name, ways, params, data)
+
+
+def measured(name: str, ways: dict[str, Any], params: Params, data: tuple[Any, ...]) -> list[dict[str, Any]]:
+    """A line for each way to compute one model's gradients, the first being plain."""
+    args = (params, *data)
     wait: Any = jax.block_until_ready
     peaks, grown = {}, {}
     for way, gradient in ways.items():
@@ -216,25 +222,12 @@ def lines_of(name: str, words: int, width: int, *, gated: bool, time_limit_s: fl
 
 def written(lines: list[dict[str, Any]]) -> str:
     """The table as Markdown."""
-    where = machine.described()
-    text = [
-        "# Slices of the head in JAX",
-        "",
-        f"{where['system']} {where['processor']}, {where['cores']} cores; jax {jax.__version__}; float32. Peak: "
-        "arguments, results and what lies between, of the compiled program. Grown: what the process took while the "
-        f"program ran, arguments left out. Difference: of the parameters after {UPDATES} steps of AdamW from plain, "
-        "relative, the largest one.",
-    ]
-    for model in dict.fromkeys(line["model"] for line in lines):
-        own = [line for line in lines if line["model"] == model]
-        text += ["", f"## {model}", "", "| | peak | of plain | grown | s a step | slices | recomputed | difference |"]
-        text.append("|---|---|---|---|---|---|---|---|")
-        for line in own:
-            share = line["peak_bytes"] / own[0]["peak_bytes"]
-            figures = (format_bytes(line["peak_bytes"]), f"{share:.1%}", format_bytes(line["grown_bytes"]))
-            rest = (f"{line['time_s']:.2f}", line["slices"], line["recomputed"], f"{line['difference']:.1e}")
-            text.append(f"| {line['way']} | {' | '.join((*figures, *rest))} |")
-    return "\n".join(text) + "\n"
+    about = (
+        f"jax {jax.__version__}; float32. Peak: arguments, results and what lies between, of the compiled program. "
+        "Grown: what the process took while the program ran, arguments left out. Difference: of the parameters after "
+        f"{UPDATES} steps of AdamW from plain, relative, the largest one."
+    )
+    return table("Slices of the head in JAX", about, lines)
 
 
 MODELS = {

@@ -24,8 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 import remat
 import remat.torch
-from remat.core.budget import format_bytes
-from remat.running import machine
+from benchmarks.split_table import table
 
 RESULT = Path(__file__).parent / "results" / "torch-split.md"
 CHUNKS, STEPS, UPDATES = 8, 4, 5
@@ -211,22 +210,11 @@ def lines_of(
 
 def written(lines: list[dict[str, Any]], threads: int) -> str:
     """The table as Markdown."""
-    where = machine.described()
-    text = [
-        "# Slices of the head in PyTorch's graph mode",
-        "",
-        f"{where['system']} {where['processor']}, {where['cores']} cores, {threads} thread; torch {torch.__version__}; "
-        f"float32. Difference: of the parameters after {UPDATES} steps of AdamW from plain, relative, the largest one.",
-    ]
-    for model in dict.fromkeys(line["model"] for line in lines):
-        own = [line for line in lines if line["model"] == model]
-        text += ["", f"## {model}", "", "| | peak | of plain | s a step | slices | recomputed | difference |"]
-        text.append("|---|---|---|---|---|---|---|")
-        for line in own:
-            share = line["peak_bytes"] / own[0]["peak_bytes"]
-            figures = (format_bytes(line["peak_bytes"]), f"{share:.1%}", f"{line['time_s']:.2f}", line["slices"])
-            text.append(f"| {line['way']} | {' | '.join(figures)} | {line['recomputed']} | {line['difference']:.1e} |")
-    return "\n".join(text) + "\n"
+    about = (
+        f"{threads} thread; torch {torch.__version__}; float32. Difference: of the parameters after {UPDATES} steps of "
+        "AdamW from plain, relative, the largest one."
+    )
+    return table("Slices of the head in PyTorch's graph mode", about, lines)
 
 
 def main() -> None:

@@ -27,7 +27,19 @@ from typing import Any, Final
 ROOT: Final = Path(__file__).parents[1]
 PAGE: Final = ROOT / "docs" / "versions.md"
 # What the tests of every front end import beside the framework.
-COMMON: Final = ("highspy", "hypothesis", "jinja2", "numpy", "platformdirs", "pytest", "pytest-xdist", "rich", "typer")
+COMMON: Final = (
+    "highspy",
+    "hypothesis",
+    "jinja2",
+    "matplotlib",
+    "numpy",
+    "platformdirs",
+    "pytest",
+    "pytest-timeout",
+    "pytest-xdist",
+    "rich",
+    "typer",
+)
 INSTALL_LIMIT_S: Final = 1800  # Judgements, on two cores: CUDA's libraries arrive in ten minutes, and the longest
 TEST_LIMIT_S: Final = 1800  # quick tests, TensorFlow's, take six.
 # A test that stands still for so long prints where, for the log. The slowest quick test takes a tenth of it.

@@ -19,6 +19,6 @@ with tempfile.TemporaryDirectory() as folder:
         folder, per_device_train_batch_size=8, max_steps=2, logging_steps=1, report_to=[], save_strategy="no"
     )
     trainer = Trainer(model, arguments, train_dataset=data)
-    trainer.compute_loss = remat.torch.limit_memory(trainer.compute_loss, sys.argv[1] if sys.argv[1:] else "60%")
+    limited = remat.torch.trainers.limit_memory(trainer, sys.argv[1] if sys.argv[1:] else "60%")
     trainer.train()
-    print(trainer.compute_loss.plans[0])
+    print(limited.plans[0])

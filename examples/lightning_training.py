@@ -17,12 +17,8 @@ class Classifier(lightning.LightningModule):
         layers = [nn.Sequential(nn.Linear(256, 256), nn.LayerNorm(256), nn.GELU(), nn.Dropout(0.1)) for _ in range(16)]
         self.model = nn.Sequential(*layers, nn.Linear(256, 10))
 
-    @remat.torch.limit_memory(budget=sys.argv[1] if sys.argv[1:] else "60%")
-    def loss(self, x, y):
-        return F.cross_entropy(self.model(x), y)
-
     def training_step(self, batch):
-        loss = self.loss(*batch)
+        loss = F.cross_entropy(self.model(batch[0]), batch[1])
         self.log("loss", loss)
         return loss
 
@@ -32,6 +28,9 @@ class Classifier(lightning.LightningModule):
 
 torch.manual_seed(0)
 data = TensorDataset(torch.randn(2048, 256), torch.randint(10, (2048,)))
-trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False)
+limit = remat.torch.trainers.lightning_callback(sys.argv[1] if sys.argv[1:] else "60%")
+trainer = lightning.Trainer(
+    max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False, callbacks=[limit]
+)
 trainer.fit(Classifier(), DataLoader(data, batch_size=512))
-print(Classifier.loss.plans[0], f"last loss {trainer.callback_metrics['loss']:.4f}", sep="\n")
+print(limit.plans[0], f"last loss {trainer.callback_metrics['loss']:.4f}", sep="\n")

@@ -1,9 +1,11 @@
-"""Graph mode beside ``apply`` and checkpoints, on five models: ``python -m benchmarks.peers.torch_graph_mode [MODEL]``.
+"""Graph mode beside ``apply``, checkpoints and Inductor: ``python -m benchmarks.peers.torch_graph_mode [MODEL ...]``.
 
 Small configurations of transformers with random weights, each in a process of its own. All ways to run a step take
 turns in it, and a figure is the median ratio of their processor times over ``ROUNDS`` rounds. "Extra" is the time of a
-planned step beside graph mode's own with nothing recomputed; "predicted" is the same of the plan, its operators timed
-one by one on this machine. Writes ``benchmarks/results/torch-graph-mode.md`` and ``.json``.
+planned step beside graph mode's own with nothing recomputed; "predicted" is the same of both programs, their calls
+timed one by one on this machine, those of views as well. "Start" is processor seconds of the first call: capture, plan
+and, with Inductor, the compiler's, too. With models named, the others keep their lines from before. Writes
+``benchmarks/results/torch-graph-mode.md`` and ``.json``.
 """
 
 from __future__ import annotations
@@ -24,8 +26,12 @@ from remat.running import machine
 
 ROUNDS = 15
 RESULTS = Path(__file__).parent.parent / "results"
-TITLE = "PyTorch: graph mode beside apply and checkpoints, models of transformers, one thread"
-PEERS = ("checkpoint, each block", "selective checkpoint, products kept")
+TITLE = "PyTorch: graph mode beside apply, checkpoints and Inductor, models of transformers, one thread"
+CHECKPOINTS = ("checkpoint, each block", "selective checkpoint, products kept")
+COMPILED = "torch.compile, memory budget 0.5"
+PEERS = (*CHECKPOINTS, COMPILED)
+BARE = "graph mode, nothing recomputed"
+HEAD = "|---|---|---|---|---|---|---|---|"
 
 
 def gpt2() -> tuple[Any, Callable[[Any], Any], list[Any]]:
@@ -124,8 +130,8 @@ def wrapped(model: Any, blocks: list[Any], selective: bool) -> Any:
     return found
 
 
-def operator_times(loss: Callable[[], Any]) -> dict[str, float]:
-    """The least processor seconds of each operator of graph mode's step with nothing recomputed."""
+def call_times(loss: Callable[[], Any]) -> dict[str, float]:
+    """The least processor seconds of each call of graph mode's step with nothing recomputed, views among them."""
     import torch
 
     import remat.torch
@@ -165,11 +171,61 @@ def operator_times(loss: Callable[[], Any]) -> dict[str, float]:
     return least
 
 
-def predicted(plan: Any, least: dict[str, float]) -> float:
-    """A plan's extra time, its operators as slow as they were measured."""
-    ops = plan.graph.ops
-    seconds = [least.get(op.name, 0.0) for op in ops]
-    return sum(seconds[op] for op in plan.schedule) / sum(seconds) - 1
+class Programs:
+    """The programs of the plans that are made inside, and how long each is predicted to take.
+
+    Args:
+        least: seconds of each call.
+    """
+
+    def __init__(self, least: dict[str, float]) -> None:
+        from remat.torch.graph_mode.candidate import GraphCandidate
+
+        self._least = least
+        self._seconds: list[float] = []
+        own = GraphCandidate.program
+
+        def program(candidate: GraphCandidate, plan: Any) -> Any:
+            found = own(candidate, plan)
+            # A call that runs again has a name of its own, and what it makes is that of the traced call.
+            names = {id(node.meta["val"]): node.name for node in candidate._joint.graph.nodes if "val" in node.meta}
+            made = [names.get(id(node.meta.get("val"))) for node in _calls_of(found)]
+            self._seconds.append(sum(self._least.get(name, 0.0) for name in made if name is not None))
+            return found
+
+        self._patch = mock.patch.object(GraphCandidate, "program", program)
+
+    def __enter__(self) -> Programs:
+        self._patch.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._patch.stop()
+
+    def seconds_of(self, step: Callable[[], Any]) -> float:
+        """Of the program that a first call makes."""
+        step()
+        return self._seconds[-1]
+
+
+def _calls_of(program: Any) -> list[Any]:
+    return [
+        node
+        for module in (program.forward, program.backward)
+        for node in module.graph.nodes
+        if node.op == "call_function"
+    ]
+
+
+def compiled(loss_of: Callable[[Any], Any], model: Any) -> Callable[[], Any]:
+    """Inductor's step, with its own budget for activations."""
+    import torch
+    import torch._functorch.config
+
+    with torch._functorch.config.patch(activation_memory_budget=0.5):
+        step = torch.compile(lambda: loss_of(model), dynamic=False)
+        step().backward()
+    return step
 
 
 def table(name: str) -> dict[str, Any]:
@@ -192,36 +248,47 @@ def table(name: str) -> dict[str, Any]:
         return loss()
 
     eager().backward()  # What a library imports and looks up at its first call cannot be captured.
-    least = operator_times(eager)
+    least = call_times(eager)
 
     ways: dict[str, Callable[[], Any]] = {"plain": eager}
     models = [model]
     lines: dict[str, dict[str, Any]] = {}
-    for peer, selective in zip(PEERS, (False, True), strict=True):
+    for peer, selective in zip(CHECKPOINTS, (False, True), strict=True):
         models.append(wrapped(model, blocks, selective))
         ways[peer] = partial(loss_of, models[-1])
-    for peer in PEERS:
-        budget = remat.torch.measure(ways[peer], repeats=1).peak_bytes
-
-        def captured() -> Any:
-            return loss()
-
-        try:
-            found = remat.torch.plan(eager, budget=budget, time_limit_s=4)
-        except remat.InfeasibleBudget as error:
-            lines[f"apply, bytes of {peer}"] = {"error": f"smallest {error.minimum_bytes}"}
-        else:
-            ways[f"apply, bytes of {peer}"] = partial(within, remat.torch.apply(found), eager)
-        step = remat.torch.compile(captured, budget=budget, backend="aten", time_limit_s=4)
-        step()
-        plan = step.plan
-        lines[f"graph mode, bytes of {peer}"] = {"roofline": plan.overhead, "predicted": predicted(plan, least)}
-        ways[f"graph mode, bytes of {peer}"] = step
+    with Started() as started:
+        ways[COMPILED] = compiled(loss_of, model)
+    lines[COMPILED] = {"start_s": started.seconds}
 
     def unplanned() -> Any:
         return loss()
 
-    ways["graph mode, nothing recomputed"] = remat.torch.compile(unplanned, budget="100%", backend="aten")
+    with Programs(least) as programs:
+        ways[BARE] = remat.torch.compile(unplanned, budget="100%", backend="aten")
+        with Started() as started:
+            bare_s = programs.seconds_of(ways[BARE])
+        lines[BARE] = {"start_s": started.seconds}
+        for peer in PEERS:
+            for one in models:
+                one.zero_grad()
+            budget = remat.torch.measure(ways[peer], repeats=1).peak_bytes
+
+            def captured() -> Any:
+                return loss()
+
+            try:
+                found = remat.torch.plan(eager, budget=budget, time_limit_s=4)
+            except remat.InfeasibleBudget as error:
+                lines[f"apply, bytes of {peer}"] = {"error": f"smallest {error.minimum_bytes}"}
+            else:
+                ways[f"apply, bytes of {peer}"] = partial(within, remat.torch.apply(found), eager)
+            step = remat.torch.compile(captured, budget=budget, backend="aten", time_limit_s=4)
+            with Started() as started:
+                predicted = programs.seconds_of(step) / bare_s - 1
+            plan = step.plan
+            figures = {"roofline": plan.overhead, "predicted": predicted, "start_s": started.seconds}
+            lines[f"graph mode, bytes of {peer}"] = figures
+            ways[f"graph mode, bytes of {peer}"] = step
 
     def gradients(way: Callable[[], Any]) -> list[Any]:
         for one in models:
@@ -249,12 +316,22 @@ def table(name: str) -> dict[str, Any]:
         lines[way]["step_s"] = statistics.median(own)
         lines[way]["ratio"] = statistics.median(one[way] / one["plain"] for one in rounds)
         if way.startswith("graph mode"):
-            bare = "graph mode, nothing recomputed"
-            lines[way]["extra"] = statistics.median(one[way] / one[bare] for one in rounds) - 1
+            lines[way]["extra"] = statistics.median(one[way] / one[BARE] for one in rounds) - 1
         for one in models:
             one.zero_grad()
         lines[way]["peak_bytes"] = remat.torch.measure(step, repeats=1).peak_bytes
     return {"model": name, "lines": lines}
+
+
+class Started:
+    """Processor seconds of what is done inside."""
+
+    def __enter__(self) -> Started:
+        self._since = time.process_time()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.seconds = time.process_time() - self._since
 
 
 def within(context: Any, loss: Callable[[], Any]) -> Any:
@@ -271,37 +348,40 @@ def written(tables: list[dict[str, Any]]) -> str:
         "",
         f"{where['system']} {where['processor']}, {where['cores']} cores; {versions}.",
         "",
-        "| model | method | peak MiB | against plain | extra: measured | predicted | to the bit |",
-        "|---|---|---|---|---|---|---|",
+        "| model | method | peak MiB | against plain | extra: measured | predicted | to the bit | start, s |",
+        HEAD,
     ]
     for one in tables:
         for name, line in one["lines"].items():
             if "error" in line:
-                text.append(f"| {one['model']} | {name} | refused: {line['error']} | | | | |")
+                text.append(f"| {one['model']} | {name} | refused: {line['error']} | | | | | |")
                 continue
             extra = f"{100 * line['extra']:.1f} %" if "extra" in line else ""
             said = f"{100 * line['predicted']:.1f} %" if "predicted" in line else ""
             same = "yes" if line["same"] else "no"
-            figures = f"{line['peak_bytes'] / 2**20:.2f} | {line['ratio']:.2f} | {extra} | {said} | {same}"
+            start = f"{line['start_s']:.1f}" if "start_s" in line else ""
+            figures = f"{line['peak_bytes'] / 2**20:.2f} | {line['ratio']:.2f} | {extra} | {said} | {same} | {start}"
             text.append(f"| {one['model']} | {name} | {figures} |")
     return "\n".join(text) + "\n"
 
 
 def main() -> None:
-    if len(sys.argv) > 1:
-        print(json.dumps(table(sys.argv[1])))
+    if sys.argv[1:2] == ["--one"]:
+        print(json.dumps(table(sys.argv[2])))
         return
-    tables = []
-    for name in MODELS:
-        command = [sys.executable, "-m", "benchmarks.peers.torch_graph_mode", name]
+    file = RESULTS / "torch-graph-mode.json"
+    tables = {one["model"]: one for one in json.loads(file.read_text())["tables"]} if file.exists() else {}
+    for name in sys.argv[1:] or MODELS:
+        command = [sys.executable, "-m", "benchmarks.peers.torch_graph_mode", "--one", name]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
-            print(f"{name} fails: {done.stderr[-500:]}", flush=True)
+            print(f"{name} fails: {done.stderr[-1500:]}", flush=True)
             continue
-        tables.append(json.loads(done.stdout.splitlines()[-1]))
-        print(written(tables[-1:]).partition("|---|---|---|---|---|---|---|\n")[2], flush=True)
-    (RESULTS / "torch-graph-mode.json").write_text(json.dumps({"title": TITLE, "tables": tables}, indent=1) + "\n")
-    (RESULTS / "torch-graph-mode.md").write_text(written(tables))
+        tables[name] = json.loads(done.stdout.splitlines()[-1])
+        print(written([tables[name]]).partition(f"{HEAD}\n")[2], flush=True)
+        found = [tables[model] for model in MODELS if model in tables]
+        file.write_text(json.dumps({"title": TITLE, "tables": found}, indent=1) + "\n")
+        file.with_suffix(".md").write_text(written(found))
 
 
 if __name__ == "__main__":

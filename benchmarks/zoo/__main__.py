@@ -3,7 +3,8 @@
     python -m benchmarks.zoo [--frameworks jax,torch] [--only gru,decoder] [--again]   # from the project's root
 
 Writes ``benchmarks/results/zoo-<framework>.json`` after each model, and ``.md`` of it. A model that stands in the file
-is left out, unless ``--again`` is given or other versions are installed.
+is left out, unless ``--again`` is given or other versions are installed. Models of timm, torchvision, diffusers and
+keras-hub need these packages: ``torch/vision.py``, ``torch/diffusion.py`` and ``keras/hub.py`` say which.
 """
 
 from __future__ import annotations

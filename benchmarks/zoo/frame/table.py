@@ -10,6 +10,9 @@ HEAD: Final = (
     "|---|---|---|---|---|---|---|---|"
 )
 
+_TELLING: Final = ("more than the budget of", "over its budget", "the allocator's rounding may take it to")
+"""Of remat's warnings, parts of those that say that a budget was broken, or may be."""
+
 
 def as_markdown(framework: str, records: Sequence[dict[str, Any]], where: str) -> str:
     """The whole page.
@@ -30,7 +33,7 @@ def summary(records: Sequence[dict[str, Any]]) -> str:
     lines = [line for record in records for line in record.get("lines", [])]
     planned = [line for line in lines if line["method"].startswith("remat")]
     over = sum(bool(line.get("is_over")) for line in planned)
-    silent = sum(bool(line.get("is_over")) and not line.get("said") for line in planned)
+    silent = sum(bool(line.get("is_over")) and not _is_told(line) for line in planned)
     refused = sum(line.get("error", "").startswith("refused") for line in planned if "bytes of" in line["method"])
     broken = sum("error" in line and not line["error"].startswith("refused") for line in planned)
     failed = sum("error" in record for record in records)
@@ -68,4 +71,9 @@ def _row(line: dict[str, Any], plain_bytes: int) -> str:
 def _over(line: dict[str, Any]) -> str:
     if not line["is_over"]:
         return ""
-    return f" ({line['of_budget']:.1%} of the budget, {'told' if line['said'] else 'without a word'})"
+    return f" ({line['of_budget']:.1%} of the budget, {'told' if _is_told(line) else 'without a word'})"
+
+
+def _is_told(line: dict[str, Any]) -> bool:
+    """Did a warning say that the budget was broken, or that it may be?"""
+    return any(words in line.get("said", "") for words in _TELLING)

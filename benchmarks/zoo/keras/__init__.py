@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from benchmarks.zoo.frame import heap
-from benchmarks.zoo.keras.models import MODELS
+from benchmarks.zoo.frame.subject import Models
+from benchmarks.zoo.keras import hub, models
+
+MODELS: Final[Models] = {**models.MODELS, **hub.MODELS}
 
 
 def environment(backend: str) -> dict[str, str]:

@@ -24,14 +24,14 @@ class KerasModel(Subject):
 
     Args:
         make: builds the model; random weights come from a fixed seed.
-        x: of a batch.
+        x: of a batch, or several of them by name.
         y: its classes.
         policy: the dtype policy to build under.
     """
 
     peers = (SCOPE,)
 
-    def __init__(self, make: Callable[[], Any], x: Array, y: Array, policy: str = "float32") -> None:
+    def __init__(self, make: Callable[[], Any], x: Array | dict[str, Array], y: Array, policy: str = "float32") -> None:
         self._make, self._x, self._y, self._policy = make, x, y, policy
 
     def peer(self, method: str) -> Prepared:
@@ -85,6 +85,7 @@ class KerasModel(Subject):
             step()
             first_s = time.process_time() - started
             from_the_start()
+            step()  # Variables share the memory of the arrays that they were set from until they are written anew.
             peak_bytes = most_in(step) + sum(value.nbytes for value in start)
         plan = None if budget is None else remat.keras.plan_of(model)
         return Prepared(

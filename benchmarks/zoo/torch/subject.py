@@ -18,22 +18,63 @@ from benchmarks.zoo.frame.subject import Array, Prepared, Subject
 
 CHECKPOINTING: Final = "the library's checkpointing"
 
+Loss = Callable[[Any, Mapping[str, Any]], torch.Tensor]
+"""The scalar loss of a module and a batch."""
+
+Switch = Callable[[Any, bool], None]
+"""Turns a library's own checkpointing of a module on or off; raises where the module has none."""
+
+
+def own_loss(module: Any, batch: Mapping[str, Any]) -> torch.Tensor:
+    """The loss that models of transformers make themselves."""
+    loss: torch.Tensor = module(**batch).loss
+    return loss
+
+
+def transformers_checkpointing(module: Any, on: bool) -> None:
+    """Checkpointing of transformers: each layer of a stack.
+
+    Raises:
+        ValueError: the model has none.
+    """
+    if not getattr(module, "supports_gradient_checkpointing", False):
+        raise ValueError("no checkpointing")
+    if on:
+        module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    else:
+        module.gradient_checkpointing_disable()
+
 
 class TorchModel(Subject):
     """A module of a library.
 
     Args:
         make: builds the module; random weights come from a fixed seed.
-        batch: its keyword arguments, the labels among them.
+        batch: what the loss reads, the labels among it.
+        loss: of the module and the batch.
+        checkpointing: the library's own.
     """
 
-    def __init__(self, make: Callable[[], Any], batch: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        make: Callable[[], Any],
+        batch: Mapping[str, Any],
+        loss: Loss = own_loss,
+        checkpointing: Switch = transformers_checkpointing,
+    ) -> None:
         torch.manual_seed(0)
         self._module = make().train()
         self._batch = dict(batch)
+        self._loss = loss
+        self._switch = checkpointing
         self._start = {name: value.clone() for name, value in self._module.state_dict().items()}
-        has_one = getattr(self._module, "supports_gradient_checkpointing", False)
-        self.peers = (CHECKPOINTING,) if has_one else ()
+        try:
+            checkpointing(self._module, True)
+            checkpointing(self._module, False)
+        except (ValueError, AssertionError):  # A model without checkpointing says so, each library in its own way.
+            self.peers = ()
+        else:
+            self.peers = (CHECKPOINTING,)
 
     def peer(self, method: str) -> Prepared:
         """The plain step, or the one under the library's own checkpointing."""
@@ -42,17 +83,17 @@ class TorchModel(Subject):
     def planned(self, budget: int | str) -> Prepared:
         """The step under ``remat.torch.apply``: its first run is what ``peak_bytes`` says."""
         started = time.process_time()
-        plan = remat.torch.plan(_loss, self._module, self._batch, budget=budget)
+        plan = remat.torch.plan(self._loss, self._module, self._batch, budget=budget)
         planning_s = time.process_time() - started
         return self._prepared(lambda: remat.torch.apply(plan), nullcontext, plan, planning_s)
 
     @contextlib.contextmanager
     def _checkpointing(self) -> Iterator[None]:
-        self._module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self._switch(self._module, True)
         try:
             yield
         finally:
-            self._module.gradient_checkpointing_disable()
+            self._switch(self._module, False)
 
     def _prepared(
         self,
@@ -66,7 +107,7 @@ class TorchModel(Subject):
         def step() -> None:
             with around():
                 with under:
-                    loss = _loss(self._module, self._batch)
+                    loss = self._loss(self._module, self._batch)
                 loss.backward()
 
         def run() -> None:
@@ -112,8 +153,3 @@ class TorchModel(Subject):
             if isinstance(tensor, torch.Tensor)
         }
         return sum(storages.values())
-
-
-def _loss(module: Any, batch: Mapping[str, Any]) -> torch.Tensor:
-    loss: torch.Tensor = module(**batch).loss
-    return loss
