@@ -1,8 +1,12 @@
-"""The lever "update": updates inside of the backward pass, to the bit those of ``optimizer.step()``."""
+"""The lever "update": updates inside of the backward pass, to the bit those of ``optimizer.step()``.
+
+In eager mode and in graph mode alike.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 
 import pytest
 import torch
@@ -16,6 +20,8 @@ from remat.torch import _private
 
 WIDTH, WORDS = 64, 100
 LEVERS = ("recompute", "update")
+
+BOTH_MODES = pytest.mark.parametrize("mode", ["eager", "graph"])
 
 
 class Block(nn.Module):
@@ -58,7 +64,17 @@ class Run:
     """Some steps of training, plainly or within a budget."""
 
     def __init__(
-        self, make_optimizer=adam, batch=1, *, layers=1, levers=None, budget="100%", before=None, steps=3, **options
+        self,
+        make_optimizer=adam,
+        batch=1,
+        *,
+        layers=1,
+        levers=None,
+        mode="eager",
+        budget="100%",
+        before=None,
+        steps=3,
+        **options,
     ):
         self.model = Language(layers)
         self.optimizer = make_optimizer(self.model.parameters())
@@ -66,19 +82,27 @@ class Run:
             before(self.optimizer)
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.5)
         self.tokens = torch.arange(batch * 8).remainder(WORDS).view(batch, 8)
-        self.plan = self.applied = None
-        if levers is not None:
-            self.plan = remat.torch.plan(
-                self.loss, budget=budget, optimizer=self.optimizer, levers=levers, planner="peak_greedy", **options
-            )
-            self.applied = remat.torch.apply(self.plan)
+        self.applied = self.compiled = None
+        options |= {"budget": budget, "optimizer": self.optimizer, "levers": levers, "planner": "peak_greedy"}
+        if levers is not None and mode == "graph":
+            self.compiled = remat.torch.compile(self.loss, backend="aten", **options)
+        elif levers is not None:
+            self.applied = remat.torch.apply(remat.torch.plan(self.loss, **options))
         for _ in range(steps):
             self.step()
+
+    @property
+    def plan(self):
+        plan = (self.applied or self.compiled).plan
+        assert plan.mode == ("eager" if self.compiled is None else "graph")
+        return plan
 
     def loss(self):
         return F.cross_entropy(self.model(self.tokens).flatten(0, 1), self.tokens.flatten())
 
     def forward(self):
+        if self.compiled is not None:
+            return self.compiled()
         if self.applied is None:
             return self.loss()
         with self.applied:
@@ -129,41 +153,44 @@ QUICK = ("Adam", "AdamW", "SGD")
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.thorough) for name in OPTIMIZERS]
 )
-def test_an_update_alone_is_that_of_the_step(name):
+@BOTH_MODES
+def test_an_update_alone_is_that_of_the_step(name, mode):
     """Over several steps, with the state of each parameter and of its optimizer."""
     runs = []
     for levers in (None, ("update",)):
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
         optimizer = getattr(torch.optim, name)(model.parameters(), **OPTIMIZERS[name])
-        train(model, torch.linspace(-1, 1, 16).view(1, 16), optimizer, levers)
+        train(model, torch.linspace(-1, 1, 16).view(1, 16), optimizer, levers, mode)
         state = [v for p in model.parameters() for _, v in sorted(optimizer.state[p].items())]
         runs.append([*model.parameters(), *(v for v in state if isinstance(v, torch.Tensor))])
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
-def train(model, x, optimizer, levers):
-    """Some steps; where there are levers, within a plan, which is returned."""
-    plan, planned = None, contextlib.nullcontext()
-    if levers is not None:
-        plan = remat.torch.plan(lambda: model(x).square().mean(), budget="100%", optimizer=optimizer, levers=levers)
-        planned = remat.torch.apply(plan)
-        assert plan.early, "nothing is updated early"
+def train(model, x, optimizer, levers, mode):
+    """Some steps; where there are levers, within a plan. The parameters that were updated early."""
+    run, planned, early = lambda: model(x).square().mean(), contextlib.nullcontext(), []
+    options = {"budget": "100%", "optimizer": optimizer, "levers": levers}
+    if levers is not None and mode == "graph":
+        run = remat.torch.compile(run, backend="aten", **options)
+    elif levers is not None:
+        planned = remat.torch.apply(remat.torch.plan(run, **options))
     for _ in range(3):
         with planned:
-            loss = model(x).square().mean()
+            loss = run()
         loss.backward()
-        early = [] if plan is None else plan.early
-        assert all(type(parameter.grad).__name__ == "SpentGradient" for parameter in early)
+        early = [p for p in model.parameters() if type(p.grad).__name__ == "SpentGradient"]
+        assert bool(early) == (levers is not None)
         optimizer.step()
         assert all(parameter.grad is None for parameter in early)
         optimizer.zero_grad()
-    return plan
+    return early
 
 
-def test_the_peak_falls_by_nearly_the_gradients():
+@BOTH_MODES
+def test_the_peak_falls_by_nearly_the_gradients(mode):
     """Tied weights, a frozen and an unused parameter, a scheduler: all as in plain training."""
-    plain, early = Run(layers=5), Run(layers=5, levers=LEVERS)
+    plain, early = Run(layers=5), Run(layers=5, levers=LEVERS, mode=mode)
 
     assert same(plain, early)
     assert torch.equal(early.model.unused, torch.ones(3))
@@ -179,19 +206,20 @@ def test_the_peak_falls_by_nearly_the_gradients():
 
 
 @pytest.mark.thorough
-def test_recomputations_beside_early_updates():
+@BOTH_MODES
+def test_recomputations_beside_early_updates(mode):
     plain = Run(layers=4, batch=12)
-    alone = Run(layers=4, batch=12, levers=("update",))
+    alone = Run(layers=4, batch=12, levers=("update",), mode=mode)
     budget = int(0.93 * alone.plan.peak_bytes)
-    early = Run(layers=4, batch=12, levers=LEVERS, budget=budget)
+    early = Run(layers=4, batch=12, levers=LEVERS, budget=budget, mode=mode)
 
     assert same(plain, early)
     assert early.plan.recomputed > 0
-    assert not early.applied.departures
+    assert mode == "graph" or not early.applied.departures
     assert early.measured() <= budget
     assert early.plan.peak_bytes == pytest.approx(early.measured(), rel=0.01)
     with pytest.raises(remat.InfeasibleBudget, match="nothing recomputed, as levers= asks for"):
-        Run(layers=4, batch=12, levers=("update",), budget=budget)
+        Run(layers=4, batch=12, levers=("update",), budget=budget, mode=mode)
 
 
 def clipping(optimizer):
@@ -203,15 +231,17 @@ def clipping(optimizer):
     optimizer.register_step_pre_hook(clip)
 
 
-def test_clipping_before_each_step_binds():
-    plain, bound = Run(before=clipping), Run(before=clipping, levers=LEVERS)
+@BOTH_MODES
+def test_clipping_before_each_step_binds(mode):
+    plain, bound = Run(before=clipping), Run(before=clipping, levers=LEVERS, mode=mode)
 
     assert same(plain, bound)
-    assert not bound.plan.early
+    assert not bound.plan.update.moved
     assert "clip" in bound.plan.update.bound_by
     assert bound.plan.update.waiting_bytes == pytest.approx(bound.gradient_bytes, rel=0.01)
     assert "of gradients wait for clipping.<locals>.clip" in str(bound.plan)
-    assert bound.measured() == pytest.approx(plain.measured(), rel=0.01)
+    if mode == "eager":
+        assert bound.measured() == pytest.approx(plain.measured(), rel=0.01)
 
 
 def test_gradients_of_earlier_pieces_bind():
@@ -237,8 +267,9 @@ def test_gradients_of_earlier_pieces_bind():
         pytest.param(lambda run: scaled(run.optimizer), id="a gradient scaler"),
     ],
 )
-def test_whoever_reads_a_spent_gradient_is_told(read):
-    run = Run(levers=LEVERS)
+@BOTH_MODES
+def test_whoever_reads_a_spent_gradient_is_told(read, mode):
+    run = Run(levers=LEVERS, mode=mode, steps=0)
     run.forward().backward()
 
     with pytest.raises(
@@ -253,16 +284,18 @@ def scaled(optimizer):
     scaler.unscale_(optimizer)
 
 
-def test_a_step_that_runs_the_backward_pass_is_refused():
-    run = Run(levers=LEVERS)
+@BOTH_MODES
+def test_a_step_that_runs_the_backward_pass_is_refused(mode):
+    run = Run(levers=LEVERS, mode=mode, steps=1)
     with pytest.raises(remat.UnsupportedStep, match=r"step\(closure\)"):
         run.optimizer.step(lambda: None)
 
 
-def test_hooks_of_the_optimizer_and_its_state():
+@BOTH_MODES
+def test_hooks_of_the_optimizer_and_its_state(mode):
     """One call of each hook a step, and a state that an equal optimizer takes."""
     calls = []
-    run = Run(levers=LEVERS)
+    run = Run(levers=LEVERS, mode=mode)
     run.optimizer.register_step_post_hook(lambda *_: calls.append("after"))
     run.step()
     assert calls == ["after"]
@@ -272,10 +305,11 @@ def test_hooks_of_the_optimizer_and_its_state():
     assert steps == {4.0}
 
 
-def test_other_backward_passes_are_left_alone():
-    run = Run(levers=LEVERS)
+@BOTH_MODES
+def test_other_backward_passes_are_left_alone(mode):
+    run = Run(levers=LEVERS, mode=mode)
     before = run.model.head.weight.detach().clone()
-    run.loss().backward()  # Outside of ``apply``.
+    run.loss().backward()  # Outside of ``apply``, or of what ``compile`` returned.
     assert torch.equal(run.model.head.weight, before)
     assert run.model.head.weight.grad.abs().sum() > 0
 
@@ -292,54 +326,203 @@ class ReadLate(nn.Module):
         return self.free(x @ (self.low @ self.high.detach())) @ self.high
 
 
-def test_a_parameter_that_is_read_after_its_gradient_waits():
+@BOTH_MODES
+def test_a_parameter_that_is_read_after_its_gradient_waits(mode):
+    """In eager mode for the optimizer's step, in graph mode for the last read."""
     runs = []
     for levers in (None, LEVERS):
         torch.manual_seed(0)
         module, x = ReadLate(), torch.linspace(0, 1, 16).view(2, 8)
-        plan = train(module, x, torch.optim.SGD(module.parameters(), lr=0.1), levers)
-        if plan is not None:
-            assert not any(one is module.high for one in plan.early)
-            assert any(one is module.low for one in plan.early)
+        early = train(module, x, torch.optim.SGD(module.parameters(), lr=0.1), levers, mode)
+        if levers is not None:
+            assert any(one is module.high for one in early) == (mode == "graph")
+            assert any(one is module.low for one in early)
         runs.append(list(module.parameters()))
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
-def test_two_parameters_in_one_storage_wait():
+@BOTH_MODES
+def test_two_parameters_in_one_storage_wait(mode):
     one = nn.Linear(8, 8, bias=False)
     other = nn.Linear(8, 8, bias=False)
     other.weight.data = one.weight.data
     optimizer = torch.optim.SGD([one.weight, other.weight], lr=0.1)
-    plan = remat.torch.plan(
-        lambda x: other(one(x)).square().mean(), torch.rand(2, 8), budget="100%", optimizer=optimizer, levers=LEVERS
-    )
-    assert not plan.early
+    x = torch.rand(2, 8)
+    options = {"budget": "100%", "optimizer": optimizer, "levers": LEVERS}
+    if mode == "graph":
+        compiled = remat.torch.compile(lambda: other(one(x)).square().mean(), backend="aten", **options)
+        compiled().backward()
+        assert type(one.weight.grad) is torch.Tensor
+        assert not compiled.plan.update.moved
+    else:
+        assert not remat.torch.plan(lambda: other(one(x)).square().mean(), **options).early
 
 
-def test_a_plan_from_a_file(tmp_path):
-    early = Run(levers=LEVERS, steps=0)
+@pytest.mark.thorough
+def test_smallest_peaks_with_slices_and_early_updates():
+    """Each lever more makes the smallest peak no larger, the optimizer's step counted."""
+
+    def trained(levers):
+        torch.manual_seed(0)
+        block = nn.TransformerEncoderLayer(64, 2, 256, dropout=0.0, batch_first=True)
+        head = nn.Linear(64, 4000)
+        model = nn.Sequential(nn.Embedding(4000, 64), nn.TransformerEncoder(block, 2, enable_nested_tensor=False), head)
+        optimizer = adam(model.parameters())
+        words = torch.arange(256).remainder(97).view(2, 128)
+
+        def loss():
+            return F.cross_entropy(model(words).flatten(0, 1), words.flatten())
+
+        run, plan = loss, None
+        if levers is not None:
+            options = {"backend": "aten", "levers": levers, "optimizer": optimizer, "planner": "peak_greedy"}
+            with pytest.raises(remat.InfeasibleBudget) as error:
+                remat.torch.compile(loss, budget=1, **options)()
+            run = remat.torch.compile(loss, budget=error.value.minimum_bytes, **options)
+
+        def step():
+            run().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for _ in range(2):
+            step()
+        peak_bytes = remat.torch.measure(step, repeats=1).peak_bytes
+        if levers is not None:
+            plan = run.plan
+            assert plan.measured_peak_bytes <= 1.001 * plan.budget_bytes
+            assert "update" not in levers or peak_bytes <= 1.001 * plan.budget_bytes
+        return list(model.parameters()), peak_bytes, plan
+
+    expected, plain_bytes, _ = trained(None)
+    recomputed, recomputed_bytes, _ = trained(("recompute",))
+    both, both_bytes, plan = trained(LEVERS)
+    assert all(torch.equal(a, b) for a, b in zip(expected, recomputed, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(expected, both, strict=True))
+    assert both_bytes <= 1.001 * recomputed_bytes < plain_bytes
+    assert plan.update is not None
+
+    split, split_bytes, plan = trained(("recompute", "split", "update"))
+    assert all(torch.allclose(a, b, rtol=1e-3, atol=1e-4) for a, b in zip(expected, split, strict=True))
+    assert plan.split is not None
+    assert plan.update.moved > 0
+    assert split_bytes < 0.7 * both_bytes
+
+
+class Gated(nn.Module):
+    """A gate made with ``high`` is read, to differentiate ``low``, after the gradient of ``high`` is there."""
+
+    def __init__(self):
+        super().__init__()
+        self.low, self.high = nn.Linear(32, 32), nn.Linear(32, 32, bias=False)
+
+    def forward(self, x):
+        gate = self.high(x).sigmoid().detach()
+        for _ in range(3):
+            x = torch.tanh(self.low(x) * gate)
+        return self.high(x)
+
+
+def mean_square(module, x):
+    return module(x).square().mean()
+
+
+def test_what_is_recomputed_never_reads_what_was_updated():
+    runs = []
+    for limited in (False, True):
+        torch.manual_seed(0)
+        module, x = Gated(), torch.linspace(-1, 1, 512 * 32).view(512, 32)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+        options = {"optimizer": optimizer, "levers": LEVERS, "planner": "peak_greedy"}
+        step = functools.partial(mean_square, module, x)
+        if limited:
+            step = remat.torch.compile(step, backend="aten", budget="90%", **options)
+        for _ in range(2):
+            step().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        runs.append(list(module.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+    plan = step.plan
+    assert plan.recomputed > 0
+    assert plan.update.moved == 3
+    graph, updated = plan.graph, set()
+    for op in plan.schedule:
+        assert not updated & {graph.tensors[number].name for number in graph.ops[op].inputs}
+        if graph.ops[op].kind == "update":
+            updated.add(graph.ops[op].name.removeprefix("update of "))
+    assert updated == {name for name, _ in module.named_parameters()}
+    # The product that makes the gate, and the one at the end.
+    (high,) = (number for number in graph.inputs if graph.tensors[number].name == "high.weight")
+    of_high = [graph.ops[index] for index in graph.readers[high]]
+    assert [op.recomputable for op in of_high if op.phase == "forward"] == [False, True]
+
+
+@BOTH_MODES
+def test_a_plan_from_a_file(tmp_path, mode):
+    early = Run(levers=LEVERS, steps=int(mode == "graph"), mode=mode)
     early.plan.save(tmp_path / "plan.json", early.plan.graph)
     loaded, graph = load_plan_and_graph(tmp_path / "plan.json")
-    again = remat.torch.plan(early.loss, plan=loaded, optimizer=early.optimizer)
+    beside = early.plan.peak_bytes - remat.simulate(graph, loaded.schedule).peak_bytes
+    slots = [slot for state in early.optimizer.state.values() for slot in state.values()]
+    unused_bytes = 2 * early.model.unused.nbytes + 4  # Its slots would be made, were it used.
+    assert beside == (sum(slot.nbytes for slot in slots) + unused_bytes if mode == "graph" else 0)
+    if mode == "graph":
+        again = Run(levers=LEVERS, mode=mode, steps=0)
+        again.compiled = remat.torch.compile(again.loss, backend="aten", plan=loaded, optimizer=again.optimizer)
+        again.step()
+        assert same(early, again)
+    else:
+        assert len(remat.torch.plan(early.loss, plan=loaded, optimizer=early.optimizer).early) == len(early.plan.early)
+        again = Run(steps=0)
+        again.applied = remat.torch.apply(remat.torch.plan(again.loss, plan=loaded, optimizer=again.optimizer))
+    assert again.plan.peak_bytes == early.plan.peak_bytes
+    assert again.plan.update == early.plan.update
 
-    assert remat.simulate(graph, loaded.schedule).peak_bytes == early.plan.peak_bytes == again.peak_bytes
-    assert again.update == early.plan.update
-    assert len(again.early) == len(early.plan.early)
 
-
-def test_a_function_that_returns_a_loss():
-    """``limit_memory`` runs such a step in eager mode."""
+@pytest.mark.parametrize("mode", ["eager", "graph", "auto"])
+def test_a_function_that_returns_a_loss(mode):
     plain, early = Run(), Run()
-    early.applied = None
-    early.loss = remat.torch.limit_memory(early.loss, "100%", optimizer=early.optimizer, levers=("update",))
+    options = {"optimizer": early.optimizer, "levers": ("update",), "mode": mode}
+    early.loss = remat.torch.limit_memory(early.loss, "100%", **options)
     plain.step()
     early.step()
     plain.step()
     early.step()
     assert same(plain, early)
     (plan,) = early.loss.plans
-    assert (plan.mode, plan.measured_peak_bytes) == ("eager", pytest.approx(plan.peak_bytes, rel=0.01))
+    assert plan.mode == ("eager" if mode == "eager" else "graph")
+    assert plan.measured_peak_bytes == pytest.approx(plan.peak_bytes, rel=0.01)
     assert plan.update.saved_bytes > 0
+
+
+def test_a_function_that_cannot_be_captured_updates_early_in_eager_mode():
+    plain, early = Run(), Run()
+    whole = early.loss
+
+    def broken():
+        torch._dynamo.graph_break()
+        return whole()
+
+    early.loss = remat.torch.limit_memory(broken, "100%", optimizer=early.optimizer, levers=LEVERS)
+    for _ in range(2):
+        plain.step()
+        early.step()
+    assert same(plain, early)
+    (plan,) = early.loss.plans
+    assert plan.mode == "eager"
+    assert plan.update.moved > 0
+
+
+def test_a_hook_of_a_parameter_sees_its_gradient():
+    runs, seen = [], []
+    for levers in (None, LEVERS):
+        run = Run(levers=levers, mode="graph", steps=0)
+        run.model.head.weight.register_hook(lambda gradient: seen.append(gradient.clone()) or 2 * gradient)
+        run.step()
+        runs.append(run)
+    assert same(*runs)
+    assert torch.equal(seen[0], seen[-1])  # Planning calls it as well.
 
 
 class OwnStep(torch.optim.SGD):
@@ -369,22 +552,13 @@ def test_optimizers_that_are_refused(make, message):
             lambda f, o: remat.torch.plan(f, levers=("split",)), "eager step cannot run in slices", id="split"
         ),
         pytest.param(
-            lambda f, o: remat.torch.compile(f, backend="aten", optimizer=o, levers=LEVERS),
-            "does not have the lever 'update'",
-            id="graph mode",
+            lambda f, o: remat.torch.compile(f, backend="aten", levers=LEVERS), "give optimizer=", id="none to capture"
         ),
         pytest.param(
-            lambda f, o: remat.torch.limit_memory(f, mode="graph", optimizer=o, levers=LEVERS),
-            "all gradients arrive together",
-            id="limited in graph mode",
+            lambda f, o: remat.torch.compile(f, levers=LEVERS), 'levers= .*needs backend="aten"', id="Inductor"
         ),
         pytest.param(
             lambda f, o: remat.torch.limit_memory(f, mode="eager", levers=("split",)), "needs graph mode", id="eager"
-        ),
-        pytest.param(
-            lambda f, o: remat.torch.limit_memory(f, optimizer=o, levers=("split", "update")),
-            "leave one out",
-            id="both",
         ),
     ],
 )

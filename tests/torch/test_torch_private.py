@@ -264,3 +264,14 @@ def test_what_a_call_allocates():
     with torch.profiler.profile(profile_memory=True) as profiled, torch.no_grad():
         assert _private.allocations(lambda: x + x) == [4000]
     assert not any(event.name == "aten::add" for event in profiled.events())
+
+
+def test_hooks_on_the_gradient_of_a_leaf_are_seen():
+    hooks = torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook
+    for register in hooks:
+        leaf = torch.nn.Parameter(torch.ones(2))
+        assert not _private.has_gradient_hooks(leaf)
+        handle = register(leaf, lambda _: None)
+        assert _private.has_gradient_hooks(leaf)
+        handle.remove()
+        assert not _private.has_gradient_hooks(leaf)

@@ -525,3 +525,9 @@ def wrapper_like(kind: Any, tensor: torch.Tensor) -> Any:
     return torch.Tensor._make_wrapper_subclass(
         kind, tensor.shape, strides=tensor.stride(), dtype=tensor.dtype, device=tensor.device
     )
+
+
+def has_gradient_hooks(tensor: torch.Tensor) -> bool:
+    """Does anybody look at the gradient of a leaf, before it is added to ``grad`` or after?"""
+    hooks: tuple[Any, ...] = (tensor._backward_hooks, tensor._post_accumulate_grad_hooks)
+    return any(hooks)

@@ -7,8 +7,9 @@ Who reads it (clipping, a gradient scaler, a second backward pass that adds to i
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final
 
 import torch
@@ -58,12 +59,30 @@ def update_alone(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> N
         optimizer: one that ``check_optimizer`` lets through.
         parameter: one of its parameters, with a gradient.
     """
-    group = next(group for group in optimizer.param_groups if any(one is parameter for one in group["params"]))
+    update_of(optimizer, {parameter: parameter})()
+
+
+def update_of(
+    optimizer: torch.optim.Optimizer, targets: Mapping[torch.Tensor, torch.Tensor], state: Any = None
+) -> Callable[[], Any]:
+    """What runs the optimizer's update of some parameters, without any hooks.
+
+    Args:
+        optimizer: one that ``check_optimizer`` lets through.
+        targets: what is updated as each of these parameters is: the parameter itself, say.
+        state: a dictionary in place of the optimizer's own state.
+    """
     # Another object with the same state: the optimizer's own groups may be read by another thread meanwhile.
     alone: Any = object.__new__(type(optimizer))
     alone.__dict__.update(optimizer.__dict__)
-    alone.param_groups = [{**group, "params": [parameter]}]
-    _private.step_without_hooks(type(optimizer))(alone)
+    groups = [
+        {**group, "params": [targets[one] for one in group["params"] if one in targets]}
+        for group in optimizer.param_groups
+    ]
+    alone.param_groups = [group for group in groups if group["params"]]
+    if state is not None:
+        alone.state = state
+    return functools.partial(_private.step_without_hooks(type(optimizer)), alone)
 
 
 class SpentGradient(torch.Tensor):
@@ -118,6 +137,12 @@ class EarlyUpdater:
         optimizer = self._optimizer()
         if id(parameter) not in self._armed or optimizer is None:
             return
+        self.update(parameter)
+
+    def update(self, parameter: torch.Tensor) -> None:
+        """Update a parameter whose gradient is there, and let go of the gradient."""
+        optimizer = self._optimizer()
+        assert optimizer is not None, "whoever asks for an update holds the optimizer"
         update_alone(optimizer, parameter)
         parameter.grad = SpentGradient(parameter)
         self._spent.append(parameter)

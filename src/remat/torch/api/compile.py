@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -17,9 +17,9 @@ from remat.core.errors import RematError, UnsupportedStep
 from remat.core.graph import Graph
 from remat.core.labels import shown_path
 from remat.core.plan import Plan
-from remat.fit.request import Request
+from remat.fit.request import WHOLE_STEP_LEVERS, Request
 from remat.torch.api.eager_limit import eagerly, loss_in
-from remat.torch.api.plan import StepPlan
+from remat.torch.api.plan import EAGER_LEVERS, StepPlan
 from remat.torch.trace.trace import trace
 
 if TYPE_CHECKING:
@@ -76,8 +76,8 @@ def compile(
         plan: with ``backend="aten"``: a plan made earlier for the same step, loaded from a file say, in place of a
             budget.
         backend: what runs the plan.
-        optimizer: with ``backend="aten"``: its state counts as resident. Its update is no part of the plan, and it is
-            not changed.
+        optimizer: with ``backend="aten"``: its state counts as resident. Its update is a part of the plan only with the
+            lever "update".
         accumulates: with ``backend="aten"``: do gradients exist already when the step starts, as they do for every
             micro-batch but the first? They count beside the new ones, which arrive together at the end of the step.
         strict: with ``backend="aten"``: raise an error where a step takes more than the budget also after it was
@@ -90,7 +90,10 @@ def compile(
         levers: with ``backend="aten"``: what a plan may do. "recompute" runs operators again. "split" runs the widest
             region of the step in slices, the head of a language model from its logits to their gradients say; sums over
             slices are made in another order, so that numbers differ by rounding. A split is used where it is predicted
-            to take less time, or where nothing else keeps the budget.
+            to take less time, or where nothing else keeps the budget. "update", with ``optimizer=``, runs the update of
+            each parameter inside of the backward pass, as soon as its gradient is there and its old values are no
+            longer needed, and lets go of the gradient: the same numbers to the bit. ``optimizer.step()`` stays in the
+            loop, and does what is left to do. The plan says what forbids it.
         **options: passed on to the planner.
 
     Returns:
@@ -98,18 +101,17 @@ def compile(
 
     Raises:
         InvalidBudget: if the budget cannot be read.
-        ValueError: for another backend, for both a budget and a plan, for unknown levers, and for what only the other
-            backend takes.
+        ValueError: for another backend, for both a budget and a plan, for unknown levers, for "update" without an
+            optimizer, and for what only the other backend takes.
+        UnsupportedStep: with the lever "update", for an optimizer that does not update each parameter by itself, and
+            in several processes.
     """
     if backend not in ("inductor", "aten"):
         raise ValueError(f'backend={backend!r} is unknown; it is "inductor" or "aten"')
-    if "update" in levers:
-        raise ValueError(
-            "the gradients of a captured step arrive together, so that remat.torch.compile does not have the lever "
-            "'update'; use remat.torch.limit_memory or remat.torch.plan with it, whose steps run eagerly"
-        )
     request = Request(budget, plan, planner=planner, time_limit_s=time_limit_s, options=options, levers=tuple(levers))
-    request = request.check("remat.torch.compile", takes_auto=False)
+    request = request.check("remat.torch.compile", takes_auto=False, takes_levers=WHOLE_STEP_LEVERS)
+    if "update" in request.levers and optimizer is None and backend == "aten":
+        raise ValueError("the lever 'update' of remat.torch.compile runs updates of an optimizer: give optimizer=")
     if not request.plans:
         request = dataclasses.replace(request, budget="60%")
     if backend == "aten":
@@ -169,7 +171,7 @@ class GraphCompiled:
         strict: bool = False,
         first_share: bool = False,
     ) -> None:
-        from remat.torch.graph_mode import capture, data_parallel  # They import Dynamo, which takes seconds.
+        from remat.torch.graph_mode import capture, data_parallel, taken_gradients  # Dynamo takes seconds to import.
 
         self.plans: list[GraphPlan | StepPlan] = []
         self.reason: str | None = None
@@ -180,6 +182,11 @@ class GraphCompiled:
         self._strict = strict
         self._capture = capture
         self._reducers = data_parallel.Reducers(fn)
+        early = None
+        moves_updates = "update" in request.levers or (request.plan is not None and request.plan.update is not None)
+        if beside.optimizer is not None and moves_updates:
+            early = taken_gradients.EarlyUpdates(beside.optimizer, accumulates=beside.accumulates)
+        self._early = early
         self._captured = capture.Captured(
             fn,
             request,
@@ -188,7 +195,8 @@ class GraphCompiled:
             self.plans,
             strict=strict,
             first_share=first_share,
-            takers_for=self._reducers.takers_for,
+            takers_for=self._takers_for,
+            early=early,
         )
         self._eager: Callable[..., Any] | None = None
         self._in_pieces: Callable[..., Any] | None = None
@@ -230,6 +238,10 @@ class GraphCompiled:
         found = self._beside.resident_bytes + (self._optimizer_bytes or 0) + self._reducers.bucket_bytes
         return found + gradients_bytes if self._beside.accumulates else found
 
+    def _takers_for(self, inputs: Sequence[Any]) -> dict[int, Any]:
+        used = {} if self._early is None else self._early.takers_for(inputs)
+        return used | self._reducers.takers_for(inputs)
+
     def _run_eagerly(self, error: Exception) -> None:
         self.reason = reason_not_captured(error)
         name = getattr(self._fn, "__qualname__", type(self._fn).__name__)
@@ -238,7 +250,8 @@ class GraphCompiled:
                 f"{name} cannot be captured as one graph, so that plan= cannot be carried out in graph mode: "
                 f"{self.reason}. Use remat.torch.plan and remat.torch.apply"
             ) from error
-        if "recompute" not in self._request.levers:
+        levers = tuple(lever for lever in self._request.levers if lever in EAGER_LEVERS)
+        if not levers:
             raise UnsupportedStep(
                 f"{name} cannot be captured as one graph, so that it cannot run in slices: {self.reason}. Add "
                 '"recompute" to levers=, which an eager step can do'
@@ -249,7 +262,7 @@ class GraphCompiled:
         request = self._request
         assert request.budget is not None, "a request has a budget or a plan"
         options = {"planner": request.planner, "time_limit_s": request.time_limit_s, "device": self._device}
-        options |= self._beside.for_plan | dict(request.options)
+        options |= self._beside.for_plan | {"levers": levers} | dict(request.options)
         self._eager = eagerly(self._fn, request.budget, True, self._strict, options, self.plans)
 
     def _run_in_pieces(self, error: Exception) -> None:

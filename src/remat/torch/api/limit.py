@@ -52,7 +52,7 @@ def limit_memory(
         strict: raise an error where the budget does not hold then either; else this is logged as a warning, once.
         levers: what a plan may do. "recompute" runs operators again. "split" runs the widest region of the step in
             slices, see ``compile``; it needs graph mode. "update", with ``optimizer=``, runs the update of each
-            parameter inside of the backward pass, see ``plan``; the step then runs in eager mode.
+            parameter inside of the backward pass.
         **options: passed on to ``compile``; in eager mode to ``plan``.
 
     Returns:
@@ -66,7 +66,9 @@ def limit_memory(
         ValueError: for another ``on_change`` or ``mode``, for "keep" with ``mode="graph"``, and for levers that are
             none, unknown, or not there in this mode.
     """
-    mode = _mode_for(tuple(levers), check_mode(mode))
+    mode = check_mode(mode)
+    if "split" in levers and mode == "eager":
+        raise ValueError("the lever 'split' needs graph mode: leave it out of levers=, or mode=\"eager\"")
     plans_again = replans(on_change)
     if mode == "graph" and on_change == "keep":
         raise ValueError(
@@ -92,23 +94,6 @@ def check_mode(mode: str) -> Mode:
     if mode not in get_args(Mode):
         raise ValueError(f'mode={mode!r} is unknown; it is "auto", "graph" or "eager"')
     return cast("Mode", mode)
-
-
-def _mode_for(levers: tuple[str, ...], mode: Mode) -> Mode:
-    """The mode in which a step can do what the levers say.
-
-    Raises:
-        ValueError: where there is none.
-    """
-    if "update" in levers and "split" in levers:
-        raise ValueError("the lever 'split' needs graph mode and the lever 'update' eager mode: leave one out")
-    if "update" in levers and mode == "graph":
-        raise ValueError(
-            "in graph mode all gradients arrive together: leave 'update' out of levers=, or mode=\"graph\""
-        )
-    if "split" in levers and mode == "eager":
-        raise ValueError("the lever 'split' needs graph mode: leave it out of levers=, or mode=\"eager\"")
-    return "eager" if "update" in levers else mode
 
 
 def _in_graph_mode(function: Callable[..., Any], budget: int | str, strict: bool, options: dict[str, Any]) -> Any:

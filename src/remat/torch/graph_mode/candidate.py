@@ -12,10 +12,10 @@ from torch import fx
 
 from remat.core.errors import InfeasibleBudget
 from remat.core.graph import Graph
-from remat.core.plan import Plan, Split
+from remat.core.plan import Plan, Split, Update
 from remat.core.simulator import simulate
 from remat.fit.candidate import Candidate
-from remat.fit.fit import fit
+from remat.fit.fit import fit, infeasible
 from remat.fit.levers import LEAST_SAVED, MOST_EXTRA_TIME, Variant, fit_with_splits
 from remat.fit.loop import Rounds
 from remat.fit.peaks import PeakRange
@@ -23,10 +23,12 @@ from remat.fit.request import Request
 from remat.planning.checkpoints import plan_with_checkpoints
 from remat.running.cost_model import get_profile
 from remat.torch.graph_mode import marks, nodes
-from remat.torch.graph_mode.joint_step import joint_step
+from remat.torch.graph_mode.joint_step import gradient_bytes, joint_step, late_peak_bytes
 from remat.torch.graph_mode.layouts import with_layouts
 from remat.torch.graph_mode.program import Program, program_of
 from remat.torch.graph_mode.split_joint import Splitter
+from remat.torch.graph_mode.taken_gradients import EarlyUpdates, UsedGradient
+from remat.torch.trace import aot_notes
 from remat.torch.trace.trace import default_profile
 
 _LARGE: Final = 1000
@@ -43,6 +45,7 @@ class GraphCandidate(Candidate):
         options: those with which AOTAutograd calls a partitioner.
         resident_bytes: what lies on the device beside the step, given the bytes of the step's gradients.
         device: profile for the predicted times.
+        early: the updates that the step is to run itself, where that is asked for.
     """
 
     # The real peak is the planner's, so that a second round would say the same.
@@ -54,7 +57,9 @@ class GraphCandidate(Candidate):
         options: Mapping[str, Any],
         resident_bytes: Callable[[int], int],
         device: str | None,
+        early: EarlyUpdates | None = None,
     ) -> None:
+        self._early = early
         self._known: dict[int, tuple[GraphCandidate, tuple[tuple[int, int], ...]]] = {}
         nodes.with_fills(joint)
         with_layouts(joint)
@@ -67,18 +72,26 @@ class GraphCandidate(Candidate):
         self._profile = get_profile(device or default_profile(next((one for one in types if one != "cpu"), "cpu")))
         self._static: tuple[int, ...] = tuple(options.get("static_lifetime_input_indices") or ())
         self._look_at(joint)
-        graph = self.graph
-        gradients = {
-            graph.roots[number]
-            for number in graph.outputs
-            if graph.ops[graph.producer[number] or 0].phase == "backward"
-        }
-        self.resident_bytes = resident_bytes(sum(graph.tensors[number].size_bytes for number in gradients))
+        if early is not None:
+            takers = [taker for _, taker in aot_notes.takers_of(joint, self._forward_outputs).values()]
+            updates = [one for one in takers if isinstance(one, UsedGradient)]
+            self._after_bytes, self._without_early_bytes = late_peak_bytes(
+                self._step, early.scratch_bytes_together(updates)
+            )
+        self._leave_updates_out()
+        self.resident_bytes = resident_bytes(gradient_bytes(self._step))
 
     def _look_at(self, joint: fx.GraphModule) -> None:
         self._joint = joint
         self._step = joint_step(joint, self._forward_outputs, self._profile, self._static)
         self._plain_peak = PeakRange.exactly(simulate(self.graph, self.graph.plain_schedule).peak_bytes)
+
+    def _leave_updates_out(self) -> None:
+        """Updates that need more where they stand than they save are left to the optimizer's step."""
+        while self._step.updates and self._plain_peak.expected_bytes > self._without_early_bytes:
+            bytes_ = simulate(self.graph, self.graph.plain_schedule).bytes
+            aot_notes.leave_out(self._step.updates[max(self._step.updates, key=bytes_.__getitem__)])
+            self._look_at(self._joint)
 
     @property
     def graph(self) -> Graph:
@@ -124,9 +137,58 @@ class GraphCandidate(Candidate):
             return request.plan
         if request.checkpoints is not None:
             return self._keeping(request.checkpoints(self._marked.keys()))
+        if self._early is None:
+            return self._cheapest(request, None)
+        # The update is a part of the step, early or late.
+        share_of_bytes = self._without_early_bytes + self.resident_bytes
+        try:
+            plan = self._cheapest(request, share_of_bytes)
+        except InfeasibleBudget as error:
+            if not self._step.updates:
+                raise
+            plan = self._without_updates(request, share_of_bytes, error)
+        return dataclasses.replace(plan, update=self._update(self._early))
+
+    def _cheapest(self, request: Request, share_of_bytes: int | None) -> Plan:
         if "split" in request.levers:
-            return fit_with_splits(self, request, self._variant)
-        return fit(self, request)
+            return fit_with_splits(self, request, self._variant, share_of_bytes=share_of_bytes)
+        return fit(self, request, share_of_bytes=share_of_bytes)
+
+    def _without_updates(self, request: Request, share_of_bytes: int, error: InfeasibleBudget) -> Plan:
+        """The plan of the step where the optimizer updates all parameters, since an early update needs too much.
+
+        Raises:
+            InfeasibleBudget: where neither fits, the one that names less.
+        """
+        after_bytes = self._after_bytes + self.resident_bytes
+        if max(after_bytes, error.budget_bytes) >= error.minimum_bytes:
+            raise error
+        self._leave_all_updates_out()
+        late: InfeasibleBudget | None = None
+        try:
+            plan = self._cheapest(request, share_of_bytes)
+        except InfeasibleBudget as found:
+            late = found
+        else:
+            if after_bytes <= plan.budget_bytes:
+                return plan
+        minimum_bytes = max(after_bytes, plan.peak_bytes if late is None else late.minimum_bytes)
+        if minimum_bytes >= error.minimum_bytes:
+            raise error
+        raise infeasible(error.budget_bytes, minimum_bytes, "the optimizer's step" if late is None else late.binding_op)
+
+    def _leave_all_updates_out(self) -> None:
+        for parameter in self._step.updates.values():
+            aot_notes.leave_out(parameter)
+        self._known.clear()
+        self._look_at(self._joint)
+
+    def _update(self, early: EarlyUpdates) -> Update:
+        """What the updates of this step are."""
+        if early.bound_by:
+            return Update(0, 0, early.bound_by, gradient_bytes(self._step))
+        saved_bytes = self._without_early_bytes - self._plain_peak.expected_bytes
+        return Update(len(self._step.updates), saved_bytes, "", 0)
 
     def _keeping(self, numbers: Iterable[int]) -> Plan:
         values = [value for number in numbers for value in self._marked[number]]
@@ -150,6 +212,8 @@ class GraphCandidate(Candidate):
         return program_of(one._joint, one._step, plan.schedule, one._forward_outputs)
 
     def _of(self, plan: Plan) -> GraphCandidate:
+        if plan.update is not None and not plan.update.moved and self._step.updates:
+            self._leave_all_updates_out()
         variant = None if plan.split is None else self._in_slices(plan.split.slices)
         return self if variant is None else variant[0]
 

@@ -28,6 +28,7 @@ from remat.torch.graph_mode import _aot
 from remat.torch.graph_mode.calls import Calls
 from remat.torch.graph_mode.candidate import GraphCandidate
 from remat.torch.graph_mode.source import function_of
+from remat.torch.graph_mode.taken_gradients import EarlyUpdates
 from remat.torch.trace import aot_notes
 
 _log = logging.getLogger("remat")
@@ -72,8 +73,9 @@ class Captured:
         strict: is a step over its budget an error, once it was planned again?
         replans: is a step planned again, once, whose first run took more than its budget?
         first_share: is a share one of the first plan's plain step?
-        takers_for: the inputs of a captured graph whose gradients are taken as soon as they are final, see
+        takers_for: the inputs of a captured graph whose gradients are taken before the end of its backward pass, see
             ``_aot.backend``.
+        early: the updates that steps run themselves, where that is asked for.
         in_pieces: may the function be captured as several graphs, with what cannot be captured in between? Each is then
             planned by itself, as well as it can be.
     """
@@ -90,9 +92,11 @@ class Captured:
         replans: bool = True,
         first_share: bool = False,
         takers_for: Callable[[Sequence[Any]], dict[int, Any]] = lambda _: {},
+        early: EarlyUpdates | None = None,
         in_pieces: bool = False,
     ) -> None:
         self._takers_for = takers_for
+        self._early = early
         self._in_pieces = in_pieces
         self._says_compiled = False
         self._plans = plans
@@ -162,11 +166,11 @@ class Captured:
     def _partition(
         self, joint: fx.GraphModule, joint_inputs: Any, **options: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        takers = set(aot_notes.takers_of(joint, options["num_fwd_outputs"]).values())
         try:
-            candidate = GraphCandidate(joint, options, self._resident_bytes, self._device)
+            candidate = GraphCandidate(joint, options, self._resident_bytes, self._device, self._early)
             plan = self._plan_for(candidate)
             program = candidate.program(plan)
+            takers = {taker for _, taker in aot_notes.takers_of(joint, options["num_fwd_outputs"]).values()}
             assert takers <= {node.target for node in program.backward.graph.nodes}, "nobody gets these gradients"
         except RematError as error:
             self._error = error
@@ -174,7 +178,8 @@ class Captured:
         for module in (program.forward, program.backward):
             module.meta[_NUMBER] = len(self._steps)
         over_budget = self._over_budget if self._may_plan_again(plan) else None
-        self._steps.append(_PlannedStep(plan, program.donated, candidate.resident_bytes, self._strict, over_budget))
+        step = _PlannedStep(plan, program.donated, candidate.resident_bytes, self._strict, over_budget, self._early)
+        self._steps.append(step)
         return program.forward, program.backward
 
     def _plan_for(self, candidate: GraphCandidate) -> GraphPlan:
@@ -259,6 +264,8 @@ class _PlannedStep:
         strict: is a first step over its budget an error?
         over_budget: called in place of that with what a first step took more than was predicted, where the step will be
             planned again.
+        early: the updates that the step runs itself. Where the first of them make the optimizer's state, which counts
+            as there before, the second step is measured.
     """
 
     def __init__(
@@ -268,8 +275,10 @@ class _PlannedStep:
         resident_bytes: int,
         strict: bool,
         over_budget: Callable[[GraphPlan, int], None] | None,
+        early: EarlyUpdates | None,
     ) -> None:
         self.plan = plan
+        self._makes_state = early is not None and not early.has_state
         self._strict = strict
         self._over_budget = over_budget
         self._resident_bytes = resident_bytes
@@ -280,7 +289,8 @@ class _PlannedStep:
         """The forward pass, given its function."""
 
         def run(args: list[Any]) -> Any:
-            if self.plan.measured_peak_bytes is not None:
+            if self.plan.measured_peak_bytes is not None or self._makes_state:
+                self._makes_state = False
                 return function(args)
             if self._meter is not None:
                 self._meter.stop()  # Its step had no backward pass, or has it together with this one.

@@ -2,24 +2,22 @@
 
 The wrapper's own ``forward`` cannot be captured: it talks to the reducer. So what it does before and after its module
 happens before and after the whole step. Gradients are reduced by the reducer's hooks on the parameters, as ever, in the
-order of the schedule (``TakenGradient``).
+order of the schedule (``taken_gradients``).
 
 A module under ``fully_shard`` cannot be captured, since it changes its parameters while it runs. Its step runs eagerly.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from remat.core.errors import UnsupportedStep
-from remat.torch import _private
+from remat.torch.graph_mode.taken_gradients import TakenGradient
 
 
 class Reducers:
@@ -83,34 +81,6 @@ class Reducers:
         for wrapper in self._found:
             result = wrapper._post_forward(result)
         return result
-
-
-class TakenGradient:
-    """The gradient of one parameter, which is added to ``grad`` while the backward pass goes on.
-
-    All that autograd knows of a captured step is one node, whose gradients arrive together at its end. So the step is
-    given a stand-in for the parameter, and its backward pass hands the gradient itself to the parameter's own hooks:
-    the reducer sends a bucket while later gradients are computed.
-    """
-
-    def __init__(self) -> None:
-        self._parameter: weakref.ref[torch.Tensor] | None = None
-        self.__name__ = "take_gradient"
-        self.__module__ = __name__
-        self.__qualname__ = self.__name__
-
-    def stand_in(self, parameter: torch.Tensor) -> torch.Tensor:
-        """What the captured graph is given in place of the parameter: the same values."""
-        self._parameter = weakref.ref(parameter)
-        found = parameter.detach().requires_grad_()
-        setattr(found, _private.STANDS_FOR, parameter)
-        return found
-
-    def __call__(self, gradient: torch.Tensor) -> None:
-        """Add the gradient to the parameter's, and run its hooks."""
-        parameter = None if self._parameter is None else self._parameter()
-        if parameter is not None:
-            torch.autograd.backward((parameter,), (gradient,))
 
 
 def _forward_of_module(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:

@@ -6,6 +6,7 @@ run twice has an op in front of it that notes the generator's state, which is a 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -16,9 +17,11 @@ from torch import fx
 
 from remat.core.errors import UnsupportedStep
 from remat.core.graph import Graph, Op, Tensor
+from remat.core.simulator import simulate
 from remat.running.cost_model import DeviceProfile, op_time_s
 from remat.torch._private import OpOverload, tree_leaves
 from remat.torch.graph_mode import nodes
+from remat.torch.graph_mode.taken_gradients import UsedGradient
 from remat.torch.trace import aot_notes, cpu_scratch
 
 _aten: Final = torch.ops.aten
@@ -37,6 +40,10 @@ IN_PLACE: Final[dict[Any, Any]] = {
 """Operators that can write their result over their first argument, with the same result. Autograd does so where it sums
 gradients, and modules with ``inplace=True`` do. What is missing here needs a tensor more while it runs."""
 
+_PASSES_OF_AN_UPDATE: Final = 7
+"""How often an update goes through the bytes of a parameter: Adam reads gradient, parameter and two slots, and writes
+the last three. It is a part of every plan of a step, so that the figure moves shares of time, but no choice."""
+
 
 @dataclass(frozen=True)
 class JointStep:
@@ -49,6 +56,9 @@ class JointStep:
         tensors: the tensor of each value and input.
         first_backward: the op with which the backward pass begins: the arrival of the incoming gradients.
         notes: for each random draw that may run twice, the op that notes the generator's state.
+        handed_over: for ops after which a gradient is taken that somebody waits for: its places among the joint graph's
+            results. An update is an op of its own.
+        updates: the ops that are updates, and the input that each of them updates.
     """
 
     graph: Graph
@@ -56,12 +66,17 @@ class JointStep:
     tensors: dict[fx.Node, int]
     first_backward: int
     notes: dict[fx.Node, int]
+    handed_over: dict[int, list[int]]
+    updates: dict[int, fx.Node]
 
 
 def joint_step(
     joint: fx.GraphModule, num_fwd_outputs: int, profile: DeviceProfile, static: Sequence[int] = ()
 ) -> JointStep:
     """The graph of a joint module, in which ``nodes.with_fills`` has been at work.
+
+    A parameter that the step itself updates is updated as soon as its gradient is final and nothing reads the old
+    values any more. What would have to read them later is not recomputed.
 
     Args:
         joint: as AOTAutograd traced it.
@@ -73,6 +88,30 @@ def joint_step(
         UnsupportedStep: where shapes are not known.
     """
     return _Builder(joint, num_fwd_outputs, profile, static).build()
+
+
+def gradient_bytes(step: JointStep) -> int:
+    """Bytes of the gradients that a step makes, those that it uses itself among them."""
+    graph = step.graph
+    made = {number for number in graph.outputs if graph.ops[graph.producer[number] or 0].phase == "backward"}
+    made.update(number for op in step.updates for number in graph.ops[op].inputs)
+    return sum(graph.tensors[number].size_bytes for number in {graph.roots[number] for number in made})
+
+
+def late_peak_bytes(step: JointStep, scratch_bytes: int) -> tuple[int, int]:
+    """What a step takes whose updates run when the backward pass is over: while they run, and at its plain peak.
+
+    Args:
+        step: in which they run early.
+        scratch_bytes: what they need then.
+    """
+    graph = step.graph
+    used = tuple(dict.fromkeys(number for op in step.updates for number in graph.ops[op].inputs))
+    ops = [op for number, op in enumerate(graph.ops) if number not in step.updates]
+    ops.append(Op(name="all updates", inputs=used, recomputable=False, workspace_bytes=scratch_bytes, phase="update"))
+    late = dataclasses.replace(graph, ops=tuple(ops), outputs=tuple(dict.fromkeys((*graph.outputs, *used))))
+    bytes_ = simulate(late, late.plain_schedule).bytes
+    return bytes_[-1], max(bytes_)
 
 
 class _Builder:
@@ -93,13 +132,17 @@ class _Builder:
             self._overwritten.update(map(nodes.base_of, nodes.statistics_of(node)))
         (output,) = joint.graph.find_nodes(op="output")
         results = tree_leaves(output.args)
-        self._kept = [nodes.base_of(n) for n in results if isinstance(n, fx.Node)]
         returned = [n for n in results[:num_fwd_outputs] if isinstance(n, fx.Node)]
         # The caller holds what the forward pass returns, so that it cannot be dropped and made again.
         self._returned = set(map(nodes.base_of, returned))
         self._forward = self._in_forward(returned)
-        # Who takes a gradient copies it, since the step still holds it then.
-        self._taken = {nodes.base_of(results[place]) for place in aot_notes.takers_of(joint, num_fwd_outputs)}
+        self._results = results
+        self._waiting = aot_notes.takers_of(joint, num_fwd_outputs)
+        updates = [place for place, (_, taker) in self._waiting.items() if isinstance(taker, UsedGradient)]
+        held = [one for place, one in enumerate(results) if place not in updates]
+        self._kept = [nodes.base_of(n) for n in held if isinstance(n, fx.Node)]
+        self._handed_over: dict[int, list[int]] = {}
+        self._updates: dict[int, fx.Node] = {}
         self._tensors: list[Tensor] = []
         self._number: dict[fx.Node, int] = {}
         self._ops: list[Op] = []
@@ -110,19 +153,89 @@ class _Builder:
         for node in self._inputs:
             self._add_tensor(node, self._roles[node])
         pinned = tuple(range(len(self._tensors)))
-        for node in self._calls:
-            if node in self._forward:
-                self._add_call(node, "forward")
+        forward = [node for node in self._calls if node in self._forward]
+        backward = [node for node in self._calls if node not in self._forward]
+        taken_after = self._moments(forward, backward)
+        for node in forward:
+            self._add_call(node, "forward")
         first_backward = len(self._ops)
         made = tuple(self._add_tensor(node) for node in self._tangents)
         self._add(None, Op("incoming gradients", "tangents", (), made, recomputable=False, phase="backward"))
-        for node in self._calls:
-            if node not in self._forward:
-                self._add_call(node, "backward")
+        self._hand_over(taken_after.get(None, ()))
+        for node in backward:
+            self._add_call(node, "backward")
+            self._hand_over(taken_after.get(node, ()))
         outputs = tuple(dict.fromkeys(self._number[n] for n in self._kept if n in self._number))
         outputs = tuple(n for n in outputs if n not in pinned)
+        if self._updates:
+            self._keep_what_reads_old_values()
         graph = Graph(tuple(self._ops), tuple(self._tensors), pinned, outputs, free_order=False)
-        return JointStep(graph, tuple(self._nodes), self._number, first_backward, self._notes)
+        calls = tuple(self._nodes)
+        return JointStep(graph, calls, self._number, first_backward, self._notes, self._handed_over, self._updates)
+
+    def _moments(self, forward: list[fx.Node], backward: list[fx.Node]) -> dict[fx.Node | None, list[int]]:
+        """The calls after which gradients are taken: their places; None stands for the start of the backward pass."""
+        if not self._waiting:
+            return {}
+        final: dict[fx.Node, int] = {}
+        last_read: dict[fx.Node, int] = {}
+        for index, node in enumerate((*forward, *backward)):
+            for _, value in nodes.results_of(node):
+                final[value] = index
+            if nodes.writes(node):
+                final[nodes.base_of(node)] = index
+            for value in nodes.values_read(node):
+                last_read[value] = index
+        found: dict[fx.Node | None, list[int]] = {}
+        for place, (parameter, taker) in self._waiting.items():
+            moment = final.get(nodes.base_of(self._results[place]), -1)
+            if isinstance(taker, UsedGradient):
+                moment = max(moment, last_read.get(parameter, -1))
+            after = moment - len(forward)
+            found.setdefault(backward[after] if after >= 0 else None, []).append(place)
+        return found
+
+    def _hand_over(self, places: Sequence[int]) -> None:
+        """Behind the newest op, the gradients at these places are taken."""
+        for place in places:
+            parameter, taker = self._waiting[place]
+            gradient = self._number[nodes.base_of(self._results[place])]
+            newest = len(self._ops) - 1
+            if isinstance(taker, UsedGradient):
+                newest += 1
+                tensor = self._tensors[self._number[parameter]]
+                self._updates[newest] = parameter
+                update = Op(
+                    name=f"update of {tensor.name}",
+                    kind="update",
+                    inputs=(gradient,),
+                    time_s=op_time_s(self._profile, 0.0, _PASSES_OF_AN_UPDATE * tensor.size_bytes),
+                    recomputable=False,
+                    workspace_bytes=taker.scratch_bytes,
+                    phase="update",
+                )
+                self._add(None, update)
+            else:
+                # Who takes a gradient copies it, since the step still holds it then.
+                op = self._ops[newest]
+                workspace_bytes = max(op.workspace_bytes, self._tensors[gradient].size_bytes)
+                self._ops[newest] = dataclasses.replace(op, workspace_bytes=workspace_bytes)
+            self._handed_over.setdefault(newest, []).append(place)
+
+    def _keep_what_reads_old_values(self) -> None:
+        """What reads a parameter runs once if its results are wanted, by another recomputation say, after the update.
+
+        Recomputations come before the first run of what they are for, and first runs keep the order of the graph.
+        """
+        updated = {self._number[parameter]: op for op, parameter in self._updates.items()}
+        wanted = [-1] * len(self._tensors)  # The last op whose first run needs a tensor, recomputed or not.
+        for index in reversed(range(len(self._ops))):
+            op = self._ops[index]
+            until = max((wanted[tensor] for tensor in op.outputs), default=-1)
+            if op.recomputable and any(updated.get(tensor, until) < until for tensor in op.inputs):
+                op = self._ops[index] = dataclasses.replace(op, recomputable=False)
+            for tensor in op.inputs:
+                wanted[tensor] = max(wanted[tensor], until if op.recomputable else index, index)
 
     def _in_forward(self, outputs: list[fx.Node]) -> set[fx.Node]:
         """What the forward pass runs: what its outputs need, every effect, and what reads an input before a write."""
@@ -195,16 +308,13 @@ class _Builder:
                 outputs=outputs,
                 time_s=op_time_s(self._profile, nodes.flops(node), nodes.moved_bytes(node), dtype),
                 recomputable=repeats,
-                workspace_bytes=max(self._scratch_bytes(node), self._copied_bytes(node)),
+                workspace_bytes=self._scratch_bytes(node),
                 in_place=self._in_place(node, outputs),
                 phase=phase,
                 layer=nodes.layer_of(node),
                 source=aot_notes.source_of(node),
             ),
         )
-
-    def _copied_bytes(self, node: fx.Node) -> int:
-        return max((nodes.size_bytes(value) for _, value in nodes.results_of(node) if value in self._taken), default=0)
 
     @staticmethod
     def _real_sizes(node: fx.Node, places: list[int]) -> dict[int, int]:

@@ -88,11 +88,7 @@ class _Writer:
         self._saved: dict[fx.Node, fx.Node] = {}
         self._donated: set[fx.Node] = set()
         self._tangents: list[fx.Node] = []
-        # Gradients that are taken as soon as they are final: by the value that they lie in, their places.
         self._takers = aot_notes.takers_of(joint, num_fwd_outputs)
-        self._taken: dict[fx.Node, list[int]] = {}
-        for place in self._takers:
-            self._taken.setdefault(nodes.base_of(self._outputs[place]), []).append(place)
 
     def program(self) -> Program:
         schedule, step = self._schedule, self._step
@@ -109,18 +105,15 @@ class _Writer:
                 results = [self._result(one) for one in self._outputs[: self._num_fwd_outputs]]
                 self._now = self._backward
                 self._add_tangents()
-                continue
-            node = step.calls[op]
-            if node is None:
+            elif (node := step.calls[op]) is not None:
+                takes_over = any((source, position) in last_reads for source, _ in step.graph.ops[op].in_place)
+                self._run(node, is_first=op not in ran, takes_over=takes_over)
+            elif op in draw_of_note and runs[op + 1] > 1:
                 # The draw is the next op. A state that nobody puts in again is not noted.
-                if runs[op + 1] > 1:
-                    self._note_state(draw_of_note[op])
-                continue
-            takes_over = any((source, position) in last_reads for source, _ in step.graph.ops[op].in_place)
-            self._run(node, is_first=op not in ran, takes_over=takes_over)
+                self._note_state(draw_of_note[op])
+            if op not in ran:
+                self._hand_over(step.handed_over.get(op, ()))
             ran.add(op)
-        for value in list(self._taken):
-            self._hand_over(value)
         places = range(self._num_fwd_outputs, len(self._outputs))
         gradients = [None if place in self._takers else self._result(self._outputs[place]) for place in places]
         return self._finished(results, gradients)
@@ -162,16 +155,14 @@ class _Writer:
         if isinstance(node.meta.get("val"), list | tuple):
             for _, part in nodes.results_of(node):
                 self._now.newest[part] = graph.node_copy(part, lambda _: made)
-                self._hand_over(part)
         else:
             self._now.newest[node] = made
-            self._hand_over(node)
 
-    def _hand_over(self, value: fx.Node) -> None:
-        """In the backward pass: have the gradients in a value taken that somebody waits for."""
-        if self._now is self._backward:
-            for place in self._taken.pop(value, ()):
-                self._now.graph.call_function(self._takers[place], (self._result(self._outputs[place]),))
+    def _hand_over(self, places: Sequence[int]) -> None:
+        """Have gradients taken that somebody waits for."""
+        for place in places:
+            _, taker = self._takers[place]
+            self._now.graph.call_function(taker, (self._result(self._outputs[place]),))
 
     def _may_be_written(self, argument: Any) -> bool:
         """Is what an operator would write over this step's own? Then it is noted where the forward pass saved it."""

@@ -85,17 +85,24 @@ def note_inputs(joint: fx.GraphModule, names: Sequence[str], takers: Mapping[int
                 node.meta[_TAKER] = takers[place]
 
 
-def takers_of(joint: fx.GraphModule, num_fwd_outputs: int) -> dict[int, Callable[..., None]]:
-    """What takes gradients as soon as they are final, by their places among the outputs of a joint graph."""
-    inputs = joint.graph.find_nodes(op="placeholder")
-    takers = {node.meta["desc"]: node.meta[_TAKER] for node in inputs if _TAKER in node.meta}
+def takers_of(joint: fx.GraphModule, num_fwd_outputs: int) -> dict[int, tuple[fx.Node, Callable[..., None]]]:
+    """What takes gradients before the end of the backward pass, by their places among the outputs of a joint graph.
+
+    Beside each stands the input that the gradient belongs to.
+    """
+    inputs = {node.meta["desc"]: node for node in joint.graph.find_nodes(op="placeholder") if _TAKER in node.meta}
     (output,) = joint.graph.find_nodes(op="output")
     found = {}
     for place, description in enumerate(output.meta.get("desc", ())):
-        taker = takers.get(getattr(description, "grad_of", None))
-        if place >= num_fwd_outputs and taker is not None:
-            found[place] = taker
+        node = inputs.get(getattr(description, "grad_of", None))
+        if place >= num_fwd_outputs and node is not None:
+            found[place] = node, node.meta[_TAKER]
     return found
+
+
+def leave_out(node: fx.Node) -> None:
+    """The gradient of an input arrives at the end of the backward pass after all."""
+    node.meta.pop(_TAKER).is_left_out = True
 
 
 def name_of(node: fx.Node) -> str:
