@@ -139,3 +139,17 @@ def test_more_layers_than_blocks_are_shared_out_evenly() -> None:
     assert len(blocks) >= 40
     assert max(len(block.forward) for block in blocks) <= 30
     assert len({block.structure for block in blocks}) <= 6
+
+
+def test_a_backward_part_of_ops_that_touch_nothing_is_no_block() -> None:
+    tensors = (Tensor(18), Tensor(1), Tensor(0, alias_of=1), Tensor(0))
+    workspaces = {op: 1 for op in (1, 2, 3, 5, 6, 8, 9, 10)}
+    outputs = {0: (0,), 9: (1, 2), 10: (3,)}
+    ops = tuple(
+        Op(outputs=outputs.get(op, ()), workspace_bytes=workspaces.get(op, 0), after=() if op in (0, 3) else (0,))
+        for op in range(12)
+    )
+    graph = Graph(ops, tensors, inputs=(), outputs=(0, 1, 2, 3))
+    plain_bytes = simulate(graph, graph.plain_schedule).peak_bytes
+
+    assert validate(graph, get_planner("block_chain")(graph, plain_bytes - 1)) <= plain_bytes

@@ -31,3 +31,17 @@ def test_bert_large_with_four_times_the_batch() -> None:
     plan = remat.plan(graph, budget="25%")
     assert plan.peak_bytes <= plan.budget_bytes
     assert plan.overhead <= 0.18
+
+
+@pytest.mark.thorough
+def test_the_smallest_budget_named_for_a_u_net_is_not_above_one_that_is_planned() -> None:
+    """It was 27.5 % of the peak, while 25 % was planned; and 30 % cost 22.3 % more time, 12.1 of them proven."""
+    graph = remat.load_graph(GRAPHS / "u_net.json.gz")
+    plain_bytes = remat.simulate(graph, graph.plain_schedule).peak_bytes
+    with pytest.raises(remat.InfeasibleBudget) as refused:
+        remat.plan(graph, budget=1)
+    assert refused.value.minimum_bytes <= 0.25 * plain_bytes
+
+    plan = remat.plan(graph, budget="30%")
+    assert plan.peak_bytes <= plan.budget_bytes
+    assert plan.overhead <= 0.21

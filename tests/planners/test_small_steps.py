@@ -7,7 +7,9 @@ import random
 import pytest
 
 from remat import Graph, InfeasibleBudget, Op, Tensor
+from remat.planners.walk.annealing import Walk
 from remat.planning.find import find
+from remat.testing import layered
 
 
 def training_chain(layers: int, seed: int) -> Graph:
@@ -90,3 +92,22 @@ def test_what_annealing_reaches_counts_for_the_smallest_budget() -> None:
 
     assert named is not None
     assert named <= 28
+
+
+def test_naming_the_smallest_budget_of_a_free_order_takes_few_edits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan of 60 ops makes up to 36,000 edits, and was asked for again and again."""
+    edits: list[int] = []
+    walk = Walk.run
+
+    def counted(self: Walk, steps: int, hot: float, cold: float, deadline_s: float | None) -> int:
+        edits.append(walk(self, steps, hot, cold, deadline_s))
+        return edits[-1]
+
+    monkeypatch.setattr(Walk, "run", counted)
+    graph = layered(60, 5)
+    with pytest.raises(InfeasibleBudget) as refused:
+        find(graph, 1)
+
+    assert sum(edits) <= 600 * 60
+    assert refused.value.minimum_bytes <= 0.75 * find(graph, "100%").peak_bytes
+    assert find(graph, refused.value.minimum_bytes, time_limit_s=0).peak_bytes <= refused.value.minimum_bytes

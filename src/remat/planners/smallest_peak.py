@@ -16,6 +16,7 @@ from remat.planners.search import Search, without_spare_runs
 from remat.planners.view.board import Board, Condensed, expand
 from remat.planners.view.problem import Problem
 from remat.planners.walk.annealing import Walk
+from remat.planners.walk.orders import low_memory_order
 
 # Judgements, not measured, unless it says otherwise: the work is done once for a graph and is bound by no clock, so it
 # is what an infeasible budget costs. Less of it, and the smallest peak that an error names is larger than it need be.
@@ -37,15 +38,35 @@ _MOST_OPS_ASKED: Final = 200
 possible; much larger steps would take long."""
 _SHARES_ASKED: Final = (0.9, 0.97)
 """Steps in which the budget sinks, first large, then small."""
-_SHRINK: Final = 0.94
-_ROUNDS: Final = 6
-_STEPS_PER_OP: Final = 60
-_MOST_STEPS: Final = 4000
-_MOST_OPS: Final = 2000
-"""Walks under a sinking budget: its first step, how many walks of how many edits, and the largest graph."""
+_COOL_SHRINK: Final = 0.94
+_COOL_WALKS: Final = 6
+_COOL_STEPS_PER_OP: Final = 60
+_MOST_COOL_STEPS: Final = 4000
 _HOT: Final = 3e-3
 _COLD: Final = 1e-4
-"""Their temperatures, as shares of the plain step; cool, since a walk ends at the first schedule that fits."""
+"""Walks from the best schedule under a sinking budget, before all others: its first step, how many walks of how many
+edits, and their temperatures as shares of the plain step. They take a second or two, and where eviction comes to 99 %
+of the peak the others come to 66 % without them and to 60 % with them."""
+_SHRINKS: Final = (0.9, 0.95, 0.97)
+"""Walks under a sinking budget: the share of the peak so far that they are asked for, the next one where no walk gets
+any lower."""
+_WALKS: Final = ((True, 1e-2, 1e-3), (False, 2e-2, 3e-4))
+"""Each of them: whether it begins with a new order of first runs or with the best schedule, and its first and last
+temperature as shares of the plain step. Cooler walks from the best schedule alone stay where they are: at 59, 56, 54
+and 69 % of the peak on layered graphs of 180 and 200 ops, where with these it is 50, 55, 43 and 60."""
+_STEPS_PER_OP: Final = 240
+_MOST_STEPS: Final = 48_000
+_PARTS: Final = 7
+"""Their edits together, of which one walk has a seventh. 40,000 edits of 200 ops took 5.5 s of an idle core. More:
+smaller peaks, now and then."""
+_FIXED_SHRINKS: Final = (0.92, 0.92, 0.96)
+_FIXED_STEPS: Final = 8000
+_FIXED_HOT: Final = 2e-2
+_MOST_FIXED_OPS: Final = 1000
+"""Walks in a fixed order: shares of the peak so far, edits, first temperature as above, and the largest reduced step
+that is walked. Judgements: a U-Net's 493 ops take 3 s, and come from 27.5 % of the peak to where plans begin."""
+_MOST_OPS: Final = 2000
+"""The largest graph that is walked."""
 
 Strategy = Callable[[Search], None]
 Note = Callable[[tuple[int, ...]], int]
@@ -57,9 +78,10 @@ def smallest_peak_schedules(problem: Problem, strategies: Sequence[Strategy]) ->
 
     First eviction: the budget is bisected on a logarithmic scale between the largest op and the plain peak, then the
     smallest peak reached is tried once more, and a little less. Then nested recomputation, where the step is a chain
-    of blocks. Both are in program order. Where the order is free, walks under sinking budgets follow; on a small graph
-    the strategies are asked for ever smaller budgets. Complexity: some twenty replays, once for a step: equal graphs
-    get the answer of the first, among the last 64 steps of this process.
+    of blocks. Both are in program order. Where the order is free, walks under sinking budgets follow; where it is not,
+    the strategies are asked for ever smaller budgets, on a small graph. Complexity: some twenty replays, and walks of
+    up to 600 edits per op, once for a step: equal graphs get the answer of the first, among the last 64 steps of this
+    process.
 
     Args:
         problem: the step.
@@ -102,7 +124,12 @@ def _find(problem: Problem, strategies: Sequence[Strategy]) -> list[tuple[int, .
             note(nested)
     smallest = min(found.values(), default=problem.plain.peak_bytes)
     reached = next((s for s, peak in found.items() if peak == smallest), problem.graph.plain_schedule)
-    squeezed = _ask_for_less(problem, _walk_to_the_smallest(problem, reached), strategies)
+    if problem.graph.free_order and not problem.order_is_tied:
+        squeezed = _walk_to_the_smallest(problem, reached)
+    elif problem.count <= _MOST_OPS_ASKED:
+        squeezed = _ask_for_less(problem, reached, strategies)
+    else:
+        squeezed = _walk_in_fixed_order(condensed, reached)
     smallest = simulate(problem.graph, squeezed).peak_bytes
     candidates = [squeezed, *(schedule for schedule, peak in found.items() if peak == smallest)]
     return [without_spare_runs(problem, schedule, smallest) for schedule in dict.fromkeys(candidates)]
@@ -143,41 +170,102 @@ def _evict_to_the_smallest(problem: Problem, least_bytes: int, note: Note) -> No
 
 
 def _walk_to_the_smallest(problem: Problem, schedule: tuple[int, ...]) -> tuple[int, ...]:
-    """A schedule with a peak at most that of the given one, where the order is free and the graph is not too large.
+    """A schedule with a peak at most that of the given one, where the order is free; the same one on a large graph.
 
-    Each round walks (:class:`remat.planners.walk.annealing.Walk`) under a budget of 94 % of the peak so far,
-    pinned bytes left out, and ends with the first schedule that fits.
+    Walks (:class:`remat.planners.walk.annealing.Walk`) under budgets below the peak so far, pinned bytes left out, each
+    of which ends with the first schedule that fits. First cool ones, then hotter ones, of which some begin with a new
+    order.
     """
-    best = schedule
-    pinned = problem.graph.pinned_bytes
-    peak_bytes = simulate(problem.graph, best).peak_bytes
-    floor_bytes = problem.largest_step_bytes
-    # In a fixed order the walk finds nothing that eviction did not: measured on the traced graphs.
-    fixed = not problem.graph.free_order or problem.order_is_tied
-    if fixed or problem.count > _MOST_OPS or peak_bytes <= floor_bytes:
-        return best
-    board = Board(problem, whole=True)
-    shrink = _SHRINK
-    for seed in range(_ROUNDS):
-        budget_bytes = max(floor_bytes, pinned + int(shrink * (peak_bytes - pinned)))
-        walk = Walk(board, best, budget_bytes, seed, first_fit=True)
-        walk.run(min(_MOST_STEPS, _STEPS_PER_OP * problem.count), _HOT, _COLD, None)
-        found = None if walk.best is None else expand(board, walk.best)
-        reached_bytes = peak_bytes if found is None else simulate(problem.graph, found).peak_bytes
-        if found is None or reached_bytes >= peak_bytes:
-            # A smaller step may still succeed.
+    if problem.count > _MOST_OPS:
+        return schedule
+    descent = _Descent(problem, schedule)
+    shrink = _COOL_SHRINK
+    for seed in range(_COOL_WALKS):
+        steps = min(_MOST_COOL_STEPS, _COOL_STEPS_PER_OP * problem.count)
+        if not descent.walk(shrink, seed, steps, _HOT, _COLD):
             shrink = (1 + shrink) / 2
+    left = min(_MOST_STEPS, _STEPS_PER_OP * problem.count)
+    most_steps = max(1, left // _PARTS)
+    seed = kind = 0
+    shrinks = list(_SHRINKS)
+    while left > 0 and shrinks:
+        is_new, hot, cold = _WALKS[kind]
+        before_bytes = descent.peak_bytes
+        fits = descent.walk(shrinks[0], seed, min(left, most_steps), hot, cold, is_new=is_new)
+        left -= max(1, descent.tried)
+        seed += 1
+        if fits:
             continue
-        best, peak_bytes = found, reached_bytes
-        if peak_bytes <= floor_bytes:
-            break
+        kind += 1
+        if kind == len(_WALKS):
+            kind = 0
+            if descent.peak_bytes == before_bytes:
+                shrinks.pop(0)
+    return descent.best
+
+
+def _walk_in_fixed_order(condensed: Condensed, schedule: tuple[int, ...]) -> tuple[int, ...]:
+    """The same for the recomputations of a graph in a fixed order, from the plain step.
+
+    As methods for a budget walk, too: without it the smallest budget named for a U-Net was above one that they plan.
+    """
+    problem = condensed.problem
+    plain_bytes = condensed.board.problem.plain.peak_bytes
+    if problem.count > _MOST_FIXED_OPS or plain_bytes <= condensed.board.problem.largest_step_bytes:
+        return schedule
+    whole = condensed.board.problem.graph
+    board, pinned = Board(problem, whole=False), problem.graph.pinned_bytes
+    best, peak_bytes = schedule, simulate(whole, schedule).peak_bytes
+    for seed, shrink in enumerate(_FIXED_SHRINKS):
+        budget_bytes = pinned + int(shrink * (peak_bytes - pinned))
+        walk = Walk(board, problem.graph.plain_schedule, budget_bytes, seed, first_fit=True)
+        walk.run(_FIXED_STEPS, _FIXED_HOT, _COLD, None)
+        found = condensed.expand(expand(board, walk.slots.order() if walk.best is None else walk.best))
+        reached_bytes = simulate(whole, found).peak_bytes
+        if reached_bytes < peak_bytes:
+            best, peak_bytes = found, reached_bytes
     return best
+
+
+class _Descent:
+    """The schedule of the smallest peak so far, and walks that look for one with a smaller one.
+
+    Attributes:
+        best: that schedule.
+        peak_bytes: its peak.
+        tried: edits of the last walk.
+    """
+
+    def __init__(self, problem: Problem, schedule: tuple[int, ...]) -> None:
+        self.problem = problem
+        self.board = Board(problem, whole=True)
+        self.best = schedule
+        self.peak_bytes = simulate(problem.graph, schedule).peak_bytes
+        self.tried = 0
+
+    def walk(self, shrink: float, seed: int, steps: int, hot: float, cold: float, *, is_new: bool = False) -> bool:
+        """Walk under a share of the peak; does a schedule with a smaller peak fit it?
+
+        Where the walk ends above its budget, but below the peak so far, what it ends with becomes the best, too.
+        """
+        problem, pinned = self.problem, self.problem.graph.pinned_bytes
+        self.tried = 0
+        if self.peak_bytes <= problem.largest_step_bytes:
+            return False
+        budget_bytes = max(problem.largest_step_bytes, pinned + int(shrink * (self.peak_bytes - pinned)))
+        start = low_memory_order(problem, budget_bytes) if is_new else self.best
+        walk = Walk(self.board, start, budget_bytes, seed, first_fit=True)
+        self.tried = walk.run(steps, hot, cold, None)
+        found = expand(self.board, walk.slots.order() if walk.best is None else walk.best)
+        reached_bytes = simulate(problem.graph, found).peak_bytes
+        if reached_bytes >= self.peak_bytes:
+            return False
+        self.best, self.peak_bytes = found, reached_bytes
+        return walk.best is not None
 
 
 def _ask_for_less(problem: Problem, reached: tuple[int, ...], strategies: Sequence[Strategy]) -> tuple[int, ...]:
     """On a small graph, where eviction easily misses: what the strategies find for ever smaller budgets."""
-    if problem.count > _MOST_OPS_ASKED:
-        return reached
     peak_bytes = simulate(problem.graph, reached).peak_bytes
     for share in _SHARES_ASKED:
         while peak_bytes > problem.largest_step_bytes:

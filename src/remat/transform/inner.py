@@ -12,7 +12,7 @@ All layers that are about as wide are cut, since the widest of those that are no
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -67,19 +67,24 @@ class _Layer:
     copied: tuple[int, ...]
 
 
-def find_inner_layers(program: Program, least_bytes: int = 1) -> InnerLayers | None:
+def find_inner_layers(
+    program: Program, least_bytes: int = 1, accepts: Callable[[Region], bool] = lambda region: True
+) -> InnerLayers | None:
     """The regions of a step, inner layers among them; None where there is no such layer.
 
     Args:
         program: the step, forward and backward ops.
         least_bytes: what the widest of them must save.
+        accepts: can a region that is whole in itself be written?
     """
-    turning_point = _turning_point(program)
+    last_reads = _last_reads(program)
+    turning_point = _turning_point(program, last_reads)
     whole = find_region(program, (), least_bytes)
-    if whole is not None and _leaves_something_wide(program, whole):
-        whole = None  # It is the forward part of a layer, or the backward part.
+    if whole is not None and (_leaves_something_wide(program, whole) or not accepts(whole)):
+        whole = None  # It is the forward part of a layer, or the backward part; or nobody can write it.
     banned = frozenset(() if whole is None else whole.ways)
-    layers = _layers(program, turning_point, banned, least_bytes)
+    waiting = [value for value, last in last_reads.items() if program.producer[value] <= turning_point < last]
+    layers = _layers(program, turning_point, waiting, banned, least_bytes)
     while layers:
         made = _with_copies(program, turning_point, layers)
         regions = [] if whole is None else [_moved(whole, made.origin)]
@@ -121,13 +126,24 @@ def _leaves_something_wide(program: Program, region: Region) -> bool:
     return any(program.size_bytes[value] >= _WIDE * inside_bytes for value in region.concatenated)
 
 
-def _turning_point(program: Program) -> int:
+def _last_reads(program: Program) -> dict[int, int]:
+    """For each value that a call makes, the last call that reads it or a view of it; its maker where none does."""
+    last = {value: max(program.readers.get(value, (maker,))) for value, maker in program.producer.items()}
+    for call in reversed(program.calls):
+        viewed = [last[value] for value in call.outputs if value in program.views]
+        for value in call.inputs:
+            if value in last:
+                last[value] = max((last[value], *viewed))
+    return last
+
+
+def _turning_point(program: Program, last_reads: Mapping[int, int]) -> int:
     """The last call of the forward part: behind it most bytes wait for the backward part."""
     change = [0] * (len(program.calls) + 1)
     for value, maker in program.producer.items():
         if value not in program.views:
             change[maker] += program.size_bytes[value]
-            change[max(program.readers.get(value, (maker,)))] -= program.size_bytes[value]
+            change[last_reads[value]] -= program.size_bytes[value]
     waiting, most, found = 0, -1, 0
     for index in range(len(program.calls)):
         waiting += change[index]
@@ -136,12 +152,13 @@ def _turning_point(program: Program) -> int:
     return found
 
 
-def _layers(program: Program, turning_point: int, banned: frozenset[int], least_bytes: int) -> list[_Layer]:
-    """The forward parts of inner layers, the widest first."""
+def _layers(
+    program: Program, turning_point: int, waiting: Iterable[int], banned: frozenset[int], least_bytes: int
+) -> list[_Layer]:
+    """The forward parts of inner layers, the widest first, around values that wait for the backward part."""
     calls = program.calls[: turning_point + 1]
     made = {value for call in calls for value in call.outputs}
     forward = dataclasses.replace(program, calls=calls, returned=program.returned & made)
-    waiting = [value for value in made if any(index > turning_point for index in program.readers.get(value, ()))]
     found: list[_Layer] = []
     taken = {index for index in banned if index <= turning_point}
     failures, narrowest_bytes = 0, 0.0
@@ -152,7 +169,7 @@ def _layers(program: Program, turning_point: int, banned: frozenset[int], least_
             continue
         region = best_around(forward, value, taken, _WIDE)
         copied = () if region is None else _copied(program, region, turning_point)
-        if region is None or region.saved_bytes < least_bytes or not copied:
+        if region is None or region.saved_bytes < least_bytes or program.producer[value] not in copied:
             failures += 1
             continue
         found.append(_Layer(value, region, copied))

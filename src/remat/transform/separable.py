@@ -198,22 +198,35 @@ def best_around(
         least_bytes: what the region must save.
     """
     axes = [axis for axis, size in enumerate(program.shapes[value]) if size > 1]
-    regions = [_Growth(program, value, axis, banned, wide).region(least_bytes) for axis in axes]
+    regions = [
+        _Growth(program, value, axis, banned, wide, prefers_last).region(least_bytes)
+        for axis in axes
+        for prefers_last in (False, True)
+    ]
     good = [one for one in regions if one is not None and one.length > 1 and one.saved_bytes >= least_bytes]
     return _best(good) if good else None
 
 
 def _best(regions: Sequence[Region]) -> Region:
-    """Of the regions around one value, cut along different axes, the one to split."""
-    most_bytes = max(one.saved_bytes for one in regions)
-    as_good = [one for one in regions if one.saved_bytes >= _MOST_OF_IT * most_bytes]
-    return max(as_good, key=lambda one: (min(one.length, _ENOUGH_UNITS), one.saved_bytes, -len(one.ways)))
+    """Of the regions around one value, cut along different axes, the one of which slices leave the least in memory."""
+
+    def gain(one: Region) -> float:
+        return one.saved_bytes * (1 - 1 / min(one.length, _ENOUGH_UNITS))
+
+    return max(regions, key=lambda one: (gain(one), -len(one.ways)))
 
 
 class _Growth:
-    """A region while it grows from one value that is cut along one axis."""
+    """A region while it grows from one value that is cut along one axis.
 
-    def __init__(self, program: Program, value: int, axis: int, banned: Collection[int], wide: float) -> None:
+    Rows of a matrix go on, behind a change of shape, as rows of samples or as whole samples. Which of the two reaches
+    further is not known beforehand, so that each is tried: ``prefers_last`` takes the last way of a call that fits.
+    """
+
+    def __init__(
+        self, program: Program, value: int, axis: int, banned: Collection[int], wide: float, prefers_last: bool
+    ) -> None:
+        self._prefers_last = prefers_last
         self._program = program
         self._start = value
         self._banned = set(banned)
@@ -262,9 +275,9 @@ class _Growth:
                 yield value, part
 
     def _way_of(self, index: int) -> Way | None:
-        """The first way of a call that fits what is decided, and cuts something of that."""
+        """A way of a call that fits what is decided, and cuts something of that."""
         call = self._program.calls[index]
-        for way in call.ways:
+        for way in reversed(call.ways) if self._prefers_last else call.ways:
             known = [(value, part) for value, part in self._cut_values(index, way) if value in self._axes]
             fits = bool(known) and all(self._axes[value] == part for value, part in known)
             if fits and self._reads_rightly(index, way) and not self._is_misread(index, way):
@@ -356,7 +369,7 @@ class _Growth:
         program = self._program
         concatenated: dict[int, int] = {}
         summed: set[int] = set()
-        saved_bytes = 0
+        inside: set[int] = set()
         sizes: list[int] = []
         for index in sorted(self._ways):
             way = self._ways[index]
@@ -369,11 +382,22 @@ class _Growth:
                     elif part is not None:
                         concatenated[value] = part
                 elif value not in program.views:
-                    saved_bytes += program.size_bytes[value]
+                    inside.add(value)
+        inside -= self._seen_through_views({*concatenated, *summed})
         return Region(
             {index: self._ways[index] for index in sorted(self._ways)},
             concatenated,
             frozenset(summed),
             math.gcd(*sizes),
-            saved_bytes,
+            sum(program.size_bytes[value] for value in inside),
         )
+
+    def _seen_through_views(self, kept: Collection[int]) -> set[int]:
+        """The values of the region whose bytes are those of a view that is kept."""
+        program = self._program
+        found: set[int] = set()
+        for index in sorted(self._ways, reverse=True):
+            call = program.calls[index]
+            if any(value in program.views and (value in kept or value in found) for value in call.outputs):
+                found.update(call.inputs)
+        return found

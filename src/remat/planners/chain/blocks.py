@@ -89,7 +89,9 @@ def find_blocks(board: Board) -> list[Block]:
     cuts = chain.cuts(with_gradients=True)
     if len(cuts) < 2:
         cuts = chain.cuts(with_gradients=False)
-    return chain.blocks(cuts) if len(cuts) >= 2 else []
+    blocks = chain.blocks(cuts) if len(cuts) >= 2 else []
+    # Where nothing that matters runs backward, as in graphs that are no training step, there is nothing to plan.
+    return blocks if all(block.forward and block.backward for block in blocks) else []
 
 
 def _thinned(cuts: list[int], crossing: IntArray, most: int) -> list[int]:
@@ -257,14 +259,14 @@ class _Chain:
         reduced step small storages count as workspace; they add up from layer to layer, so equal layers would differ
         if all of it were the ops' own.
         """
-        if start >= stop:
+        ops = np.array([op for op in range(start, stop) if self.board.counts[op]], dtype=np.int64)
+        if not len(ops):
             return 0, {}
         beside = np.array([s not in counted for s in self.followed], dtype=np.bool_)
         alive = (self.made > self.turn) & beside & (self.made < stop) & (self.last >= start)
         born = np.maximum(self.made[alive], start) - start
         gone = np.minimum(self.last[alive], stop - 1) + 1 - start
         passing = bytes_alive(born, gone, self.size[alive], stop - start)
-        ops = np.array([op for op in range(start, stop) if self.board.counts[op]], dtype=np.int64)
         level = passing[ops - start] + self.board.base_bytes[ops] + self.workspace[ops]
         grain = max(1, self.problem.plain.peak_bytes // _GRAINS)
         least = int(level.min())
