@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import logging
 
 import pytest
@@ -135,6 +136,125 @@ def test_code_that_asks_whether_it_is_compiled_takes_its_eager_branch(under):
     assert planned.plan.mode == "graph"
     # Whoever else compiles gets the answer that Dynamo gives.
     assert torch.compile(lambda: torch.compiler.is_compiling(), backend="eager")()
+
+
+SETTING = contextvars.ContextVar("SETTING", default=None)
+
+
+def set_quietly(value):
+    """As transformers sets one: Dynamo cannot trace it where no compiler is told of."""
+    return None if torch.compiler.is_compiling() else SETTING.set(value)
+
+
+def test_only_what_is_in_the_way_is_told_that_it_is_compiled(under, caplog):
+    layer = nn.Linear(16, 16)
+
+    def loss_fn(x):
+        set_quietly(3)
+        scale = 2.0 if torch.compiler.is_compiling() else 3.0
+        return (layer(layer(x).tanh()) * scale).square().mean()
+
+    x = torch.randn(8, 16)
+    planned = under(loss_fn, made_again_once)
+    with caplog.at_level(logging.WARNING, "remat"):
+        assert outcome(layer, planned, x).same_as(outcome(layer, loss_fn, x))
+    assert planned.plan.mode == "graph"
+    (message,) = [record.getMessage() for record in caplog.records if record.name.startswith("remat")]
+    assert "set_quietly (test_torch_graph_mode_capture.py)" in message
+    assert "loss_fn" not in message
+
+
+def test_where_telling_one_does_not_help_all_are_told(under, caplog):
+    layer = nn.Linear(16, 16)
+
+    def loss_fn(x):
+        if torch.compiler.is_compiling():
+            SETTING.get()
+        SETTING.set(3)
+        return layer(x).square().mean()
+
+    planned = remat.torch.compile(loss_fn, budget="100%", backend="aten", **QUICK)
+    with caplog.at_level(logging.WARNING, "remat"):
+        planned(torch.randn(8, 16))
+    assert planned.plan.mode == "eager"
+
+
+@pytest.mark.parametrize("gap", [1, 2])
+def test_a_branch_that_follows_from_shapes_is_taken_as_in_eager_pytorch(under, gap, caplog):
+    """As transformers asks whether positions that it made follow one another."""
+    layer = nn.Linear(16, 16)
+
+    def loss_fn(x):
+        positions = torch.arange(0, gap * x.shape[0], gap).unsqueeze(0)
+        follow = (torch.diff(positions, dim=-1) != 1).cumsum(-1)
+        scale = 3.0 if (follow[:, -1] == 0).all() else 2.0
+        return (layer(layer(x).tanh()) * scale).square().mean()
+
+    x = torch.randn(8, 16)
+    planned = under(loss_fn, made_again_once)
+    assert outcome(layer, planned, x).same_as(outcome(layer, loss_fn, x))
+    assert planned.plan.mode == "graph"
+    assert not [record for record in caplog.records if record.name.startswith("remat") and record.levelname != "DEBUG"]
+
+
+def written_over(known):
+    known.add_(1)
+    return known
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        lambda x, mask: (x > 0).all(),
+        lambda x, mask: mask.all(),
+        lambda x, mask: mask.sum() == mask.numel(),
+        lambda x, mask: not (mask[:, 0] == 0).any(),
+    ],
+    ids=["the batch", "a mask", "its sum", "a part of it"],
+)
+def test_a_branch_on_a_tensor_of_the_batch_is_captured_each_way(asked, caplog):
+    """As transformers leaves a mask out of attention where it is full."""
+    layer = nn.Linear(16, 16)
+    loss_fn = lambda x, mask: (layer(x) * (3.0 if asked(x, mask) else 2.0)).square().mean()  # noqa: E731
+    planned = remat.torch.compile(loss_fn, budget="100%", backend="aten", **QUICK)
+    full, padded = torch.ones(8, 16, dtype=torch.int64), torch.zeros(8, 16, dtype=torch.int64)
+    with caplog.at_level(logging.WARNING, "remat"):
+        for x, mask in ((torch.ones(8, 16), full), (-torch.ones(8, 16), padded), (torch.ones(8, 16), full)):
+            assert outcome(layer, planned, x, mask).same_as(outcome(layer, loss_fn, x, mask))
+    assert {plan.mode for plan in planned.plans} == {"graph"}
+    assert not [record for record in caplog.records if record.name.startswith("remat") and record.levelname != "DEBUG"]
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        lambda x: (torch.arange(len(x)) + x[:, 0] > x[0, 0].clone()).all(),
+        lambda x: (torch.rand(4) > 2).all(),
+        lambda x: torch.zeros(4).add_(x[0, :4]).sum() > 0,
+        lambda x: written_over(torch.zeros(4)).sum() > 0,
+        lambda x: written_over(x.clone())[0].sum() > 0,
+    ],
+    ids=["copied", "drawn", "written", "written over", "a copy written over"],
+)
+def test_a_branch_that_takes_more_is_not_decided_beforehand(asked):
+    layer = nn.Linear(16, 16)
+    loss_fn = lambda x: (layer(x) * (3.0 if asked(x) else 2.0)).square().mean()  # noqa: E731
+    planned = remat.torch.compile(loss_fn, budget="100%", backend="aten", **QUICK)
+    for x in (torch.ones(8, 16), -torch.ones(8, 16)):
+        assert outcome(layer, planned, x).same_as(outcome(layer, loss_fn, x))
+    assert planned.plan.mode == "eager"
+
+
+def test_a_branch_on_what_was_written_to_before_the_call_asks_what_is_there():
+    layer, mask = nn.Linear(16, 16), torch.zeros(8)
+    mask += 1
+    loss_fn = lambda x, mask: (layer(x) * (3.0 if mask.all() else 2.0)).square().mean()  # noqa: E731
+    planned = remat.torch.compile(loss_fn, budget="100%", backend="aten", **QUICK)
+    x = torch.ones(8, 16)
+    for _ in range(2):
+        assert outcome(layer, planned, x, mask).same_as(outcome(layer, loss_fn, x, mask))
+        mask[0] = 0
+    assert {plan.mode for plan in planned.plans} == {"graph"}
 
 
 def test_arguments_are_read_at_once():

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from remat.torch.graph_mode import separable_ops
+from remat.transform.merged_axes import count_merged, merged_shape, with_merged
 from remat.transform.separable import SUMMED, Way
 from remat.transform.split import Slice
 
@@ -272,6 +273,12 @@ def results(made):
     return list(made) if isinstance(made, tuple | list) else [made]
 
 
+def flat(tensor, axis):
+    """A tensor with its first axes as one, where it is cut along these."""
+    count = count_merged(tensor.shape, axis)
+    return (tensor, axis) if count == 1 else (tensor.reshape(merged_shape(tensor.shape, count)), 0)
+
+
 def difference(func, args, kwargs, way: Way, units: int) -> str:
     """What the slices of a call make otherwise than the whole does; "" where nothing is."""
     whole = results(func(*args, **kwargs))
@@ -285,20 +292,26 @@ def difference(func, args, kwargs, way: Way, units: int) -> str:
         for one, axis in zip(operands, way.inputs, strict=True):
             if axis is None:
                 parts.append(one)
-            elif one.shape[axis] % units:
+                continue
+            one, axis = flat(one, axis)
+            if one.shape[axis] % units:
                 return f"axis {axis} of {tuple(one.shape)} has not {units} units"
-            else:
-                start, stop = cut.of(one.shape[axis])
-                parts.append(one.narrow(axis, start, stop - start).contiguous())
+            start, stop = cut.of(one.shape[axis])
+            parts.append(one.narrow(axis, start, stop - start).contiguous())
         given = iter(parts)
         replaced = [next(given) if isinstance(one, torch.Tensor) else one for one in args]
         first = way.outputs[0]
-        shape = cut.shape(whole[0].shape, first if isinstance(first, int) else None)
+        shape = whole[0].shape
+        if isinstance(first, int):
+            like, first = flat(whole[0], first)
+            shape = cut.shape(like.shape, first)
         made.append(results(func(*separable_ops.sliced_arguments(func, tuple(replaced), shape), **kwargs)))
     for place, (part, expected) in enumerate(zip(way.outputs, whole, strict=True)):
         if part is None or expected is None:
             continue
         slices = [one[place] for one in made]
+        if part != SUMMED:
+            expected, part = flat(expected, part)
         found = sum(slices[1:], slices[0]) if part == SUMMED else torch.cat(slices, part)
         if found.shape != expected.shape or not torch.allclose(found, expected, equal_nan=True):
             return f"result {place}: {found} in place of {expected}"
@@ -311,7 +324,7 @@ def units_of(args, way, made):
         *zip(separable_ops.tensors_in(args), way.inputs, strict=True),
         *zip(results(made), way.outputs, strict=True),
     ]
-    sizes = [one.shape[axis] for one, axis in pairs if isinstance(axis, int) and axis < one.dim()]
+    sizes = [with_merged(one.shape)[axis] for one, axis in pairs if isinstance(axis, int)]
     return [n for n in (2, 3) if all(size % n == 0 for size in sizes)]
 
 

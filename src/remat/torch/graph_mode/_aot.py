@@ -19,11 +19,9 @@ import torch._refs  # With the line above: all kernels in Python are there befor
 from torch import fx
 from torch._C import DispatchKey
 from torch._dynamo import config as dynamo_config
-from torch._dynamo import external_utils
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 from torch._dynamo.variables import user_defined
-from torch._dynamo.variables.torch import tracing_state_functions
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import graph_compile
 from torch._guards import TracingContext
@@ -31,7 +29,10 @@ from torch._logging._internal import trace_log
 from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode, PythonFunctionalizeAPI
 
+from remat.torch._dynamo import once_left_unsaid
 from remat.torch.graph_mode import layouts
+from remat.torch.graph_mode._answers import Answers
+from remat.torch.graph_mode._branches import decided_branches
 from remat.torch.graph_mode.recurrent import lstm
 from remat.torch.recompute import without_marks
 from remat.torch.trace import aot_notes
@@ -182,44 +183,22 @@ def _as_plain_list(variable: Any) -> Any:
     return _as_any_variable(variable) if items is None else list(items.as_proxy())
 
 
-# What Dynamo answers where the captured code asks whether it is being compiled.
-_ANSWERS: Any = tracing_state_functions()
-_QUESTIONS: tuple[Any, ...] = (
-    torch.compiler.is_compiling,
-    torch.compiler.is_dynamo_compiling,
-    external_utils.is_compiling,
-    torch._utils.is_compiling,
-)
-
-
 @contextmanager
-def capturing(says_compiled: bool = False) -> Iterator[None]:
-    """Inside, Dynamo captures what graph mode can run: the branches that eager PyTorch takes.
-
-    Libraries ask whether they are being compiled, and compute something else then: transformers' Mamba does.
+def capturing(answers: Answers) -> Iterator[None]:
+    """Inside, Dynamo captures what graph mode can run.
 
     Args:
-        says_compiled: what captured code is told that asks whether it is being compiled.
+        answers: for captured code that asks whether it is being compiled.
     """
     before = {name: getattr(dynamo_config, name) for name in _WHILE_CAPTURING if hasattr(dynamo_config, name)}
-    answers = {question: _ANSWERS[question] for question in _QUESTIONS if question in _ANSWERS}
     for name in before:
         setattr(dynamo_config, name, _WHILE_CAPTURING[name])
-    ignored = getattr(dynamo_config, "ignore_logging_functions", None)
-    if ignored is not None:
-        # What a library says once (transformers' ``warning_once``) must not break the capture; it is left unsaid.
-        once = (value for name, value in vars(logging.Logger).items() if name.endswith("_once"))
-        dynamo_config.ignore_logging_functions = {*ignored, *once}
-    _ANSWERS.update(dict.fromkeys(answers, says_compiled))
     _ListOfAClass.as_proxy = _as_plain_list
     try:
-        with without_marks():
+        with answers.given(), decided_branches(), without_marks(), once_left_unsaid():
             yield
     finally:
         _ListOfAClass.as_proxy = _as_any_variable
-        _ANSWERS.update(answers)
-        if ignored is not None:
-            dynamo_config.ignore_logging_functions = ignored
         for name, value in before.items():
             setattr(dynamo_config, name, value)
 

@@ -60,7 +60,8 @@ class GraphCandidate(Candidate):
         early: EarlyUpdates | None = None,
     ) -> None:
         self._early = early
-        self._known: dict[int, tuple[GraphCandidate, tuple[tuple[int, int], ...]]] = {}
+        self._splitters: dict[bool, Splitter] = {}
+        self._known: dict[tuple[int, bool], tuple[GraphCandidate, tuple[tuple[int, int], ...]]] = {}
         nodes.with_fills(joint)
         with_layouts(joint)
         self._marked = marks.taken_out(joint)
@@ -151,7 +152,8 @@ class GraphCandidate(Candidate):
 
     def _cheapest(self, request: Request, share_of_bytes: int | None) -> Plan:
         if "split" in request.levers:
-            return fit_with_splits(self, request, self._variant, share_of_bytes=share_of_bytes)
+            inner = functools.partial(self._variant, inner=True)
+            return fit_with_splits(self, request, self._variant, inner, share_of_bytes=share_of_bytes)
         return fit(self, request, share_of_bytes=share_of_bytes)
 
     def _without_updates(self, request: Request, share_of_bytes: int, error: InfeasibleBudget) -> Plan:
@@ -181,6 +183,7 @@ class GraphCandidate(Candidate):
         for parameter in self._step.updates.values():
             aot_notes.leave_out(parameter)
         self._known.clear()
+        self._splitters.clear()
         self._look_at(self._joint)
 
     def _update(self, early: EarlyUpdates) -> Update:
@@ -214,29 +217,34 @@ class GraphCandidate(Candidate):
     def _of(self, plan: Plan) -> GraphCandidate:
         if plan.update is not None and not plan.update.moved and self._step.updates:
             self._leave_all_updates_out()
-        variant = None if plan.split is None else self._in_slices(plan.split.slices)
+        variant = None if plan.split is None else self._in_slices(plan.split.slices, plan.split.inner)
         return self if variant is None else variant[0]
 
-    def _variant(self, slices: int) -> Variant | None:
-        """The step with its widest region in slices; None where there is none, or where a slice is too small."""
-        made = self._in_slices(slices)
+    def _variant(self, slices: int, inner: bool = False) -> Variant | None:
+        """The step with its widest region in slices; None where there is none, or where a slice is too small.
+
+        With ``inner``, inner layers are in slices as well.
+        """
+        made = self._in_slices(slices, inner)
         if made is None:
             return None
         one, stands_for = made
         extra_time_s = one.graph.time_s - self.graph.time_s
         if extra_time_s > MOST_EXTRA_TIME * self.graph.time_s:
             return None
-        saved_bytes = self._splitter.saved_bytes
-        return Variant(one, Split(slices, saved_bytes, extra_time_s, self.graph.fingerprint, stands_for))
+        saved_bytes = self._splitter(inner).saved_bytes
+        return Variant(one, Split(slices, saved_bytes, extra_time_s, self.graph.fingerprint, stands_for, inner))
 
-    @functools.cached_property
-    def _splitter(self) -> Splitter:
-        return Splitter(self._joint, int(LEAST_SAVED * self._plain_peak.highest_bytes))
+    def _splitter(self, inner: bool) -> Splitter:
+        if inner not in self._splitters:
+            least_bytes = int(LEAST_SAVED * self._plain_peak.highest_bytes)
+            self._splitters[inner] = Splitter(self._joint, least_bytes, inner=inner)
+        return self._splitters[inner]
 
-    def _in_slices(self, slices: int) -> tuple[GraphCandidate, tuple[tuple[int, int], ...]] | None:
+    def _in_slices(self, slices: int, inner: bool) -> tuple[GraphCandidate, tuple[tuple[int, int], ...]] | None:
         """The step in slices, and for each op that a slice runs the op that it is a part of."""
-        if slices not in self._known:
-            split = self._splitter.split(slices)
+        if (slices, inner) not in self._known:
+            split = self._splitter(inner).split(slices)
             if split is None:
                 return None
             one = copy.copy(self)
@@ -244,5 +252,5 @@ class GraphCandidate(Candidate):
             places = {op.name: index for index, op in enumerate(self.graph.ops)}
             pairs = ((index, split.stands_for.get(op.name)) for index, op in enumerate(one.graph.ops))
             stands_for = tuple((index, places[name]) for index, name in pairs if name in places)
-            self._known[slices] = one, stands_for
-        return self._known[slices]
+            self._known[slices, inner] = one, stands_for
+        return self._known[slices, inner]

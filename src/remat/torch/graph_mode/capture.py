@@ -25,6 +25,7 @@ from remat.fit.request import Request
 from remat.torch import _private
 from remat.torch.emit.first_step import StorageMeter
 from remat.torch.graph_mode import _aot
+from remat.torch.graph_mode._answers import Answers
 from remat.torch.graph_mode.calls import Calls
 from remat.torch.graph_mode.candidate import GraphCandidate
 from remat.torch.graph_mode.source import function_of
@@ -98,7 +99,7 @@ class Captured:
         self._takers_for = takers_for
         self._early = early
         self._in_pieces = in_pieces
-        self._says_compiled = False
+        self._answers = Answers()
         self._plans = plans
         self._request = request
         self._resident_bytes = resident_bytes
@@ -132,20 +133,24 @@ class Captured:
             UnsupportedStep: where shapes are not known beforehand.
             TorchDynamoException: where the function cannot be captured as one graph.
         """
-        try:
-            return self._run(args, kwargs)
-        except _aot.TorchDynamoException as error:
-            if self._error is not None or self._says_compiled:
-                raise
-            # Of transformers' GPT-2, only the branch for compilers can be captured.
-            self._says_compiled = True
-            result = self._run(args, kwargs)
+        told, reason = len(self._answers.told), ""
+        while True:
+            try:
+                result = self._run(args, kwargs)
+            except _aot.TorchDynamoException as error:
+                if self._error is not None or not self._answers.tell_more(error):
+                    raise
+                reason = str(error).partition("\n")[0]
+            else:
+                break
+        if len(self._answers.told) > told:
             _log.warning(
-                "The branches for eager PyTorch cannot be captured (%s). Captured are those that the function takes "
-                'where it is compiled; remat.torch.check(..., mode="graph") tells whether the numbers stay.',
-                str(error).partition("\n")[0],
+                "The branches for eager PyTorch cannot be captured (%s). Captured is what is done for a compiler in: "
+                '%s; remat.torch.check(..., mode="graph") tells whether the numbers stay.',
+                reason,
+                self._answers,
             )
-            return result
+        return result
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._error = None
@@ -153,7 +158,7 @@ class Captured:
             self._compiled = self._captured_anew()
         uncollected = _aot.without_collections() if self._is_new else nullcontext()
         try:
-            with _aot.capturing(self._says_compiled), uncollected:
+            with _aot.capturing(self._answers), uncollected:
                 result = self._compiled(*args, **kwargs)
             self._is_new = False
             return result

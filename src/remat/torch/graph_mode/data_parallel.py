@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from remat.core.errors import UnsupportedStep
+from remat.torch._private import after_forward, before_forward
 from remat.torch.graph_mode.taken_gradients import TakenGradient
 
 
@@ -71,7 +72,7 @@ class Reducers:
         if not self._found:
             return step(*args, **kwargs)
         for wrapper in self._found:
-            wrapper._pre_forward()
+            before_forward(wrapper)
         own = DistributedDataParallel.forward
         DistributedDataParallel.forward = _forward_of_module  # type: ignore[method-assign]
         try:
@@ -79,7 +80,7 @@ class Reducers:
         finally:
             DistributedDataParallel.forward = own  # type: ignore[method-assign]
         for wrapper in self._found:
-            result = wrapper._post_forward(result)
+            result = after_forward(wrapper, result)
         return result
 
 

@@ -197,11 +197,6 @@ def writes(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and is_mutable(node.target)
 
 
-def moves_statistics(node: fx.Node) -> bool:
-    """Does the call move the running statistics of a normalisation?"""
-    return bool(statistics_of(node))
-
-
 def statistics_of(node: fx.Node) -> list[fx.Node]:
     """The buffers of a normalisation that the call moves, though its schema does not say so."""
     if not isinstance(node.target, OpOverload) or not op_facts.may_write(node.target) or is_mutable(node.target):

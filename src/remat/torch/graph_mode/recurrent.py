@@ -11,8 +11,9 @@ from typing import Any, Final
 
 import torch
 
+from remat.torch._private import run_composite
+
 _LSTM: Final = 2  # oneDNN's number for this kind of layer.
-_COMPOSITE: Final = torch._C.DispatchKey.CompositeImplicitAutograd
 _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -35,7 +36,7 @@ def lstm(
     hidden, cell = states
     if not _takes_kernels([inputs, *states, *weights], hidden.shape[2] != cell.shape[2]):
         rest = (has_biases, layers, dropout, train, bidirectional, batch_first)
-        return torch.ops.aten.lstm.input._op_dk(_COMPOSITE, inputs, states, weights, *rest)
+        return run_composite(torch.ops.aten.lstm.input, inputs, states, weights, *rest)
     of_layer = 4 if has_biases else 2
     matrices = [weights[start : start + of_layer] for start in range(0, len(weights), of_layer)]
     x = (inputs.transpose(0, 1) if batch_first else inputs).contiguous()
@@ -66,5 +67,7 @@ def _takes_kernels(tensors: Sequence[torch.Tensor], has_projections: bool) -> bo
     kinds = {(t.device.type, t.dtype) for t in tensors}
     if any(device != "cpu" for device, _ in kinds):
         raise NotImplementedError(f"an LSTM on {sorted(device for device, _ in kinds)[0]} is not captured")
-    is_off = has_projections or not bool(torch._C._get_mkldnn_enabled()) or not tensors[0].numel()
-    return not is_off and all(dtype in _DTYPES for _, dtype in kinds)
+    is_on = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
+    if has_projections or not is_on or not tensors[0].numel():
+        return False
+    return all(dtype in _DTYPES for _, dtype in kinds)

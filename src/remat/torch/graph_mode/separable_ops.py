@@ -1,5 +1,7 @@
 """How PyTorch's operators can be cut along an axis, which of them are linear, and which of them state a shape.
 
+The first axes of a tensor, taken together, count as one more axis, see ``remat.transform.merged_axes``.
+
 An operator that is missing here ends a region that runs in slices. Each entry is tested against the operator itself, in
 ``tests/torch/test_torch_separable_ops.py``: what the slices make is compared with what the whole makes.
 """
@@ -13,6 +15,7 @@ import torch
 
 from remat.torch._private import OpOverload, tree_leaves
 from remat.torch.trace import op_facts
+from remat.transform.merged_axes import Shape, merged, reshaped_ways
 from remat.transform.separable import SUMMED, Part, Way
 
 _Rule: TypeAlias = Callable[[tuple[Any, ...], dict[str, Any], list[torch.Tensor], list[Any]], list[Way]]
@@ -38,7 +41,45 @@ def ways_of(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out
         return ()
     operands = tensors_in((args, kwargs))
     results = list(out) if isinstance(out, list | tuple) else [out]
-    return tuple(rule(args, kwargs, operands, results))
+    # Merged axes come first: between the same two values they leave more units than axes of their own.
+    ways = (*_merged_ways(rule, args, operands, results), *rule(args, kwargs, operands, results))
+    return tuple({(way.inputs, way.outputs): way for way in ways}.values())
+
+
+def _merged_ways(rule: _Rule, args: tuple[Any, ...], operands: list[torch.Tensor], results: list[Any]) -> list[Way]:
+    """The ways to cut along merged axes, and along first axes that another shape has merged."""
+    if rule is _reshaped:
+        pairs = reshaped_ways(tuple(operands[0].shape), tuple(results[0].shape))
+        return [Way((axis,), (place,)) for axis, place in pairs]
+    if rule is _pointwise:
+        made = tuple(results[0].shape)
+        ways = (_pointwise_merged(operands, made, count) for count in range(2, len(made) + 1))
+        return [way for way in ways if way is not None]
+    if rule not in (_layer_norm, _layer_norm_backward):
+        return []
+    # All but the weights have as many axes, the last ones of length 1 where a row has one number.
+    of_rows, leading = (4, 2) if rule is _layer_norm_backward else (1, 1)
+    shape = tuple(operands[0].shape)
+    counts = range(2, len(shape) - len(args[leading]) + 1)
+    rest = (None,) * (len(operands) - of_rows)
+    terms: tuple[Part, ...] = (SUMMED,) * 2
+    return [
+        Way((axis,) * of_rows + rest, (axis, *((axis, axis) if rule is _layer_norm else terms)))
+        for axis in (merged(shape, count) for count in counts)
+    ]
+
+
+def _pointwise_merged(operands: list[torch.Tensor], made: Shape, count: int) -> Way | None:
+    inputs: list[int | None] = []
+    for one in operands:
+        shape = tuple(one.shape)
+        if len(shape) == len(made) and shape[:count] == made[:count]:
+            inputs.append(merged(shape, count))
+        elif len(shape) <= len(made) - count:
+            inputs.append(None)
+        else:
+            return None  # It is repeated along some of these axes.
+    return Way(tuple(inputs), (merged(made, count),)) if any(axis is not None for axis in inputs) else None
 
 
 def tensors_in(arguments: Any) -> list[torch.Tensor]:

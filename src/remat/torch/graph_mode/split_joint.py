@@ -1,11 +1,4 @@
-"""A joint graph with a region that runs in slices: ``remat.transform`` finds it and says the order, this writes it.
-
-Two things are changed beforehand so that the head of a language model is one region. The loss divides by the number of
-labels that count, which no slice knows: the number is computed from the labels, in front. And the incoming gradient of
-the loss arrives only when the forward pass is over. All gradients have it as a factor, so the slices compute with 1 in
-its place, and the finished gradients are multiplied by it. This is done only where every operator in between is known
-to be linear.
-"""
+"""A joint graph with regions in slices: ``remat.transform`` finds them and says the order, this writes them."""
 
 from __future__ import annotations
 
@@ -18,10 +11,14 @@ import torch
 from torch import fx
 
 from remat.torch import _private
-from remat.torch._private import OpOverload, tree_leaves
-from remat.torch.graph_mode import _aot, nodes, separable_ops
+from remat.torch._private import OpOverload
+from remat.torch.graph_mode import nodes, separable_ops
+from remat.torch.graph_mode.separable_joint import SeparableJoint, add_call, is_pure, results_of
 from remat.torch.trace import aot_notes
-from remat.transform.separable import Call, Program, Region, find_region
+from remat.transform.inner import InnerLayers, find_inner_layers
+from remat.transform.merged_axes import count_merged, merged_shape
+from remat.transform.order import order_around
+from remat.transform.separable import Region, find_region
 from remat.transform.split import Slice, write_slices
 
 _log = logging.getLogger("remat")
@@ -33,7 +30,7 @@ _SUMMED_IN: Final = {torch.bfloat16: torch.float32, torch.float16: torch.float32
 
 @dataclass(frozen=True)
 class SplitJoint:
-    """A joint graph, one region of which runs in slices.
+    """A joint graph, some regions of which run in slices.
 
     Attributes:
         joint: the graph.
@@ -70,228 +67,76 @@ class Buffer:
 
 
 class Splitter:
-    """Splits the region of a joint graph that saves the most, into any number of slices.
+    """Splits regions of a joint graph into any number of slices: the one that saves the most, or inner layers as well.
 
     Args:
         joint: the graph, which stays as it is. ``nodes.with_fills`` has been at work on it.
         least_bytes: what lives inside a region before it is worth the trouble.
+        inner: are inner layers cut, too, whose forward part then runs once more in the backward pass?
+
+    Attributes:
+        regions: what is split, in the order in which it runs; empty where there is nothing.
     """
 
-    def __init__(self, joint: fx.GraphModule, least_bytes: int) -> None:
+    def __init__(self, joint: fx.GraphModule, least_bytes: int, *, inner: bool = False) -> None:
         self._original = joint
-        found = _Prepared(joint)
-        self.region = found.region(least_bytes)
+        found = SeparableJoint(joint)
+        self._layers: InnerLayers | None = None
+        self.regions: tuple[Region, ...] = ()
+        if not inner:
+            region = find_region(found.program, (), least_bytes)
+            self.regions = () if region is None else (region,)
+        elif (layers := find_inner_layers(found.program, least_bytes, found.can_write)) is not None:
+            self._layers = layers
+            found.take(layers)
+            order = order_around(layers.program, layers.regions) or ()
+            self.regions = tuple(one for one in order if isinstance(one, Region))
+        if not all(found.can_write(region) for region in self.regions):
+            self.regions = ()
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes of what lives inside the region only."""
-        return 0 if self.region is None else self.region.saved_bytes
+        """Bytes of what lives inside the regions only."""
+        return sum(region.saved_bytes for region in self.regions)
 
     def split(self, slices: int) -> SplitJoint | None:
-        """The graph with the region in slices; None where there is no region, or where it cannot be cut so often."""
-        if self.region is None or slices > self.region.length:
+        """The graph with its regions in slices; None where there are none, or where they cannot be cut so often."""
+        if slices > min((region.length for region in self.regions), default=0):
             return None
         # Writing changes the graph, so that it is prepared anew. What is found in it is the same.
-        prepared = _Prepared(self._original)
+        prepared = SeparableJoint(self._original)
+        if self._layers is not None:
+            prepared.take(self._layers)
+        stands_for: dict[str, str] = {}
         try:
-            return _Writer(prepared, self.region).written(slices)
+            for region in self.regions:
+                written = _Writer(prepared, region).written(slices)
+                if written is None:
+                    return None
+                stands_for |= written
         except RuntimeError as error:
-            _log.debug("The region could not be written in %s slices: %s", slices, error)
+            _log.debug("The regions could not be written in %s slices: %s", slices, error)
             return None
-
-
-class _Prepared:
-    """A copy of a joint graph, its losses taken apart, and what the search for regions sees of it."""
-
-    def __init__(self, joint: fx.GraphModule) -> None:
-        self.joint = _copied(joint)
-        self.graph = self.joint.graph
-        _take_losses_apart(self.graph)
-        self.calls = [n for n in self.graph.nodes if n.op == "call_function" and not nodes.is_part(n)]
-        self.value_of: dict[fx.Node, int] = {}
-        self.node_of: list[fx.Node] = []
-        for node in self.graph.nodes:
-            if isinstance(node.meta.get("val"), torch.Tensor) and node.op != "output":
-                self.value_of[node] = len(self.node_of)
-                self.node_of.append(node)
-        (output,) = self.graph.find_nodes(op="output")
-        returned = [one for one in tree_leaves(output.args) if isinstance(one, fx.Node)]
-        self.program = Program(
-            tuple(map(self._call, self.calls)),
-            tuple(tuple(node.meta["val"].shape) for node in self.node_of),
-            tuple(nodes.elements_bytes(node) for node in self.node_of),
-            frozenset(self.value_of[one] for one in returned if one in self.value_of),
-            frozenset(value for value, node in enumerate(self.node_of) if nodes.is_view(node)),
-        )
-        self.after_gradients = self._behind([n for n in self.graph.nodes if aot_notes.is_tangent(n)])
-
-    def region(self, least_bytes: int) -> Region | None:
-        """The region that is split; None where there is none that can be."""
-        region = find_region(self.program, (), least_bytes)
-        if region is None or (self.is_mixed(region) and self.chain_to(region) is None):
-            return None
-        return region
-
-    def chain_to(self, region: Region) -> list[fx.Node] | None:
-        """What leads from the incoming gradient to the region, itself first; None where that is not one linear way."""
-        tangents = [n for n in self.graph.find_nodes(op="placeholder") if aot_notes.is_tangent(n)]
-        inside = {self.calls[index] for index in region.ways}
-        if len(tangents) != 1 or tangents[0].meta["val"].dim():
-            return None
-        chain: set[fx.Node] = set()
-        waiting = [one for node in inside for one in node.all_input_nodes]
-        while waiting:
-            node = waiting.pop()
-            if nodes.is_part(node):
-                (node,) = node.all_input_nodes
-            if node in self.after_gradients and node not in inside and node not in chain:
-                chain.add(node)
-                waiting.extend(node.all_input_nodes)
-        if not all(one is tangents[0] or self._is_linear(one) for one in chain):
-            return None
-        if not all(self._is_linear(one) for one in inside if one in self.after_gradients):
-            return None
-        dependent = [one for one in (*chain, *inside) if one in self.after_gradients]
-        if any(t.dtype == torch.float16 for one in dependent for t in nodes.tensors_of(one)):
-            return None  # Who scales the loss does so that these gradients are not too small for half precision.
-        widest = max(self.program.size_bytes[self.value_of[one]] for one in inside if one in self.value_of)
-        if any(nodes.elements_bytes(one) > widest for one in chain):
-            return None
-        return sorted(chain, key=list(self.graph.nodes).index)
-
-    def is_mixed(self, region: Region) -> bool:
-        """Does the region hold ops of both passes, so that the incoming gradient is put in afterwards?"""
-        dependent = [self.calls[index] in self.after_gradients for index in region.ways]
-        return any(dependent) and not all(dependent)
-
-    def _is_linear(self, node: fx.Node) -> bool:
-        if not isinstance(node.target, OpOverload):
-            return False
-        # Zeros have any factor: where a loss divides by what may be 0, its gradient is chosen to be 0 there.
-        among = [one in self.after_gradients or _is_zero(one) for one in _operands(node)]
-        return separable_ops.is_linear(node.target, among, node.args)
-
-    def _behind(self, starts: list[fx.Node]) -> set[fx.Node]:
-        found = set(starts)
-        for node in self.graph.nodes:
-            if node.op == "call_function" and any(one in found for one in node.all_input_nodes):
-                found.add(node)
-        return found
-
-    def _call(self, node: fx.Node) -> Call:
-        inputs = tuple(self.value_of[one] for one in node.all_input_nodes if one in self.value_of)
-        places = results_of(node)
-        outputs = tuple(self.value_of[one] for _, one in places if one in self.value_of)
-        if len(outputs) != len(places) or not _is_pure(node):
-            return Call(inputs, outputs)
-        args, kwargs = nodes.arguments(node)
-        operands = _operands(node)
-        ways = separable_ops.ways_of(node.target, tuple(args), kwargs, node.meta["val"])  # type: ignore[arg-type]
-        return Call(
-            tuple(self.value_of[one] for one in operands),
-            outputs,
-            tuple(type(way)(way.inputs, tuple(way.outputs[place] for place, _ in places)) for way in ways),
-        )
-
-
-def results_of(node: fx.Node) -> list[tuple[int, fx.Node]]:
-    """What a node of any kind makes, each with its place; those of several that nobody reads are left out."""
-    if isinstance(node.meta.get("val"), list | tuple):
-        return sorted((int(user.args[1]), user) for user in node.users if nodes.is_part(user))  # type: ignore[arg-type]
-    return [(0, node)]
-
-
-def _is_zero(node: fx.Node) -> bool:
-    """Is a value filled with zeros, whatever the step is given?"""
-    if node.target is _aten.zeros_like.default:
-        return True
-    places: dict[Any, int] = {_aten.scalar_tensor.default: 0, _aten.full.default: 1, _aten.full_like.default: 1}
-    place = places.get(node.target)
-    return place is not None and len(node.args) > place and bool(node.args[place] == 0)
-
-
-def _is_pure(node: fx.Node) -> bool:
-    if not isinstance(node.target, OpOverload) or nodes.writes(node) or nodes.statistics_of(node):
-        return False
-    return not nodes.draws(node) and all(one.op != "get_attr" for one in node.all_input_nodes)
-
-
-def _operands(node: fx.Node) -> list[fx.Node]:
-    """The tensors among the arguments of a call, in their order, as often as they stand there."""
-    leaves = tree_leaves((node.args, dict(node.kwargs)))
-    return [one for one in leaves if isinstance(one, fx.Node) and isinstance(one.meta.get("val"), torch.Tensor)]
-
-
-def _copied(joint: fx.GraphModule) -> fx.GraphModule:
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in joint.graph.nodes:
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-    return fx.GraphModule(joint, graph)
-
-
-def _take_losses_apart(graph: fx.Graph) -> None:
-    """Sums in place of means, divided by the number of labels that count, which is computed from the labels."""
-    losses = (_aten.nll_loss_forward.default, _aten.nll_loss2d_forward.default)
-    for node in [one for target in losses for one in graph.find_nodes(op="call_function", target=target)]:
-        logarithms, labels, weight, reduction, ignored = node.args
-        if weight is not None or logarithms.meta["val"].dim() not in (2, 4):
-            continue
-        parts = dict(results_of(node))
-        with graph.inserting_before(node):
-            counts = _call(graph, _aten.ne.Scalar, (labels, ignored), like=node)
-            number = _call(graph, _aten.sum.default, (counts,), like=node)
-            total = _call(graph, _aten._to_copy.default, (number,), {"dtype": logarithms.meta["val"].dtype}, like=node)
-        if 1 in parts:
-            parts[1].replace_all_uses_with(total)
-        if reduction == separable_ops.MEAN and 0 in parts:
-            arguments = (logarithms, labels, None, separable_ops.SUM, ignored)
-            with graph.inserting_before(node):
-                whole = _call(graph, node.target, arguments, like=node)
-                sums = graph.call_function(parts[0].target, (whole, 0))  # type: ignore[arg-type]
-                sums.meta = {**parts[0].meta}
-                mean = _call(graph, _aten.div.Tensor, (sums, total), like=node)
-            parts[0].replace_all_uses_with(mean)
-        for part in [*parts.values()]:
-            if not part.users:
-                graph.erase_node(part)
-        if not node.users:
-            graph.erase_node(node)
-
-
-def _call(
-    graph: fx.Graph,
-    target: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any] | None = None,
-    *,
-    like: fx.Node,
-    name: str | None = None,
-) -> fx.Node:
-    """A call that stands for a part of what another node does; its result is that of tensors without memory."""
-    made = graph.create_node("call_function", target, args, kwargs or {}, name)
-    args, kwargs = nodes.arguments(made)
-    with _private.fake_mode_of(_private.tree_leaves((args, kwargs))), _aot.below_autograd():
-        value = target(*args, **kwargs)
-    made.meta = {**like.meta, "val": value}
-    return made
+        prepared.joint.recompile()
+        return SplitJoint(prepared.joint, stands_for)
 
 
 class _Writer:
     """Writes the slices of a region behind everything that they read."""
 
-    def __init__(self, prepared: _Prepared, region: Region) -> None:
+    def __init__(self, prepared: SeparableJoint, region: Region) -> None:
         self._prepared = prepared
         self._region = region
         self._graph = prepared.graph
         self._seeds: dict[fx.Node, fx.Node] = {}
         self._buffers: dict[int, fx.Node] = {}
         self._parts: dict[Any, fx.Node] = {}
+        self._copies: dict[int, fx.Node] = {}
         self._stands_for: dict[str, str] = {}
         self._writes: list[tuple[fx.Node, fx.Node]] = []
 
-    def written(self, slices: int) -> SplitJoint | None:
-        """The graph with the region in slices."""
+    def written(self, slices: int) -> dict[str, str] | None:
+        """Write the region in slices; None where there is no room for it. See ``SplitJoint.stands_for``."""
         prepared, region, graph = self._prepared, self._region, self._graph
         inside = [prepared.calls[index] for index in region.ways]
         old = [*inside, *(part for node in inside for part in node.users if nodes.is_part(part))]
@@ -312,8 +157,7 @@ class _Writer:
             if node in replaced:
                 graph.erase_node(node)
         graph.lint()
-        prepared.joint.recompile()
-        return SplitJoint(prepared.joint, self._stands_for)
+        return self._stands_for
 
     def whole(self, value: int) -> fx.Node:
         """A value from outside of the region."""
@@ -325,6 +169,8 @@ class _Writer:
         key = (value, axis, cut.number)
         if key not in self._parts:
             node = self.whole(value)
+            if count_merged(node.meta["val"].shape, axis) > 1 and not node.meta["val"].is_contiguous():
+                node = self._side_by_side(value, node)
             self._parts[key] = self._view(node, axis, cut, like=node)
         return self._parts[key]
 
@@ -344,11 +190,13 @@ class _Writer:
         kwargs: Any = fx.map_arg(dict(node.kwargs), replaced)
         first = way.outputs[0]
         shape = tuple(places[0][1].meta["val"].shape)
+        if isinstance(first, int) and (count := count_merged(shape, first)) > 1:
+            shape, first = merged_shape(shape, count), 0
         args = separable_ops.sliced_arguments(
             node.target, tuple(args), cut.shape(shape, first if isinstance(first, int) else None)
         )
-        made = _call(self._graph, node.target, args, kwargs, like=node, name=f"{node.name}_slice{cut.number}")
-        self._stands_for[made.name] = node.name
+        made = add_call(self._graph, node.target, args, kwargs, like=node, name=f"{node.name}_slice{cut.number}")
+        self._stands_for[made.name] = prepared.name_of(call)
         if not isinstance(node.meta["val"], list | tuple):
             return [made]
         results = []
@@ -372,9 +220,20 @@ class _Writer:
         written.meta = {**made.meta, "val": place.meta["val"]}
         self._writes.append((written, made))
 
+    def _side_by_side(self, value: int, node: fx.Node) -> fx.Node:
+        """A copy of a value whose rows lie one behind the other, so that its first axes can be taken together."""
+        if value not in self._copies:
+            kwargs = {"memory_format": torch.contiguous_format}
+            self._copies[value] = add_call(self._graph, _aten.clone.default, (node,), kwargs, like=node)
+        return self._copies[value]
+
     def _view(self, node: fx.Node, axis: int, cut: Slice, *, like: fx.Node) -> fx.Node:
-        start, stop = cut.of(node.meta["val"].shape[axis])
-        return _call(self._graph, _aten.slice.Tensor, (node, axis, start, stop), like=like)
+        shape = node.meta["val"].shape
+        if (count := count_merged(shape, axis)) > 1:
+            shape, axis = merged_shape(shape, count), 0
+            node = add_call(self._graph, _aten.view.default, (node, list(shape)), like=like)
+        start, stop = cut.of(shape[axis])
+        return add_call(self._graph, _aten.slice.Tensor, (node, axis, start, stop), like=like)
 
     def _make_room(self, old: list[fx.Node], chain: set[fx.Node]) -> fx.Node | None:
         """Bring what reads of the region behind all that the region reads; the node before which there is room then.
@@ -393,7 +252,7 @@ class _Writer:
         first = min(map(order.index, old))
         last = max(last, first)
         moved = [node for node in order[: last + 1] if node in behind]
-        if any(not nodes.is_part(one) and not _is_pure(one) for one in moved):
+        if any(not nodes.is_part(one) and not is_pure(one) for one in moved):
             return None
         place: fx.Node = next(node for node in order[last + 1 :] if node not in inside)
         for node in moved:
@@ -453,8 +312,9 @@ class _Writer:
             with graph.inserting_before(place):
                 if scaled and node in prepared.after_gradients:
                     (tangent,) = (n for n in graph.find_nodes(op="placeholder") if aot_notes.is_tangent(n))
-                    result = _call(graph, _aten.mul.Tensor, (result, tangent), like=node)
+                    result = add_call(graph, _aten.mul.Tensor, (result, tangent), like=node)
                 if result.meta["val"].dtype != node.meta["val"].dtype:
                     kwargs = {"dtype": node.meta["val"].dtype}
-                    result = _call(graph, _aten._to_copy.default, (result,), kwargs, like=node)
+                    result = add_call(graph, _aten._to_copy.default, (result,), kwargs, like=node)
             node.replace_all_uses_with(result, delete_user_cb=lambda user: user not in old)
+            prepared.node_of[value] = result
