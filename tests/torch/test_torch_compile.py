@@ -9,6 +9,7 @@ from functorch.compile import make_boxed_func
 from steps import QUICK, made_again_at_every_read
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._functorch import config as functorch_config
 from torch_models import gpt2, mlp, resnet, unet
 
 import remat
@@ -99,6 +100,40 @@ def test_a_joint_graph_in_parts_is_exact(schedule):
     layers, roles = {op.layer for op in step.graph.ops}, {step.graph.tensors[n].role for n in step.graph.inputs}
     assert any("layers.2" in layer for layer in layers)
     assert roles == {"parameter", "state", "batch"}
+
+
+def test_pytorchs_own_partition_as_a_schedule():
+    from remat.torch.compiled import _inductor, joint_graph, partition
+
+    seen = []
+
+    def part(joint, joint_inputs, *, num_fwd_outputs, static_lifetime_input_indices, **kwargs):
+        options = {"num_fwd_outputs": num_fwd_outputs, "static_lifetime_input_indices": static_lifetime_input_indices}
+        joint = _inductor.simplified(joint)
+        step = joint_graph.joint_step(joint, num_fwd_outputs, get_profile("cpu"), static_lifetime_input_indices)
+        for budget in (1.0, 0.0):
+            modules = _inductor.own_partition(joint, options, budget)
+            seen.append((step.graph, partition.schedule_of(step, modules), modules[1]))
+        return modules
+
+    module = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4)))
+    x = torch.randn(512, 64)
+    backend = aot_autograd(fw_compiler=lambda module, inputs: make_boxed_func(module), partition_fn=part)
+    loss = lambda x: module(x).square().mean()  # noqa: E731
+    plain = gradients(module, loss, x)
+    torch._dynamo.reset()
+    own = gradients(module, torch.compile(loss, backend=backend, fullgraph=True), x)
+    assert all(torch.equal(own[name], plain[name]) for name in plain)
+    (graph, kept, _), (_, frugal, backward) = seen
+    assert kept == graph.plain_schedule
+    remat.validate(graph, frugal)
+    backward_starts = [op.phase for op in graph.ops].index("backward")
+    held = [remat.simulate(graph, one).bytes[backward_starts] - graph.pinned_bytes for one in (frugal, kept)]
+    assert held[0] < 0.1 * held[1]
+    # Each product that the backward pass makes again runs again in the schedule, and no other.
+    made_again = [n for n in backward.graph.nodes if n.target is torch.ops.aten.addmm.default]
+    again = [op for op in frugal if graph.ops[op].kind == "aten.addmm.default"]
+    assert len(again) == len(made_again) + 4 > 4
 
 
 def test_what_names_hold():
@@ -200,6 +235,27 @@ def test_a_compiled_step_that_cannot_fit_names_the_smallest_budget():
     planned(*case.args).backward()
     assert planned.plan.peak_bytes <= caught.value.minimum_bytes
     assert remat.torch.measure(planned, *case.args, repeats=1).peak_bytes <= caught.value.minimum_bytes
+
+
+@pytest.mark.slow
+def test_the_bytes_that_torch_compile_takes_within_its_own_budget_are_enough():
+    """``store_all`` knows the plain step only, so that PyTorch's own partition is what is left."""
+    case = gpt2(layers=2, width=64, batch=4)
+    plain = torch.compile(case.loss, fullgraph=True, dynamic=False)
+    plain_peak = remat.torch.measure(plain, *case.args, repeats=1).peak_bytes
+    torch._dynamo.reset()
+    with functorch_config.patch(activation_memory_budget=0.5):
+        own = torch.compile(case.loss, fullgraph=True, dynamic=False)
+        expected = gradients(case.module, own, *case.args)
+    budget = remat.torch.measure(own, *case.args, repeats=1).peak_bytes
+    assert budget < plain_peak
+    planned = remat.torch.compile(case.loss, budget=budget, planner="store_all")
+    found = gradients(case.module, planned, *case.args)
+    assert planned.plan.planner == "torch.compile"
+    assert planned.plan.recomputed > 0
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-6)
+    assert remat.torch.measure(planned, *case.args, repeats=1).peak_bytes <= budget
 
 
 @pytest.mark.slow

@@ -65,6 +65,22 @@ def test_convolutions_with_channels_last(given):
 
 
 @pytest.mark.usefixtures("_threads")
+@pytest.mark.parametrize("channels", [96, 288])
+def test_a_convolution_of_some_channels_that_come_last(channels):
+    """As timm's MambaOut cuts a layer's results: the parts keep the strides of the whole, which is not dense."""
+    x = torch.randn(8, 4, 4, channels + 96)[..., :channels].permute(0, 3, 1, 2)
+    weight, how = torch.randn(channels, 1, 7, 7), [[1, 1], [3, 3], [1, 1], False, [0, 0], channels]
+    args = (x, weight, None, *how)
+    scratch, out = measured(ATEN.convolution.default, *args)
+    assert cpu_scratch.workspace_bytes(ATEN.convolution.default, args, out) == pytest.approx(scratch, rel=0.02)
+
+    args = (torch.randn_like(out), x, weight, [channels], *how, [True, True, True])
+    scratch, out = measured(ATEN.convolution_backward.default, *args)
+    assert cpu_scratch.workspace_bytes(ATEN.convolution_backward.default, args, out) == pytest.approx(scratch, rel=0.02)
+    assert scratch > 4 * x.numel() * x.itemsize  # Of another order than copies of images.
+
+
+@pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize("last", ["neither", "input", "gradient", "both"])
 @pytest.mark.parametrize(
     ("kernel", "dtype", "samples"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import logging
 
 import pytest
 import torch
@@ -145,6 +146,35 @@ def test_the_lines_of_inductors_code_tell_what_is_allocated():
     assert peak_bytes([module]) == 2 * 64 * 64 * 4
 
 
+def test_an_lstm_is_composed_of_other_operators():
+    layer, x, states = torch.nn.LSTM(3, 4), torch.randn(5, 2, 3), [torch.zeros(1, 2, 4) for _ in range(2)]
+    rest = (True, 1, 0.0, False, False, False)
+    found = _private.run_composite(torch.ops.aten.lstm.input, x, states, list(layer.parameters()), *rest)
+    torch.testing.assert_close(found[0], layer(x)[0])
+
+
+def test_data_parallel_says_what_comes_before_and_after_its_module():
+    names = ("_pre_forward", "_post_forward")
+    assert all(callable(getattr(torch.nn.parallel.DistributedDataParallel, name)) for name in names)
+
+
+def test_inductor_works_each_stride_out_once():
+    from sympy import Integer, Symbol
+    from torch._inductor import sizevars
+    from torch._inductor.codegen import cpp
+
+    from remat.torch.compiled import _inductor
+
+    row, own = Symbol("x0", integer=True), cpp.stride_at_vec_range
+    with _inductor.strides_remembered():
+        assert cpp.stride_at_vec_range is not own
+        assert cpp.stride_at_vec_range(64 * row + 1, row, 16) == own(64 * row + 1, row, 16) == Integer(64)
+        assert cpp.stride_at_vec_range.cache_info().maxsize is None
+        asked_in_turn = sizevars if hasattr(sizevars, "stride_at") else cpp  # PyTorch 2.9.
+        assert asked_in_turn.stride_at.cache_info().currsize == 1
+    assert cpp.stride_at_vec_range is own
+
+
 def test_a_storage_without_memory_hands_out_no_address():
     storage = _private.storage_without_memory(4096, torch.device("cpu"))
     tensor = torch.empty(0).set_(storage, 0, (32, 32), (32, 1))
@@ -175,7 +205,7 @@ def test_backward_passes_can_be_surrounded():
 
 
 def test_while_aotautograd_traces_no_kernel_in_python_stands_in_for_pytorchs_own():
-    from remat.torch.graph_mode import _aot
+    from remat.torch.graph_mode import _answers, _aot
 
     dropout, lstm = torch.ops.aten.dropout.default, torch.ops.aten.lstm.input
     before = dict(dropout.py_kernels), dict(lstm.py_kernels)
@@ -186,10 +216,15 @@ def test_while_aotautograd_traces_no_kernel_in_python_stands_in_for_pytorchs_own
         assert {kernel.__module__ for kernel in kernels} == {"remat.torch.graph_mode.recurrent"}
     assert (dropout.py_kernels, lstm.py_kernels) == before
     assert not _aot.dynamo_config.allow_rnn
-    assert all(_aot._ANSWERS[question] is True for question in _aot._QUESTIONS)
-    with _aot.capturing():
-        assert not any(_aot._ANSWERS[question] for question in _aot._QUESTIONS)
+
+    def answers():
+        return [_answers.functions_of_torch.tracing_state_functions()[question] for question in _answers.QUESTIONS]
+
+    assert answers() == [True] * len(_answers.QUESTIONS)
+    with _aot.capturing(_answers.Answers()):
+        assert answers() == [False] * len(_answers.QUESTIONS)
         assert all(getattr(_aot.dynamo_config, name) == value for name, value in _aot._WHILE_CAPTURING.items())
+    assert answers() == [True] * len(_answers.QUESTIONS)
     assert not _aot.dynamo_config.allow_rnn
 
 
@@ -275,3 +310,25 @@ def test_hooks_on_the_gradient_of_a_leaf_are_seen():
         assert _private.has_gradient_hooks(leaf)
         handle.remove()
         assert not _private.has_gradient_hooks(leaf)
+
+
+def test_what_a_library_says_once_does_not_break_a_capture(monkeypatch):
+    from torch._dynamo.exc import Unsupported
+
+    from remat.torch._dynamo import once_left_unsaid
+
+    def say_once(self, text):
+        self.warning(text)
+
+    monkeypatch.setattr(logging.Logger, "say_once", say_once, raising=False)
+    log = logging.getLogger("a library")
+
+    def double(x):
+        log.say_once("doubled")
+        return 2 * x
+
+    captured = torch.compile(double, backend="eager", fullgraph=True)
+    with pytest.raises(Unsupported):
+        captured(torch.ones(2))
+    with once_left_unsaid():
+        assert captured(torch.ones(2)).tolist() == [2, 2]

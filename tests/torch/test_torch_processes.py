@@ -19,18 +19,18 @@ import remat
 HERE = Path(__file__).parent
 
 
-def run(scenario, folder):
-    """What each of two processes found."""
+def run(scenario, folder, ranks=2):
+    """What each of several processes found."""
     command = [sys.executable, str(HERE / "two_processes.py")]
     processes = [
         subprocess.Popen(
-            [*command, str(rank), str(folder / "store"), scenario],
+            [*command, str(rank), str(folder / "store"), scenario, str(ranks)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             cwd=HERE,
         )
-        for rank in (0, 1)
+        for rank in range(ranks)
     ]
     found = []
     for process in processes:
@@ -53,10 +53,13 @@ def run(scenario, folder):
         "fsdp_reshard",
         "fsdp_whole",
         "fsdp_mixed",
+        "fsdp_mixed_kept",
+        "fsdp_whole_mixed",
+        "fsdp_replicated",
     ],
 )
 def test_a_plan_over_two_processes(scenario, tmp_path):
-    for found in run(scenario, tmp_path):
+    for found in run(scenario, tmp_path, ranks=4 if scenario == "fsdp_replicated" else 2):
         assert found["same"]
         assert found["recomputed"] > 0
         assert found.get("departures", 0) == 0
@@ -89,6 +92,40 @@ def test_a_limited_step_under_fully_shard(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        "fsdp_accumulates",
+        "fsdp_accumulates_mixed",
+        "fsdp_accumulates_two",
+        "fsdp_accumulates_replicated",
+        "fsdp_accumulates_over_replicas",
+    ],
+)
+def test_gradients_that_are_reduced_once_in_several_steps(scenario, tmp_path):
+    for found in run(scenario, tmp_path, ranks=4 if "replica" in scenario else 2):
+        assert found["same"]
+        plain_calls, planned_calls = found["calls"]
+        assert planned_calls == plain_calls
+        # Once in an update, for each unit; over the shards in each step where only the replicas wait.
+        in_each_step = scenario == "fsdp_accumulates_over_replicas"
+        assert plain_calls["reduce_scatter_single"] == 3 * 7 * (3 if in_each_step else 1)
+        assert plain_calls.get("all_reduce", 0) == (3 * 7 if "replica" in scenario else 0)
+        assert len(found["plans"]) == (3 if in_each_step else 2)
+        for place, (recomputed, predicted, measured, budget) in enumerate(found["plans"]):
+            assert recomputed > 0
+            assert 0 < measured <= budget
+            assert predicted <= budget
+            if scenario != "fsdp_accumulates_two" or place == 1:
+                # Of two steps the first finds no gradients, and its plan is one for steps that do.
+                assert measured == pytest.approx(predicted, rel=0.03)
+        plain_predicted, plain_measured = found["plain"]
+        assert plain_measured == pytest.approx(plain_predicted, rel=0.03)
+        assert found["peak"] <= budget
+        assert found["peak"] == pytest.approx(max(plan[1] for plan in found["plans"]), rel=0.03)
+
+
+@pytest.mark.slow
 def test_hugging_faces_trainer_in_two_processes(tmp_path):
     for found in run("hugging_face", tmp_path):
         assert found["same"]
@@ -96,6 +133,24 @@ def test_hugging_faces_trainer_in_two_processes(tmp_path):
         assert found["recomputed"] > 0
         assert found["measured"] == pytest.approx(found["predicted"], rel=0.03)
         assert found["measured"] <= found["budget"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_accelerates_fsdp_plugin(accumulation, tmp_path):
+    scenario = "accelerate_fsdp" if accumulation == 1 else "accelerate_fsdp_accumulates"
+    for found in run(scenario, tmp_path):
+        assert found["same"]
+        assert found["recomputed"] > 0
+        assert "optimizer_state" in found["roles"]
+        plain_calls, planned_calls = found["calls"]
+        assert planned_calls == plain_calls
+        assert plain_calls["reduce_scatter_single"] == 5 * 6  # In each update, for each unit: blocks, ends, the rest.
+        assert len(found["peaks"]) == (1 if accumulation == 1 else 2)
+        for predicted, measured, budget in found["peaks"]:
+            assert predicted <= budget
+            assert measured <= budget
+            assert measured == pytest.approx(predicted, rel=0.03)
 
 
 @pytest.mark.slow

@@ -101,6 +101,91 @@ def test_the_update_of_shards_counts(sharded):
     assert not optimizer.state
 
 
+def whole_gradients(module):
+    """Those that were not reduced, by address, and what is in them."""
+    accumulation = traced_accumulation(module)
+    return [(one.data_ptr(), one.clone()) for one in accumulation.whole_gradients()]
+
+
+def traced_accumulation(module):
+    return remat.torch.plan(loss_of(module), *batch(0, rows=32), budget="1GiB", **QUICK).step.recording.accumulation
+
+
+@pytest.mark.parametrize("resharded", [True, False])
+def test_micro_batches_that_leave_gradients_whole(sharded, resharded):
+    loss, args = loss_of(sharded), batch(0, rows=256)
+
+    def update(loss_fn):
+        torch.manual_seed(3)
+        for step in range(3):
+            sharded.set_requires_gradient_sync(step == 2)
+            sharded.set_reshard_after_backward(resharded or step == 2)
+            loss_fn(*args).backward()
+        return gradients(sharded)
+
+    plain = update(loss)
+    limited = remat.torch.limit_memory(loss, "80%", mode="eager", **QUICK)
+    for _ in range(2):
+        planned = update(limited)
+        assert all(torch.equal(plain[name], planned[name]) for name in plain)
+    first, last = limited.plans
+    for plan in (first, last) if resharded else ():
+        assert plan.recomputed > 0
+        assert plan.measured_peak_bytes == pytest.approx(plan.peak_bytes, rel=0.03)
+        assert plan.measured_peak_bytes <= plan.budget_bytes
+    whole = sum(one.numel() * 4 for one in plain.values())
+    assert sum(first.graph.tensors[n].size_bytes for n in first.graph.ops[0].outputs) == whole
+
+
+@pytest.mark.parametrize("resharded", [True, False])
+def test_tracing_leaves_whole_gradients_as_they_were(sharded, resharded):
+    sharded.set_reshard_after_backward(resharded)
+    sharded.set_requires_gradient_sync(False)
+    loss_of(sharded)(*batch(0, rows=32)).backward()
+    before = whole_gradients(sharded)
+    assert len(before) == len(list(sharded.parameters()))
+    sharded.set_requires_gradient_sync(True)
+    after = whole_gradients(sharded)
+    assert [address for address, _ in after] == [address for address, _ in before]
+    assert all(torch.equal(one, other) for (_, one), (_, other) in zip(before, after, strict=True))
+
+
+def test_a_step_that_does_something_else_with_its_gradients_is_not_the_planned_one(sharded, caplog):
+    loss, args = loss_of(sharded), batch(0, rows=64)
+    applied = remat.torch.apply(remat.torch.plan(loss, *args, budget="1GiB", **QUICK))
+    sharded.set_requires_gradient_sync(False)
+    for _ in range(2):
+        with applied:
+            value = loss(*args)
+        value.backward()
+    assert applied.departures == 2
+    said = [record.message for record in caplog.records if "set_requires_gradient_sync" in record.message]
+    assert len(said) == 1
+    assert "it does not reduce gradients, and the planned one reduces gradients" in said[0]
+
+
+def test_too_little_for_whole_gradients_is_said_at_the_first_step(sharded):
+    loss, args = loss_of(sharded), batch(0, rows=256)
+    with pytest.raises(remat.InfeasibleBudget) as error:
+        remat.torch.plan(loss, *args, budget="1%", **QUICK)
+    assert "leave whole" not in str(error.value)
+    enough = error.value.minimum_bytes
+    assert remat.torch.limit_memory(loss, enough, mode="eager", **QUICK)(*args) > 0
+    sharded.set_requires_gradient_sync(False)
+    limited = remat.torch.limit_memory(loss, enough, mode="eager", **QUICK)
+    with pytest.raises(remat.InfeasibleBudget, match=r"KiB are gradients that earlier micro-batches leave whole"):
+        limited(*args)
+
+
+def test_the_last_of_several_steps_is_planned_at_the_first(sharded):
+    loss, args = loss_of(sharded), batch(0, rows=16)
+    sharded.set_requires_gradient_sync(False)
+    first = remat.torch.plan(loss, *args, budget="1GiB", **QUICK)
+    limited = remat.torch.limit_memory(loss, first.baseline_peak_bytes, mode="eager", **QUICK)
+    with pytest.raises(remat.InfeasibleBudget, match="of several steps that reduce gradients once, the last"):
+        limited(*args)
+
+
 def test_tensor_parallelism_is_refused():
     mesh = init_device_mesh("cpu", (1,))
     layer = nn.Linear(8, 8, bias=False)
@@ -126,7 +211,7 @@ def test_a_rank_that_makes_no_plan_is_named(sharded, monkeypatch):
     store = dist.HashStore()
     monkeypatch.setattr(_private, "is_one_of_several", lambda: True)
     monkeypatch.setattr(_private, "process_group", lambda: (0, 2, store))
-    monkeypatch.setattr(ranks, "_PATIENCE", ranks.timedelta(seconds=0.1))
+    monkeypatch.setattr(ranks, "PATIENCE_S", 0.1)
     plan = remat.torch.plan(loss_of(sharded), *batch(0, rows=32), budget="1GiB", **QUICK)
-    with pytest.raises(remat.PlanMismatch, match=r"ranks \[1\] have made none"):
+    with pytest.raises(remat.PlanMismatch, match=r"ranks \[1\] have planned none"):
         remat.torch.apply(plan).__enter__()  # No step: it raises before.

@@ -1,4 +1,4 @@
-"""One of two processes with gloo: ``python two_processes.py RANK FILE SCENARIO`` prints what it found as JSON."""
+"""One of several processes with gloo: ``two_processes.py RANK FILE SCENARIO [RANKS]`` prints what it found as JSON."""
 
 from __future__ import annotations
 
@@ -211,6 +211,11 @@ def ddp_graph_micro_batches(rank):
     return {"same": same(*found), "calls": reduced, "mode": loss.plan.mode}
 
 
+def least_peak(step, *args):
+    """gloo's own thread lets go of a reduced tensor a moment after whoever waits has gone on: more in some steps."""
+    return min(remat.torch.measure(step, *args, repeats=1).peak_bytes for _ in range(5))
+
+
 @contextmanager
 def counted():
     """Counts the collectives that FSDP starts."""
@@ -220,20 +225,21 @@ def counted():
         own = getattr(dist, name)
         return mock.patch.object(dist, name, lambda *a, **k: (calls.append(name), own(*a, **k))[1])
 
-    with counting("all_gather_single"), counting("reduce_scatter_single"):
+    with counting("all_gather_single"), counting("reduce_scatter_single"), counting("all_reduce"):
         yield calls
 
 
-def fsdp(rank, reshard=True, whole=False, mixed=False):
+def fsdp(rank, reshard=True, whole=False, mixed=False, mesh=None):
     """fully_shard on each block and on the whole, or on the whole only, and an optimizer's updates."""
+    mesh = None if mesh is None else init_device_mesh("cpu", mesh, mesh_dim_names=("data", "fsdp"))
     args = batch(rank, rows=1024)
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if mixed else MixedPrecisionPolicy()
 
     def sharded():
         module = model()
         for block in () if whole else module:
-            fully_shard(block, reshard_after_forward=reshard, mp_policy=policy)
-        fully_shard(module, reshard_after_forward=reshard, mp_policy=policy)
+            fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+        fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
         optimizer = torch.optim.AdamW(module.parameters(), 1e-3)
         return module, optimizer, lambda x, y: nn.functional.cross_entropy(module(x).float(), y)
 
@@ -253,7 +259,7 @@ def fsdp(rank, reshard=True, whole=False, mixed=False):
             value.backward()
             optimizer.zero_grad()
 
-        return remat.torch.measure(step, *args, repeats=1).peak_bytes
+        return least_peak(step, *args)
 
     def state_of(module):
         """The state of the module as users see it, to be the same after it was traced."""
@@ -277,6 +283,49 @@ def fsdp(rank, reshard=True, whole=False, mixed=False):
         "plain": [plain_plan.baseline_peak_bytes, plain_peak],
         "peak": [plan.peak_bytes, peak(applied, optimizer, loss), plan.budget_bytes],
         "measured": plan.measured_peak_bytes,
+    }
+
+
+def fsdp_accumulates(rank, mixed=False, steps=3, mesh=None, over_replicas_only=False):
+    """Micro-batches of which only the last reduces gradients, as Accelerate runs them.
+
+    With ``over_replicas_only``, all reduce over the shards, and only the last over the replicas, too.
+    """
+    mesh = None if mesh is None else init_device_mesh("cpu", mesh, mesh_dim_names=("data", "fsdp"))
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if mixed else MixedPrecisionPolicy()
+    args = batch(rank, rows=1024, width=128)
+    found, calls, cycles = [], [], []
+    for is_limited in (False, True):
+        module = model(width=128)
+        for block in module:
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+        set_flag = module.set_requires_all_reduce if over_replicas_only else module.set_requires_gradient_sync
+        optimizer = torch.optim.AdamW(module.parameters(), 1e-3)
+        loss = lambda x, y: nn.functional.cross_entropy(module(x).float(), y)  # noqa: B023, E731
+        if is_limited:
+            loss = remat.torch.limit_memory(loss, "75%", optimizer=optimizer, accumulates=True, **EAGERLY)
+
+        def update(*args):
+            for step in range(steps):
+                set_flag(step == steps - 1)  # noqa: B023
+                loss(*args).backward()  # noqa: B023
+            optimizer.step()  # noqa: B023
+            optimizer.zero_grad()  # noqa: B023
+
+        torch.manual_seed(7)
+        with counted() as one:
+            for _ in range(3):
+                update(*args)
+        calls.append(Counter(one))
+        found.append({name: p.to_local().detach().clone() for name, p in module.named_parameters()})
+        cycles.append(least_peak(update, *args))
+    return {
+        "same": same(*found),
+        "calls": calls,
+        "plans": [[p.recomputed, p.peak_bytes, p.measured_peak_bytes, p.budget_bytes] for p in loss.plans],
+        "plain": [max(p.baseline_peak_bytes for p in loss.plans), cycles[0]],
+        "peak": cycles[1],
     }
 
 
@@ -326,8 +375,7 @@ def on_mesh(rank, cut, mesh):
 
     torch.manual_seed(7)
     step()
-    # gloo's own thread lets go of a reduced tensor a moment after the waiting thread has gone on: more in some steps.
-    measured = min(remat.torch.measure(step, repeats=1).peak_bytes for _ in range(5))
+    measured = least_peak(step)
     dist.destroy_process_group()  # The mesh is simulated in this very process.
 
     def build(rows):
@@ -404,11 +452,22 @@ def one_plan(rank):
 
 def hugging_face(rank):
     """Hugging Face's Trainer as torchrun starts it; it wraps the model in DistributedDataParallel."""
+    return trainers_as_torchrun_starts_them(rank).hugging_face(accumulation=2, metrics=True) | {
+        "processes": dist.get_world_size()
+    }
+
+
+def accelerate_fsdp(rank, accumulation=1):
+    """Accelerate's FSDP2 plug-in; with accumulation it reduces gradients in the last micro-batch only."""
+    return trainers_as_torchrun_starts_them(rank).accelerate_fsdp(accumulation, counted)
+
+
+def trainers_as_torchrun_starts_them(rank):
     import trainers_worker
 
     os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"})
     os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"})  # The group is there already.
-    return trainers_worker.hugging_face(accumulation=2) | {"processes": dist.get_world_size()}
+    return trainers_worker
 
 
 SCENARIOS = {
@@ -423,18 +482,29 @@ SCENARIOS = {
     "fsdp_reshard": fsdp,
     "fsdp_whole": lambda rank: fsdp(rank, whole=True),
     "fsdp_mixed": lambda rank: fsdp(rank, mixed=True),
+    "fsdp_mixed_kept": lambda rank: fsdp(rank, mixed=True, reshard=False),
+    "fsdp_whole_mixed": lambda rank: fsdp(rank, mixed=True, whole=True),
+    "fsdp_replicated": lambda rank: fsdp(rank, mesh=(2, 2)),
     "fsdp_limited": fsdp_limited,
+    "fsdp_accumulates": fsdp_accumulates,
+    "fsdp_accumulates_mixed": lambda rank: fsdp_accumulates(rank, mixed=True),
+    "fsdp_accumulates_replicated": lambda rank: fsdp_accumulates(rank, mesh=(2, 2)),
+    "fsdp_accumulates_over_replicas": lambda rank: fsdp_accumulates(rank, mesh=(2, 2), over_replicas_only=True),
+    "fsdp_accumulates_two": lambda rank: fsdp_accumulates(rank, steps=2),
     "mesh_fsdp": lambda rank: on_mesh(rank, shard_blocks, "fsdp=2"),
     "mesh_tensor": lambda rank: on_mesh(rank, cut_matrices, "tensor=2"),
     "hugging_face": hugging_face,
+    "accelerate_fsdp": accelerate_fsdp,
+    "accelerate_fsdp_accumulates": lambda rank: accelerate_fsdp(rank, accumulation=3),
     "ranks_disagree": ranks_disagree,
     "one_plan": one_plan,
 }
 
 if __name__ == "__main__":
     rank, file, scenario = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+    ranks = int(sys.argv[4]) if sys.argv[4:] else 2
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=ranks)
     print(json.dumps(SCENARIOS[scenario](rank)), flush=True)
     if dist.is_initialized():
         dist.barrier()

@@ -19,6 +19,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import torch
 from torch._ops import OpOverload
+from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -172,6 +173,11 @@ def no_modes() -> AbstractContextManager[Any]:
     return context
 
 
+def is_ordered_as_channels_last(tensor: torch.Tensor) -> bool:
+    """Do the strides of images say that channels come last, gaps or not? Kernels go by it where they copy a tensor."""
+    return suggest_memory_format(tensor) not in (torch.contiguous_format, torch.preserve_format)
+
+
 def alias(tensor: torch.Tensor, place: tuple[Any, Any, int] | None = None) -> torch.Tensor:
     """Inside an operator: the same storage and version counter in a tensor that no autograd node will hold on to.
 
@@ -300,6 +306,21 @@ def observed_sharding(observer: Any) -> Iterator[None]:
         used.ignore(observer)
 
 
+def reduction() -> Any:
+    """What decides what ``fully_shard`` does with the gradients of the next step; see ``_fsdp.reduction``."""
+    return None if (sharded := sharding()) is None else sharded.reduction()
+
+
+@contextmanager
+def last_of_several() -> Iterator[Any]:
+    """Inside, a step is traced as the one that reduces what others left; gives ``reduction`` of then."""
+    if (sharded := sharding()) is None:
+        yield None
+        return
+    with sharded.last_of_several() as found:
+        yield found
+
+
 def gather(tensor: torch.Tensor) -> None:
     """Bring a parameter back that ``fully_shard`` let go of; does nothing for other tensors."""
     if (sharded := sharding()) is not None:
@@ -336,6 +357,21 @@ _COLLECTIVES: Final = {
 }
 """Functional collectives of PyTorch 2.13, by what NCCL calls them; "" for the wait. One that is missing runs as any
 other silent operator, and its time is not counted."""
+
+
+def run_composite(func: OpOverload, *args: Any) -> Any:
+    """An operator as PyTorch composes it of others on every device, whatever a device's own kernel does."""
+    return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args)
+
+
+def before_forward(wrapper: Any) -> None:
+    """What ``DistributedDataParallel`` does before it calls its module; the arguments stay where they are."""
+    wrapper._pre_forward()
+
+
+def after_forward(wrapper: Any, result: Any) -> Any:
+    """What ``DistributedDataParallel`` does with the result of its module."""
+    return wrapper._post_forward(result)
 
 
 def collective_kind(func: OpOverload) -> str | None:

@@ -16,7 +16,8 @@ from remat.torch.api.plan import StepPlan
 from remat.torch.api.ranks import plan_of_all
 from remat.torch.early_updates import updater_of
 from remat.torch.emit.first_step import StepMeter
-from remat.torch.emit.planned_step import ForwardWatcher, PlannedForward, unpack
+from remat.torch.emit.planned_forward import PlannedForward
+from remat.torch.emit.planned_step import ForwardWatcher, unpack
 
 _log = logging.getLogger("remat")
 
@@ -90,11 +91,13 @@ class Applied:
         self._has_measured_a_branch = False
         self._planned = PlannedForward(plan.step.recording, plan.directions)
         self._is_agreed = False
+        self._came_without = 0
         self._open: list[tuple[ForwardWatcher, Any, StepMeter | None]] = []
 
     def __enter__(self) -> Applied:
         if not self._is_agreed:
             self._agree()
+        self._check_reduction()
         watcher = ForwardWatcher(self._planned, self._departed)
         meter = None
         if (
@@ -103,6 +106,7 @@ class Applied:
             if self._meter is not None:
                 self._meter.stop()  # Its step had no backward pass, or has it together with this one.
             meter = self._meter = StepMeter(self._measured)
+            meter.count_from_the_start(self._whole_gradients)
             meter.__enter__()  # type: ignore[no-untyped-call]
         hooks = torch.autograd.graph.saved_tensors_hooks(watcher.pack, meter.unpack if meter is not None else unpack)
         if (sharded := _private.sharding()) is not None:
@@ -121,9 +125,34 @@ class Applied:
             self._planned = PlannedForward(plan.step.recording, plan.directions)
 
     @property
+    def _whole_gradients(self) -> list[torch.Tensor]:
+        """Those that ``fully_shard`` has not reduced yet; the plan counts them as long as they live."""
+        accumulation = self.plan.step.recording.accumulation
+        return [] if accumulation is None else accumulation.whole_gradients()
+
+    def _check_reduction(self) -> None:
+        """Does ``fully_shard`` do with gradients what it did when the step was traced?"""
+        accumulation = self.plan.step.recording.accumulation
+        if accumulation is None or not (difference := accumulation.difference()):
+            return
+        self.departures += 1
+        if self.departures == 1:
+            _log.warning(
+                "This step is not the planned one: %s. Its numbers are right, its memory may exceed the budget. "
+                "limit_memory plans each kind of step by itself; with plan and apply, make a plan where "
+                "set_requires_gradient_sync is as in the step. This is said once.",
+                difference,
+            )
+
+    @property
     def _has_gradients(self) -> bool:
         """Are the gradients there that the plan counts from the start? They are not in the first of several steps."""
-        leaves = [leaf for weak in self.plan.step.recording.accumulates_into if (leaf := weak()) is not None]
+        recording = self.plan.step.recording
+        if recording.accumulation is not None and recording.accumulation.finds_whole and not self._whole_gradients:
+            # Where two steps make one update, this plan is for the first of them only, and never finds any.
+            self._came_without += 1
+            return self._came_without > 1
+        leaves = [leaf for weak in recording.accumulates_into if (leaf := weak()) is not None]
         return not leaves or any(leaf.grad is not None for leaf in leaves)
 
     def __exit__(

@@ -316,13 +316,15 @@ class Compiled:
     """
 
     def __init__(self, fn: Callable[..., Any], request: Request, resident_bytes: int, device: str | None) -> None:
-        from remat.torch.compiled import _inductor  # It imports Inductor, which takes seconds.
+        from remat.torch._dynamo import once_left_unsaid  # Both import Dynamo or Inductor, which takes seconds.
+        from remat.torch.compiled import _inductor
 
         self.plans: list[CompiledPlan] = []
         self._request = request
         self._resident_bytes = resident_bytes
         self._device = device
         self._error: RematError | None = None
+        self._capturing = once_left_unsaid
         self._failed: type[Exception] = _inductor.BackendCompilerFailed
         backend = _inductor.backend(self._partition)
         self._compiled = torch.compile(fn, backend=backend, fullgraph=True, dynamic=False)
@@ -341,7 +343,8 @@ class Compiled:
         """
         self._error = None
         try:
-            return self._compiled(*args, **kwargs)
+            with self._capturing():
+                return self._compiled(*args, **kwargs)
         except self._failed:
             if self._error is None:
                 raise

@@ -11,6 +11,7 @@ import torch
 
 from remat.core.errors import InfeasibleBudget
 from remat.fit.first_step import no_room_for_excess
+from remat.torch import _private
 from remat.torch.api.apply import Applied
 from remat.torch.api.plan import StepPlan, plan
 
@@ -76,7 +77,10 @@ class _Limit:
 
     def applied_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Applied:
         """The plan for a call with these arguments."""
-        key = tuple((tuple(t.shape), t.dtype) for t in _tensors((args, kwargs))) if self._replans else None
+        key: Any = None
+        if self._replans:
+            shapes = tuple((tuple(t.shape), t.dtype) for t in _tensors((args, kwargs)))
+            key = shapes, _private.reduction()
         known = self._applied.setdefault(key, [])
         followed = [applied for applied in known if not applied.departures]
         excess = known[-1].excess_bytes if known else 0
@@ -88,7 +92,29 @@ class _Limit:
             known.append(self._applied_with(args, kwargs, 0 if another_branch else excess, plans_again=False))
         elif not known or (self._replans and not followed and len(known) < _MOST_PLANS):
             known.append(self._applied_with(args, kwargs, 0, plans_again=self._replans and key not in self._corrected))
+            if key is not None:
+                self._plan_last(args, kwargs, *key)
         return known[-1]
+
+    def _plan_last(self, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Any, reduction: Any) -> None:
+        """Before the first of several steps that reduce gradients once: plan the last of them, which may need more.
+
+        Raises:
+            InfeasibleBudget: if it cannot keep the budget.
+        """
+        with _private.last_of_several() as last:
+            if last == reduction or (shapes, last) in self._applied:
+                return
+            try:
+                found = self._applied_with(args, kwargs, 0, plans_again=True)
+            except InfeasibleBudget as error:
+                raise InfeasibleBudget(
+                    f"of several steps that reduce gradients once, the last: {error}",
+                    minimum_bytes=error.minimum_bytes,
+                    budget_bytes=error.budget_bytes,
+                    binding_op=error.binding_op,
+                ) from error
+        self._applied[shapes, last] = [found]
 
     def _applied_with(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], excess_bytes: int, *, plans_again: bool
@@ -112,7 +138,7 @@ class _Limit:
         found = plan(loss_of, args, kwargs, budget=budget, **options)
         self.plans.append(found)
         if len(self.plans) > 1:
-            _log.info("Planned again for a step that departs from the earlier plans:\n%s", found)
+            _log.info("Planned again, for a step that the earlier plans are not for:\n%s", found)
         return found
 
 

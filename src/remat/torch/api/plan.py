@@ -9,6 +9,8 @@ from typing import Any, Final
 
 import torch
 
+from remat.core.budget import format_bytes
+from remat.core.errors import InfeasibleBudget
 from remat.core.graph import Graph
 from remat.core.plan import Plan, Update, plan_for_schedule
 from remat.core.simulator import simulate
@@ -94,6 +96,7 @@ def plan(
         plan: a plan made earlier for the same step, loaded from a file say, instead of a budget.
         optimizer: its state counts as resident, and its update is part of the step. It is not changed.
         accumulates: do gradients exist already when the step starts, as they do for every micro-batch but the first?
+            Under ``fully_shard`` with ``set_requires_gradient_sync(False)`` whole ones do, whether this says so or not.
         resident: tensors that count although neither the loss nor the optimizer touches them.
         resident_bytes: memory that counts likewise.
         planner: a planner's name.
@@ -224,7 +227,25 @@ class EagerCandidate(Candidate):
             InvalidBudget: if the budget cannot be read.
             InfeasibleBudget: if no schedule fits; it names the smallest budget that can be kept.
         """
-        return self.following(fit(self, request, share_of_bytes=share_of_bytes))
+        try:
+            return self.following(fit(self, request, share_of_bytes=share_of_bytes))
+        except InfeasibleBudget as error:
+            raise self._with_cause(error) from error
+
+    def _with_cause(self, error: InfeasibleBudget) -> InfeasibleBudget:
+        """The error, with what whole gradients have to do with it."""
+        recording = self.step.recording
+        if recording.accumulation is None or not recording.accumulation.finds_whole:
+            return error
+        whole_bytes = sum(recording.storages[number].size_bytes for number in recording.ops[0].makes)
+        return InfeasibleBudget(
+            f"{error}. {format_bytes(whole_bytes)} are gradients that earlier micro-batches leave whole on each rank; "
+            "reduced in each step (set_requires_gradient_sync(True), or sync_each_batch=True of Accelerate's "
+            "GradientAccumulationPlugin) they take as little as the shards",
+            minimum_bytes=error.minimum_bytes,
+            budget_bytes=error.budget_bytes,
+            binding_op=error.binding_op,
+        )
 
     def keeping(self, storages: Collection[int]) -> StepPlan:
         """The plan that keeps what these recorded storages hold, and recomputes all else where that is exact."""

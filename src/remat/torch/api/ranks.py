@@ -10,13 +10,14 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from collections.abc import Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 import remat
-from remat.core.errors import PlanMismatch
+from remat.fit.ranks import PATIENCE_S, Ranks, check_alike
 from remat.torch import _private
 
 if TYPE_CHECKING:
@@ -24,11 +25,6 @@ if TYPE_CHECKING:
     from remat.torch.trace.recording import Recording
 
 _log = logging.getLogger("remat")
-
-_PATIENCE: Final = timedelta(minutes=10)
-"""How long a process waits for the others to plan. A judgement, not measured: a large model is planned in minutes, and
-processes of one machine take turns. Too short, a slow process is taken for a lost one; too long, a lost one is noticed
-late."""
 
 _rounds = 0
 
@@ -51,32 +47,16 @@ def plan_of_all(plan: StepPlan, recording: Recording) -> StepPlan:
         return plan
     global _rounds
     _rounds += 1
-    rank, count, store = _private.process_group()
+    rank, count, group_store = _private.process_group()
+    ranks = Ranks(rank, count, _Store(group_store), PATIENCE_S)
     prefix = f"remat/plan/{_rounds}"
-    mine = {"step": _digest_of_step(recording), "ops": recording.forward_ops, "versions": _versions()}
-    store.set(f"{prefix}/step/{rank}", json.dumps(mine))
-    keys = [f"{prefix}/step/{other}" for other in range(count)]
-    try:
-        store.wait(keys, _PATIENCE)
-    except Exception as error:
-        missing = [other for other, key in enumerate(keys) if not store.check([key])]
-        raise PlanMismatch(
-            f"rank {rank} is about to run step {_rounds} under a plan, and ranks {missing} have made none in "
-            f"{int(_PATIENCE.total_seconds())} s. Under fully_shard every process plans the same steps: give all of "
-            "them batches of the same shapes"
-        ) from error
-    said = [json.loads(store.get(key)) for key in keys]
-    for other, theirs in enumerate(said):
-        if theirs != said[0]:
-            raise PlanMismatch(
-                f"ranks 0 and {other} are about to run different steps: {_described(said[0])} on rank 0, "
-                f"{_described(theirs)} on rank {other}. Under fully_shard all processes need the same model, batches "
-                "of the same shapes and the same versions"
-            )
+    mine = {"step": _digest_of_step(recording), "ops": str(recording.forward_ops), "versions": _versions()}
+    said = ranks.said_by_all(f"{prefix}/step", json.dumps(mine))
+    check_alike([json.loads(one) for one in said], _described)
     if rank == 0:
-        store.set(f"{prefix}/plan", json.dumps(list(plan.schedule)))
+        ranks.store.put(f"{prefix}/plan", json.dumps(list(plan.schedule)))
         return plan
-    schedule = tuple(json.loads(store.get(f"{prefix}/plan")))
+    schedule = tuple(json.loads(ranks.said_by_first(f"{prefix}/plan")))
     if schedule == tuple(plan.schedule):
         return plan
     _log.info("Rank %d follows the plan of rank 0, which differs from its own.", rank)
@@ -99,5 +79,23 @@ def _versions() -> str:
     return f"remat {remat.__version__}, PyTorch {torch.__version__}"
 
 
-def _described(said: dict[str, Any]) -> str:
+class _Store:
+    """The store of a process group."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def put(self, key: str, value: str) -> None:
+        self._store.set(key, value)
+
+    def get(self, key: str, timeout_s: float) -> str | None:
+        try:
+            self._store.wait([key], timedelta(seconds=timeout_s))
+        except Exception:  # Each kind of store has its own for a key that does not come.
+            return None
+        value: bytes = self._store.get(key)
+        return value.decode()
+
+
+def _described(said: Mapping[str, str]) -> str:
     return f"{said['ops']} operators forward, fingerprint {said['step']}, {said['versions']}"

@@ -5,7 +5,9 @@ Importing this imports Inductor, which takes seconds: only ``remat.torch.compile
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
 from typing import Any, Final
 
 from torch import fx
@@ -18,7 +20,8 @@ from torch._functorch.partitioners import (
     _must_be_in_forward,
     min_cut_rematerialization_partition,
 )
-from torch._inductor import ir
+from torch._inductor import ir, sizevars
+from torch._inductor.codegen import cpp
 from torch._inductor.codegen import wrapper as lines
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -54,10 +57,37 @@ def backend(partition: Callable[..., tuple[fx.GraphModule, fx.GraphModule]]) -> 
     patches = {"custom_partitioner_fn": _Partitioner(partition), "fx_graph_cache": False}
 
     def compile_with(module: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
-        with functorch_config.patch(enable_autograd_cache=False):
+        with functorch_config.patch(enable_autograd_cache=False), strides_remembered():
             return compile_fx(module, inputs, inner_compile=_compile_part, config_patches=patches, **kwargs)
 
     return compile_with
+
+
+# What Inductor works out of the indices of vector loops, by symbols alone, and remembers for the last 128 questions; by
+# the files that ask for it. PyTorch 2.9 has it in one of them.
+_STRIDES: Final[dict[tuple[Any, str], Any]] = {
+    (file, name): own
+    for file in (sizevars, cpp)
+    for name in ("stride_at", "simplify_index_in_vec_range", "stride_at_vec_range")
+    if hasattr(own := getattr(file, name, None), "__wrapped__")
+}
+
+
+@contextmanager
+def strides_remembered() -> Iterator[None]:
+    """Inside, Inductor works each stride out once.
+
+    Transformers' Mamba asks 1,245 questions over and over: its code was written in 16 to 28 s in place of 57, and a
+    plan has it written several times.
+    """
+    remembering: dict[Any, Any] = {own: cache(own.__wrapped__) for own in _STRIDES.values()}
+    for (file, name), own in _STRIDES.items():
+        setattr(file, name, remembering[own])
+    try:
+        yield
+    finally:
+        for (file, name), own in _STRIDES.items():
+            setattr(file, name, own)
 
 
 def _compile_part(module: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
@@ -87,9 +117,18 @@ def simplified(joint: fx.GraphModule) -> fx.GraphModule:
     return joint
 
 
-def plain_partition(joint: fx.GraphModule, options: dict[str, Any]) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Forward and backward pass as ``torch.compile`` parts them without a budget."""
-    found: tuple[fx.GraphModule, fx.GraphModule] = min_cut_rematerialization_partition(copied(joint), (), **options)
+def own_partition(
+    joint: fx.GraphModule, options: dict[str, Any], activation_memory_budget: float = 1.0
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Forward and backward pass as ``torch.compile`` parts them, given its own budget for activations.
+
+    Args:
+        joint: the joint graph, which is left alone.
+        options: those with which AOTAutograd calls a partitioner.
+        activation_memory_budget: a share of what is kept where time alone decides, 1.0.
+    """
+    with functorch_config.patch(activation_memory_budget=activation_memory_budget):
+        found: tuple[fx.GraphModule, fx.GraphModule] = min_cut_rematerialization_partition(copied(joint), (), **options)
     return found
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+import functools
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Final, TypeAlias
 
 from torch import fx
 
 from remat.core.graph import Graph
-from remat.core.plan import Plan
+from remat.core.plan import Plan, plan_for_schedule
 from remat.core.schedule import Schedule
 from remat.fit.candidate import Candidate
 from remat.fit.fit import fit, fits_plainly
@@ -30,10 +31,19 @@ Modules: TypeAlias = tuple[fx.GraphModule, fx.GraphModule]
 _RESERVE: Final = 0.03
 """The share of a peak that is left for scratch memory of operators that are not Inductor's own.
 
-A judgement: one point above the reserve of eager plans, of which docs/torch.md shows up to 1.9 % in use. The peaks of
-compiled plans that were measured there are those predicted. Too small, a step breaks its budget; too large, it
-recomputes more than it has to.
+A judgement: one point above the reserve of eager plans, of which docs/torch.md shows up to 1.9 % in use. Too small, a
+step breaks its budget; too large, it recomputes more than it has to.
 """
+_RESERVE_ON_CPU: Final = 0.01
+"""The same on a CPU, where scratch memory is asked of the kernels, and the peaks of compiled plans that were measured
+are those predicted (docs/torch.md). With 3 %, a step was refused the bytes that ``torch.compile`` itself takes."""
+
+_OWN_BUDGETS: Final = (0.75, 0.5, 0.25)
+"""PyTorch's ``activation_memory_budget`` for its own partitions that are tried beside a planner's. A judgement: a cut
+takes 1 to 2 s for 1,300 nodes, and one whose schedule is worth a look the code of both passes. With fewer, a step may
+need more than ``torch.compile`` does with a budget of its own."""
+_OWN: Final = "torch.compile"
+"""The planner's name in plans that are PyTorch's own partitions."""
 
 
 class CompiledCandidate(Candidate):
@@ -58,14 +68,16 @@ class CompiledCandidate(Candidate):
         inputs = [n.meta["val"] for n in joint.graph.find_nodes(op="placeholder") if "val" in n.meta]
         device_type = next((value.device.type for value in inputs if value.device.type != "cpu"), "cpu")
         static = options.get("static_lifetime_input_indices") or ()
+        self._options = dict(options)
+        self._reserve = _RESERVE_ON_CPU if device_type == "cpu" else _RESERVE
         profile = get_profile(device or default_profile(device_type))
         self._step = joint_step(self._joint, self._forward_outputs, profile, static)
         # Inductor's figures are without the inputs of the step.
         inputs_bytes = sum(self.graph.tensors[tensor].size_bytes for tensor in self.graph.inputs)
         self._beside_bytes = resident_bytes + inputs_bytes
-        self._plain = _inductor.plain_partition(self._joint, dict(options))
+        self._plain = _inductor.own_partition(self._joint, self._options)
         self._plain_peak = PeakRange.exactly(self._peak_of(self._plain, AS_EVER).expected_bytes)
-        self._modules: dict[Schedule, Modules] = {}
+        self._modules: dict[tuple[str, Schedule], Modules] = {}
 
     @property
     def graph(self) -> Graph:
@@ -79,12 +91,33 @@ class CompiledCandidate(Candidate):
 
     def real_peak(self, plan: Plan) -> PeakRange:
         """What Inductor's kernels need under a plan, with the settings that take the least memory."""
-        self._modules[plan.schedule] = parted(self._joint, self._step, plan.schedule, self._forward_outputs)
-        return self._peak_of(self._modules[plan.schedule], FRUGAL)
+        return self._peak_of(self._modules_of(plan), FRUGAL)
+
+    def suggestions(self) -> Iterator[Plan]:
+        """PyTorch's own partitions within budgets of its own for activations, those with less to recompute first."""
+        for schedule in self._own_partitions:
+            yield plan_for_schedule(self.graph, schedule, planner=_OWN)
+
+    @functools.cached_property
+    def _own_partitions(self) -> dict[Schedule, Modules]:
+        """By the schedules that come closest to them: an op stands for a kernel, which they take apart at times."""
+        found: dict[Schedule, Modules] = {}
+        for budget in _OWN_BUDGETS:
+            modules = _inductor.own_partition(self._joint, self._options, budget)
+            found.setdefault(schedule_of(self._step, modules), modules)
+        return found
+
+    def _modules_of(self, plan: Plan) -> Modules:
+        key = plan.planner, plan.schedule
+        if key not in self._modules:
+            own = self._own_partitions.get(plan.schedule) if plan.planner == _OWN else None
+            found = own or parted(self._joint, self._step, plan.schedule, self._forward_outputs)
+            self._modules[key] = found
+        return self._modules[key]
 
     def first_guess(self, target_bytes: int) -> int:
         """The graph counts what Inductor is likely to store, but for the reserve."""
-        return int(target_bytes / (1 + _RESERVE))
+        return int(target_bytes / (1 + self._reserve))
 
     def fitted(self, request: Request) -> tuple[Plan, Modules]:
         """The cheapest plan found, and the two passes under it.
@@ -95,7 +128,7 @@ class CompiledCandidate(Candidate):
         found = fit(self, request)
         if fits_plainly(self, found.budget_bytes):
             return found, self._plain
-        modules = self._modules[found.schedule]
+        modules = self._modules_of(found)
         # Where memory allows, Inductor compiles as it always does.
         peak = self._peak_of(modules, AS_EVER)
         if peak.highest_bytes <= found.budget_bytes:
@@ -105,7 +138,36 @@ class CompiledCandidate(Candidate):
         return found, modules
 
     def _peak_of(self, modules: Modules, settings: Mapping[str, Any]) -> PeakRange:
-        return PeakRange.with_reserve(self._beside_bytes + peak_bytes(modules, settings), _RESERVE)
+        return PeakRange.with_reserve(self._beside_bytes + peak_bytes(modules, settings), self._reserve)
+
+
+def schedule_of(step: JointStep, modules: Modules) -> Schedule:
+    """The schedule that comes closest to two passes that PyTorch's own partitioner has made of a joint graph.
+
+    What the backward pass makes again runs again right before what reads it, if its op may run twice.
+    """
+    graph = step.graph
+    _, backward = modules
+    again = {node.name for node in backward.graph.nodes if node.op == "call_function"}
+    waiting = {
+        index
+        for index, op in enumerate(graph.ops[: step.first_backward])
+        if op.recomputable and any(graph.tensors[tensor].name in again for tensor in op.outputs)
+    }
+    schedule = list(range(step.first_backward + 1))
+
+    def make_again(op: int) -> None:
+        for tensor in graph.ops[op].inputs:
+            maker = graph.producer[tensor]
+            if maker in waiting:
+                waiting.remove(maker)
+                make_again(maker)
+                schedule.append(maker)
+
+    for index in range(step.first_backward + 1, len(graph.ops)):
+        make_again(index)
+        schedule.append(index)
+    return tuple(schedule)
 
 
 def parted(joint: fx.GraphModule, step: JointStep, schedule: Sequence[int], num_fwd_outputs: int) -> Modules:

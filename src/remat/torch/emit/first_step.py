@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ class StorageMeter(_private.TorchDispatchMode):
     ``trace.cpu_scratch`` knows.
 
     Attributes:
-        peak_bytes: the most that lived at once, without what was there before.
+        peak_bytes: the most that lived at once; of what was there before, that of which it was told.
     """
 
     def __init__(self) -> None:
@@ -62,6 +62,12 @@ class StorageMeter(_private.TorchDispatchMode):
 
         self._alive[key] = weakref.ref(storage, gone)
         self._bytes += size_bytes
+
+    def count_from_the_start(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Count tensors from before as long as they live."""
+        for tensor in tensors:
+            self._add(tensor.untyped_storage())
+        self.peak_bytes = max(self.peak_bytes, self._bytes)
 
     def begin_own_code(self) -> None:
         """What ``fully_shard`` makes counts as anything else does."""

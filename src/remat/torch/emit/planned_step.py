@@ -7,29 +7,19 @@ another order than planned (``retain_graph``, parts of the graph) is made on the
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from itertools import accumulate
+from collections import deque
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
 
 from remat.torch import _private
-from remat.torch.emit.eager_order import Directions, Rerun
-from remat.torch.emit.recipes import (
-    Activation,
-    ActivationTable,
-    Recipe,
-    check_version,
-    kept,
-    new_storages,
-    read_kept,
-    tensors_in,
-    values_of,
-)
+from remat.torch.emit.backward_reads import MadeAgain, StepState
+from remat.torch.emit.out_of_step import SavedOutOfStep, UnplannedCall
+from remat.torch.emit.planned_forward import PlannedForward, PlannedOp
+from remat.torch.emit.recipes import Activation, ActivationTable, Recipe, kept, new_storages, read_kept, tensors_in
 from remat.torch.trace import draws, op_facts
 from remat.torch.trace.draws import Draw
-from remat.torch.trace.recording import Recording
 
 _ITEM: Final = torch.ops.aten._local_scalar_dense.default
 
@@ -39,159 +29,6 @@ fewer a coincidence loses the plan's place, with more a step with a small branch
 _MOST_UNMATCHED: Final = 64
 """After so many operators that the plan does not have, the step has departed from it. A judgement, not measured: a
 larger number keeps their shapes longer before it is said, a smaller one gives up on a longer branch."""
-
-
-class PlannedOp:
-    """What is known beforehand of one op of the forward pass, so that the step needs little more than a look at it.
-
-    Attributes:
-        number: of the op in the recording.
-        func: the operator.
-        made: the storages that it makes, by number.
-        shapes: of their tensors; None where a shape is not known.
-        shape: the only one of them, where it makes one storage; else None.
-        is_kept: for each of the storages, is it kept for a recomputation?
-        repeats: does the op run again?
-        writes: storages of the step that it writes to.
-        is_watched: is there more to do than to see whether the step follows the plan?
-        is_factory: does PyTorch hand out another tensor than the one that is seen below autograd?
-    """
-
-    __slots__ = (
-        "func",
-        "is_factory",
-        "is_kept",
-        "is_watched",
-        "made",
-        "number",
-        "repeats",
-        "shape",
-        "shapes",
-        "writes",
-    )
-
-    def __init__(self, recording: Recording, directions: Directions, index: int) -> None:
-        storages, op = recording.storages, recording.ops[index]
-        self.number = index
-        self.func = op.func
-        self.made = op.makes
-        self.shapes = tuple(storages[number].shape for number in op.makes)
-        self.shape = self.shapes[0] if len(self.shapes) == 1 else None
-        self.is_kept = tuple(number in directions.kept for number in op.makes)
-        self.repeats = index in directions.rerun
-        self.writes = frozenset(number for number in op.writes if storages[number].made_by is not None)
-        self.is_watched = self.repeats or True in self.is_kept or op_facts.may_write(op.func)
-        self.is_factory = _private.is_factory(op.func)
-
-    def has(self, func: Any, shapes: list[tuple[int, ...]]) -> bool:
-        """Is a call of an operator that made tensors of these shapes the one that was planned?"""
-        if func is not self.func or len(shapes) != len(self.shapes):
-            return False
-        return all(known is None or known == shape for shape, known in zip(shapes, self.shapes, strict=True))
-
-
-class PlannedForward:
-    """The forward pass under a plan, made once and used by every step. A position is that of an op in ``ops``.
-
-    Args:
-        recording: of the step.
-        directions: what the plan does about each saved tensor.
-
-    Attributes:
-        ops: what is known of each, ``fully_shard``'s own left out, which no plan changes.
-        names: their names, for messages.
-        reads: by position and turn of a tensor that autograd saves: its number, and that of its storage.
-        turns: by position, how many tensors autograd saves there.
-        makers: by the number of a storage, the op that makes it.
-    """
-
-    def __init__(self, recording: Recording, directions: Directions) -> None:
-        self.directions = directions
-        forward = recording.ops[: recording.forward_ops]
-        seen = [index for index, op in enumerate(forward) if not op.is_own_code]
-        self.ops = [PlannedOp(recording, directions, index) for index in seen]
-        self.names = [forward[index].name for index in seen]
-        # How many of the ops above come before an op of the recording.
-        positions = [0, *accumulate(not op.is_own_code for op in recording.ops)]
-        self.reads: dict[int, dict[int, tuple[int, int]]] = {}
-        self.turns: Counter[int] = Counter()
-        for number, saved in enumerate(recording.saved):
-            position = positions[saved.position]
-            if number in directions.instance:
-                read = (number, directions.instance[number][0])
-                self.reads.setdefault(position, {})[self.turns[position]] = read
-            self.turns[position] += 1
-        self.makers = {number: index for index, op in enumerate(self.ops) for number in op.made}
-
-    def find(self, calls: Sequence[_Call], start: int) -> int | None:
-        """The first of the planned ops, from ``start`` on, of which a run is like these calls."""
-        for place in range(start, len(self.ops) - len(calls) + 1):
-            if all(self.ops[place + n].has(call.func, call.shapes) for n, call in enumerate(calls)):
-                return place
-        return None
-
-
-class _Call:
-    """A call that the plan does not have where it came, with what it takes to make a recipe of it later.
-
-    Attributes:
-        func: the operator.
-        shapes: of the tensors that it made.
-        saved: what autograd had saved since the call before.
-    """
-
-    def __init__(
-        self,
-        func: Any,
-        args: Any,
-        kwargs: Any,
-        made: list[torch.Tensor],
-        places: list[int],
-        draw: Draw | None,
-        saved: list[_SavedOutOfStep],
-    ) -> None:
-        self.func = func
-        self.shapes = [tuple(tensor.shape) for tensor in made]
-        self.saved = saved
-        self.made = made
-        self._args, self._kwargs, self._places = args, kwargs, places
-        self._draw = draw
-        self._grad_mode = torch.is_grad_enabled()
-        self.written = op_facts.written(func, args, kwargs) if _private.is_mutable(func) else []
-        self._versions = self._versions_now()
-
-    def recipe(self, number: int, table: ActivationTable, later: Sequence[_Call]) -> Recipe | None:
-        """How to make the call again; None where what it read was written since, or its draw was not noted.
-
-        Args:
-            number: of the op in the plan.
-            table: of what was made so far.
-            later: the calls that came after it. The newest is about to count its writes.
-        """
-        bumps = [call for call in (self, *later)[:-1] if call.written]
-        changing = {_private.storage_key(tensor.untyped_storage()) for tensor in (*self.made, *self.written)}
-        for (tensor, version), (_, now) in zip(self._versions, self._versions_now(), strict=True):
-            key = _private.storage_key(tensor.untyped_storage())
-            expected = sum(call.writes_to(key) for call in bumps) if key in changing else 0
-            if now != version + expected:
-                return None
-        if self._draw is None and op_facts.is_random(self.func, self._args, self._kwargs):
-            return None
-        recipe = table.call(number, self.func, self._args, self._kwargs, self._draw)
-        if recipe is not None:
-            recipe.grad_mode, recipe.outputs = self._grad_mode, self._places
-        return recipe
-
-    def writes_to(self, key: int) -> bool:
-        """Does the call write to the storage with this key?"""
-        return any(_private.storage_key(tensor.untyped_storage()) == key for tensor in self.written)
-
-    def _versions_now(self) -> list[tuple[torch.Tensor, int]]:
-        return [
-            (tensor, tensor._version)
-            for tensor in tensors_in((*self._args, *self._kwargs.values(), self.made))
-            if tensor.layout is torch.strided
-        ]
 
 
 class ForwardWatcher(_private.TorchDispatchMode):
@@ -211,9 +48,9 @@ class ForwardWatcher(_private.TorchDispatchMode):
         self._follows = True
         # While the step runs operators that the plan does not have: the last of them, how many they were, and what
         # autograd has saved since.
-        self._unmatched: deque[_Call] = deque(maxlen=_SURE_MATCH)
+        self._unmatched: deque[UnplannedCall] = deque(maxlen=_SURE_MATCH)
         self._unmatched_count = 0
-        self._saved_since: list[_SavedOutOfStep] = []
+        self._saved_since: list[SavedOutOfStep] = []
         # Bytes by storage of what autograd saved and the plan would have made again.
         self._held: dict[int, int] = {}
         self._lost: int | None = None
@@ -299,7 +136,7 @@ class ForwardWatcher(_private.TorchDispatchMode):
         made = [outputs[place] for place in places]
         shapes = [tuple(tensor.shape) for tensor in made]
         if not planned.has(func, shapes):
-            self._unplanned(_Call(func, args, kwargs, made, places, draw, self._saved_since))
+            self._unplanned(UnplannedCall(func, args, kwargs, made, places, draw, self._saved_since))
             return
         self._advance_to(self._position + 1)
         if recipe is not None:
@@ -325,7 +162,7 @@ class ForwardWatcher(_private.TorchDispatchMode):
         self._turn = 0
         self._next = self._planned.ops[position] if position < len(self._planned.ops) else None
 
-    def _unplanned(self, call: _Call) -> None:
+    def _unplanned(self, call: UnplannedCall) -> None:
         """Note an operator that the plan does not have here: the step runs one more, or has left some out.
 
         Models branch in small ways on the values in a batch (is there any padding?). What does not match is kept. Where
@@ -350,7 +187,7 @@ class ForwardWatcher(_private.TorchDispatchMode):
             elif self._unmatched_count >= _MOST_UNMATCHED:
                 self._depart()
 
-    def _was_planned(self, call: _Call, number: int, later: list[_Call]) -> None:
+    def _was_planned(self, call: UnplannedCall, number: int, later: list[UnplannedCall]) -> None:
         """A call that came out of step was that of a planned op: do what would have been done in step."""
         self._in_step_again(call.saved, number)
         for tensor in call.made:
@@ -376,7 +213,7 @@ class ForwardWatcher(_private.TorchDispatchMode):
         self._unmatched_count = 0
         self._saved_since = []
 
-    def _in_step_again(self, saved: list[_SavedOutOfStep], position: int) -> None:
+    def _in_step_again(self, saved: list[SavedOutOfStep], position: int) -> None:
         """What was saved before the planned op at a position, and after one that was not planned, is what it reads."""
         first = self._planned.turns[position] - len(saved)
         for turn, one in enumerate(saved, first):
@@ -426,7 +263,7 @@ class ForwardWatcher(_private.TorchDispatchMode):
                 if (activation := self._table.of(tensor)) is not None:
                     self._table.settle(activation, tensor)
 
-    def _difference(self, call: _Call) -> str:
+    def _difference(self, call: UnplannedCall) -> str:
         planned, name = self._planned.ops[self._position], self._planned.names[self._position]
         return (
             f"op {self._position} of the forward pass is {call.func.name()} making {call.shapes or 'nothing'}, "
@@ -458,7 +295,7 @@ class ForwardWatcher(_private.TorchDispatchMode):
         """Called by autograd for each tensor that it saves."""
         if self._unmatched:
             # Where the plan goes on, and whether it makes this tensor again, is not known yet.
-            saved = _SavedOutOfStep(tensor)
+            saved = SavedOutOfStep(tensor)
             self._saved_since.append(saved)
             return saved
         turn = self._turn
@@ -468,7 +305,7 @@ class ForwardWatcher(_private.TorchDispatchMode):
             self._note_unplanned(tensor)
         return found or kept(tensor)
 
-    def _planned_read(self, tensor: torch.Tensor | None, position: int, turn: int) -> _Packed | None:
+    def _planned_read(self, tensor: torch.Tensor | None, position: int, turn: int) -> MadeAgain | None:
         """What stands for a tensor that the plan reads in the backward pass as it says; None where it does not."""
         reads = self._planned.reads.get(position)
         if reads is None or not self._follows or type(tensor) is not torch.Tensor:
@@ -488,7 +325,7 @@ class ForwardWatcher(_private.TorchDispatchMode):
         if read[0] in self._used and activation.recipe is None:
             return None  # Its value may be gone at the second read, and nothing makes it again.
         self._used.add(read[0])
-        return _Packed(self._state, read[0], activation, tensor)
+        return MadeAgain(self._state, read[0], activation, tensor)
 
     def _note_unplanned(self, tensor: torch.Tensor) -> None:
         """A tensor stays kept; if an operator made it that the plan does not have, the plan does not count it."""
@@ -508,120 +345,6 @@ class ForwardWatcher(_private.TorchDispatchMode):
             self._lost = self._planned.makers[number]
 
 
-class _SavedOutOfStep:
-    """A tensor that autograd saved while it was not known where the plan goes on.
-
-    Attributes:
-        tensor: kept, as in plain PyTorch; None once ``packed`` stands for it.
-        packed: what makes it again.
-    """
-
-    __slots__ = ("_version", "packed", "tensor")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor: torch.Tensor | None
-        self.tensor, self._version = kept(tensor)
-        self.packed: _Packed | None = None
-
-    def read(self) -> torch.Tensor:
-        """The tensor; called when a backward node needs it."""
-        if self.packed is not None:
-            return self.packed.read()
-        assert self.tensor is not None
-        return read_kept((self.tensor, self._version))
-
-
 def unpack(packed: Any) -> Any:
     """Called by autograd when a backward node reads what it saved. A function: a method would keep a watcher alive."""
     return read_kept(packed) if type(packed) is tuple else packed.read()
-
-
-class StepState:
-    """What one forward pass leaves behind for its backward pass, and which of the planned reads are still to come.
-
-    Attributes:
-        activations: by the number of their storage.
-        recipes: by the number of the recorded op.
-    """
-
-    def __init__(self, directions: Directions) -> None:
-        self._directions = directions
-        self._pending = dict(directions.pending)
-        self._read: set[int] = set()
-        self._begun: set[int] = set()
-        self.activations: dict[int, Activation] = {}
-        self.recipes: dict[int, Recipe] = {}
-
-    def value_for(self, saved: int, activation: Activation) -> torch.Tensor:
-        """The value that a saved tensor's storage has, once everything has run that the plan recomputes here.
-
-        Args:
-            saved: the number of the saved tensor that a backward node reads.
-            activation: its storage.
-        """
-        self._read.add(saved)
-        op = self._directions.begins.get(saved)
-        if op is not None and op not in self._begun:
-            self._begun.add(op)
-            with _private.BelowAutograd():
-                for rerun in self._directions.reruns[op]:
-                    self._rerun(rerun)
-        return activation.value if activation.value is not None else values_of([activation])[id(activation)]
-
-    def released(self, saved: int) -> None:
-        """Autograd let go of a saved tensor. If it was never read, its read may still come from another tensor."""
-        if saved in self._read:
-            self._release(self._directions.instance[saved])
-
-    def _rerun(self, rerun: Rerun) -> None:
-        recipe = self.recipes.get(rerun.op)
-        if recipe is None:
-            return  # The forward pass ended or departed before it.
-        missing = recipe.missing()
-        made = recipe.run(values_of(missing) if missing else {})
-        for activation, tensor in zip(recipe.activations, made, strict=True):
-            instance = rerun.keeps.get(activation.number)
-            if instance is not None and not activation.is_settled and self._pending[activation.number, instance] > 0:
-                activation.value, activation.instance = tensor, instance
-        del made
-        if not _private.keeps_graph():
-            for used in rerun.uses:
-                self._release(used)
-
-    def _release(self, instance: tuple[int, int]) -> None:
-        pending = self._pending
-        pending[instance] -= 1
-        number = instance[0]
-        activation = self.activations.get(number)
-        if activation is None or activation.is_settled or activation.value is None:
-            return
-        # Reads of earlier instances that are still to come read this one.
-        for earlier in range(activation.instance, -1, -1):
-            if pending.get((number, earlier), 0) > 0:
-                return
-        activation.value = None
-
-
-class _Packed:
-    """What stands in autograd's graph for a tensor that the plan makes again."""
-
-    __slots__ = ("_activation", "_place", "_saved", "_state", "_version")
-
-    def __init__(self, state: StepState, saved: int, activation: Activation, tensor: torch.Tensor) -> None:
-        self._state = state
-        self._saved = saved
-        self._activation = activation
-        activation.count_with(tensor)
-        self._place = activation.place_of(tensor)
-        self._version = tensor._version
-
-    def read(self) -> torch.Tensor:
-        """The tensor; called when a backward activation needs it."""
-        activation = self._activation
-        value = self._state.value_for(self._saved, activation)
-        if (activation.instance == 0 or activation.is_settled) and value is activation.value:
-            check_version(value, self._version, self._place[0])
-        return activation.part(value, self._place)
-
-    def __del__(self) -> None:
-        self._state.released(self._saved)

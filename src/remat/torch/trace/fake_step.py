@@ -107,6 +107,7 @@ def _recorded(
         watcher.pin(resident, "optimizer_state")
         if resident_bytes:
             watcher.count_beside(resident_bytes)
+        sharded.begin_forward()
         with (
             watcher.modules,
             watcher.taking_marks(),
@@ -119,7 +120,7 @@ def _recorded(
         fakes = None if optimizer is None else _FakeOptimizer(watcher, optimizer, kernels)
         if early and fakes is not None:
             fakes.begin()
-            watcher.update_early(early, fakes.update_of)
+            watcher.gradients.update_early(early, fakes.update_of)
         sharded.begin_backward(accumulates)
         _differentiate(watcher, loss, accumulates)
         sharded.end_backward()
@@ -178,12 +179,13 @@ def _mix_of_devices(args: Sequence[Any], said: str) -> str:
 def _differentiate(watcher: StepWatcher, loss: torch.Tensor, accumulates: bool) -> None:
     """As ``loss.backward()`` would, but leaving every ``grad`` alone, and hooks on accumulated gradients unrun."""
     leaves = _private.leaves_of(loss)
+    gradients = watcher.gradients
     hooks = [
-        leaf.register_hook(watcher.reduction_of(leaf) or watcher.accumulation_into(leaf, accumulates))
+        leaf.register_hook(gradients.reduction_of(leaf) or gradients.accumulation_into(leaf, accumulates))
         for leaf in leaves
     ]
     try:
-        watcher.hold_gradients(torch.autograd.grad(loss, leaves, allow_unused=True))
+        gradients.hold(torch.autograd.grad(loss, leaves, allow_unused=True))
     except (_private.DataDependentOutputException, _private.DynamicOutputShapeException) as error:
         raise UnsupportedStep(
             f"the backward pass cannot be traced: {getattr(error, 'func', error)} needs a tensor's values"
@@ -315,7 +317,7 @@ def _without_reduction(watcher: StepWatcher) -> Iterator[None]:
             reduced = [p for p in self.module.parameters() if p.requires_grad]
             buckets = watcher.count_beside(sum(p.numel() * p.element_size() for p in reduced))
             if self.gradient_as_bucket_view:
-                watcher.copies_gradients(reduced, buckets)
+                watcher.gradients.copied_to(reduced, buckets)
         return self.module(*args, **kwargs)
 
     with mock.patch.object(DistributedDataParallel, "forward", forward):
@@ -344,21 +346,31 @@ class _Sharding:
         self._watcher = watcher
         self._traced = traced
 
+    def begin_forward(self) -> None:
+        """Whole gradients of earlier micro-batches are there from the start, where any are."""
+        if self._traced is not None and self._traced.finds_whole:
+            self._watcher.gradients.begin_with_whole()
+
     def begin_backward(self, accumulates: bool) -> None:
         """The shards are parameters; their gradients exist or do not."""
         if self._traced is None:
             return
-        self._watcher.pin([_private.local(one) for one in self._traced.sharded], "parameter")
-        if accumulates:
-            self._watcher.recording.accumulates_into += [weakref.ref(one) for one in self._traced.sharded]
-        with self._watcher.paused():
-            self._traced.set_gradients(self._watcher.stand_in_for_gradient if accumulates else None)
+        watcher, gradients = self._watcher, self._watcher.gradients
+        self._traced.end_forward()
+        watcher.pin([_private.local(one) for one in self._traced.sharded], "parameter")
+        gradients.are_gathered(self._traced.gathered)
+        watcher.recording.accumulation = self._traced.accumulation()
+        with watcher.paused():
+            given = self._traced.set_gradients(gradients.stand_in_for_shard if accumulates else None)
+            self._traced.set_whole_gradients(gradients.stand_in_for_whole)
+        watcher.recording.accumulates_into += [weakref.ref(one) for one in given]
 
     def end_backward(self) -> None:
         """Note the gradients that ``fully_shard`` made."""
         if self._traced is not None:
             found = [(one, one.grad) for one in self._traced.sharded if one.grad is not None]
-            self._watcher.take_gradients([(one, _private.local(gradient)) for one, gradient in found])
+            self._watcher.gradients.take([(one, _private.local(gradient)) for one, gradient in found])
+            self._watcher.gradients.leave_whole(self._traced.whole_gradients)
 
 
 @contextmanager

@@ -34,7 +34,7 @@ _MOST_PRODUCT_BYTES: Final = 1 << 28
 """Of the matrices of a product that is run. What oneDNN packs them into grows no more in much smaller ones."""
 
 _Layout = tuple[tuple[int, ...], str]
-"""A shape and where its channels are: "first", "last" or "other"."""
+"""A shape and where its channels are: "first", "last", "last with gaps" (a part of more channels) or "other"."""
 
 
 def _layout(tensor: torch.Tensor) -> _Layout:
@@ -42,7 +42,9 @@ def _layout(tensor: torch.Tensor) -> _Layout:
     if tensor.is_contiguous():
         return shape, "first"
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(len(shape))
-    return shape, "last" if last is not None and tensor.is_contiguous(memory_format=last) else "other"
+    if last is None or not _private.is_ordered_as_channels_last(tensor):
+        return shape, "other"
+    return shape, "last" if tensor.is_contiguous(memory_format=last) else "last with gaps"
 
 
 def _example(layout: _Layout, dtype: torch.dtype, samples: int | None = None) -> torch.Tensor:
@@ -51,9 +53,10 @@ def _example(layout: _Layout, dtype: torch.dtype, samples: int | None = None) ->
     shape = shape if samples is None else (samples, *shape[1:])
     if channels == "other":
         return torch.zeros(shape[::-1], dtype=dtype).permute(*range(len(shape) - 1, -1, -1))
-    if channels == "last":
+    if channels.startswith("last"):
         last = torch.channels_last if len(shape) == 4 else torch.channels_last_3d
-        return torch.zeros(shape, dtype=dtype).to(memory_format=last)
+        both = (shape[0], 2 * shape[1], *shape[2:]) if channels == "last with gaps" else shape
+        return torch.zeros(both, dtype=dtype).to(memory_format=last)[:, : shape[1]]
     return torch.zeros(shape, dtype=dtype)
 
 

@@ -130,6 +130,8 @@ class Recording:
             the update.
         accumulates_into: the parameters whose gradients are expected to exist before the step, as weak references.
         is_sharded: did a module under ``fully_shard`` run?
+        accumulation: what such modules do with gradients, a ``remat.torch._fsdp.Accumulation``; None where there are
+            none.
         gathered_again: for a storage with a gathered parameter: the next storage with it, once it is gathered again.
         gathered_with: for such a storage: a number that those have in common that were gathered at once.
     """
@@ -145,6 +147,7 @@ class Recording:
     updated: dict[int, tuple[int, range]] = field(default_factory=dict)
     accumulates_into: list[Callable[[], torch.Tensor | None]] = field(default_factory=list)
     is_sharded: bool = False
+    accumulation: Any = None
     gathered_again: dict[int, int] = field(default_factory=dict)
     gathered_with: dict[int, int] = field(default_factory=dict)
 
@@ -201,6 +204,11 @@ class KnownStorages:
             self._recording.storages[number].role = role or _role_of(tensor)
             self.values.pin(tensor)
         return number
+
+    def read(self, tensor: torch.Tensor) -> tuple[int, int]:
+        """The number of a tensor's storage, and how often it has been written to."""
+        number = self.of(tensor)
+        return number, len(self._recording.storages[number].writes)
 
     def stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
         """What stands for a tensor from before the step where its own attributes must not change."""

@@ -13,6 +13,7 @@ from remat.running.cost_model import DeviceProfile, device_here, get_profile, op
 from remat.running.network import Network
 from remat.torch import _private
 from remat.torch.trace.fake_step import record_step
+from remat.torch.trace.gradients import EARLIER_GRADIENTS
 from remat.torch.trace.op_facts import kind
 from remat.torch.trace.recording import RecordedOp, Recording
 
@@ -258,7 +259,7 @@ def _kind_of(op: RecordedOp) -> str:
     if op.collective:
         return op.collective
     if op.func is None:
-        return "gather" if op.is_own_code else "accumulate"
+        return "gather" if op.is_own_code and op.name != EARLIER_GRADIENTS else "accumulate"
     return kind(op.func)
 
 

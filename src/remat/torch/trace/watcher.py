@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Final, TypeAlias
@@ -15,6 +15,7 @@ import torch
 from remat.core.errors import UnsupportedStep
 from remat.torch import _private
 from remat.torch.trace import cpu_scratch, gpu_attention, op_facts, result_shapes
+from remat.torch.trace.gradients import Gradients
 from remat.torch.trace.known_values import are_small
 from remat.torch.trace.origins import RunningModules, source_line
 from remat.torch.trace.recording import (
@@ -88,6 +89,7 @@ class StepWatcher(_private.TorchDispatchMode):
         guesses: how often it did.
         recording: what was seen so far.
         storages: which storage a tensor is in.
+        gradients: whose they are, and where they go.
         modules: which module's forward pass runs.
         phase: the part of the step that runs.
     """
@@ -107,14 +109,7 @@ class StepWatcher(_private.TorchDispatchMode):
         self._is_paused = False
         self._own_code_depth = 0
         self._own_code_runs = 0
-        self._held: list[Any] = []
-        # By the address of the parameter.
-        self._gradients: dict[int, int] = {}
-        self._early: frozenset[int] = frozenset()
-        self._update_of: Callable[[torch.Tensor], None] | None = None
-        self._used_early: set[int] = set()
-        self._let_go: dict[int, int] = {}
-        self._gradients_in: dict[int, int] = {}
+        self.gradients = Gradients(self.recording, self.storages, self._reduce_over_replicas)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -134,7 +129,7 @@ class StepWatcher(_private.TorchDispatchMode):
                 f"the step computes with distributed tensors (DTensor): {op_facts.kind(func)} takes one. Tensor "
                 "parallelism is not planned; data parallelism by DistributedDataParallel or fully_shard is"
             )
-        reads = tuple(dict.fromkeys(self._read(t) for t in inputs if has_storage(t)))
+        reads = tuple(dict.fromkeys(self.storages.read(t) for t in inputs if has_storage(t)))
         out = self._run(func, args, kwargs, inputs)
         if func is not _ITEM:
             self._note(func, args, kwargs, inputs, reads, out)
@@ -183,7 +178,9 @@ class StepWatcher(_private.TorchDispatchMode):
         """A collective of an operator's own; the wait for it is none, since nothing is sent."""
         if not kind:
             return args[0]
-        reads = tuple(self._read(t) for t in _private.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor))
+        reads = tuple(
+            self.storages.read(t) for t in _private.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)
+        )
         out: torch.Tensor = self.storages.stand_ins.run(func, args, kwargs)
         number = self.storages.made(out, len(self.recording.ops))
         group = next(arg for arg in reversed(args) if isinstance(arg, str))
@@ -193,7 +190,7 @@ class StepWatcher(_private.TorchDispatchMode):
     def sends(self, kind: str, output: torch.Tensor, given: torch.Tensor, group: str) -> None:
         """``fully_shard`` sends a tensor; the result goes into another that is there, or into the same."""
         number = self.storages.of(output)
-        self._note_collective(kind, (self._read(given),), (), (given, output), group, writes=(number,))
+        self._note_collective(kind, (self.storages.read(given),), (), (given, output), group, writes=(number,))
 
     def _note_collective(
         self,
@@ -243,10 +240,6 @@ class StepWatcher(_private.TorchDispatchMode):
         self.recording.storages.append(RecordedStorage(size_bytes, None, "uint8", role="state"))
         return len(self.recording.storages) - 1
 
-    def copies_gradients(self, parameters: Sequence[torch.Tensor], storage: int) -> None:
-        """Gradients of these parameters do not stay where they are made: each is copied to a storage and let go of."""
-        self._gradients_in.update((id(parameter), storage) for parameter in parameters)
-
     @contextmanager
     def taking_marks(self) -> Iterator[None]:
         """Inside, the storage of each tensor that ``mark`` is given is noted."""
@@ -276,10 +269,6 @@ class StepWatcher(_private.TorchDispatchMode):
 
         with mock.patch.object(torch.Tensor, "tolist", tolist):
             yield
-
-    def _read(self, tensor: torch.Tensor) -> tuple[int, int]:
-        number = self.storages.of(tensor)
-        return number, len(self.recording.storages[number].writes)
 
     def _note(
         self,
@@ -430,8 +419,6 @@ class StepWatcher(_private.TorchDispatchMode):
         assert saved.storage is not None
         saved.released = self.recording.storages[saved.storage].read_until = len(self.recording.ops)
 
-    # The end of the forward pass, gradients.
-
     def end_forward(self, loss: torch.Tensor) -> None:
         """From here on operators belong to the backward pass."""
         self.recording.forward_ops = len(self.recording.ops)
@@ -439,110 +426,15 @@ class StepWatcher(_private.TorchDispatchMode):
         self.storages.captured.add(self.recording.loss)
         self.phase = "backward"
 
-    def accumulation_into(self, leaf: torch.Tensor, exists: bool) -> Callable[[torch.Tensor], None]:
-        """What autograd does with the finished gradient of a leaf: take it over, copy it, or add it to an older one."""
-        if exists:
-            self.recording.accumulates_into.append(weakref.ref(leaf))
-
-        def accumulate_and_update(gradient: torch.Tensor) -> None:
-            accumulate(gradient)
-            self._reduce_over_replicas(leaf)
-            number = self._gradients.get(id(leaf))
-            if self._update_of is not None and id(leaf) in self._early and number is not None:
-                begins = len(self.recording.ops)
-                self._update_of(leaf)
-                self.recording.updated[id(leaf)] = self.storages.of(leaf), range(begins, len(self.recording.ops))
-                del self._gradients[id(leaf)]
-                self._used_early.add(number)
-                self._let_go[number] = len(self.recording.ops)
-
-        def accumulate(gradient: torch.Tensor) -> None:
-            recording = self.recording
-            index = len(recording.ops)
-            if not has_storage(gradient):
-                return
-            gradient, leaf_part = _private.local(gradient), _private.local(leaf)
-            source = self.storages.of(gradient)
-            size = leaf_part.numel() * leaf_part.element_size()
-            if (together := self._gradients_in.get(id(leaf))) is not None:
-                self._gradients[id(leaf)] = together
-                self._let_go[source] = len(recording.ops) + 1
-                name = f"copy of a gradient {tuple(leaf.shape)}"
-                both = (self._read(gradient), (together, 0))
-                recording.ops.append(RecordedOp(None, name, "backward", both, (), (), moved_bytes=2 * size))
-                return
-            made: list[int] = []
-            reads = [self._read(gradient)]
-            # Autograd takes a gradient over if nobody else holds it and its strides are those of the parameter.
-            owned = recording.storages[source].made_by is not None and source not in self.storages.captured
-            if not exists and owned and _may_take_over(gradient, leaf_part):
-                self.storages.captured.add(source)
-                self._gradients[id(leaf)] = source
-                return
-            total = RecordedStorage(size, tuple(leaf_part.shape), str(leaf.dtype).removeprefix("torch."))
-            recording.storages.append(total)
-            number = len(recording.storages) - 1
-            if exists:
-                reads.append((number, 0))
-            else:
-                total.made_by = index
-                made.append(number)
-            name = f"AccumulateGrad {tuple(leaf_part.shape)}"
-            recording.ops.append(
-                RecordedOp(None, name, "backward", tuple(reads), tuple(made), (), moved_bytes=2 * size)
-            )
-            self.storages.captured.add(number)
-            self._gradients[id(leaf)] = number
-            # Autograd lets go of the gradient here. Only ``_held`` keeps it longer.
-            self._let_go[source] = len(recording.ops)
-
-        return accumulate_and_update
-
-    def _reduce_over_replicas(self, leaf: torch.Tensor) -> None:
+    def _reduce_over_replicas(self, leaf: torch.Tensor, number: int) -> None:
         """On a simulated mesh whose replicas have whole parameters, a gradient is reduced when it is there.
 
         ``DistributedDataParallel`` reduces buckets of several; the bytes are the same.
         """
         group = next((name for name, axis in (self._axes or {}).items() if axis == "data"), None)
-        number = self._gradients.get(id(leaf))
-        if group is not None and number is not None and not self.recording.is_sharded:
+        if group is not None and not self.recording.is_sharded:
             part = _private.local(leaf)
             self._note_collective("AllReduce", ((number, 0),), (), (part, part), group)
-
-    def reduction_of(self, leaf: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """What happens with the gradient of a gathered parameter, which ``fully_shard`` takes from its ``grad``.
-
-        None for any other tensor.
-        """
-        part = _private.local(leaf)
-        if not has_storage(leaf) or not self.storages.is_known(part):
-            return None
-        if not self.recording.storages[self.storages.of(part)].is_gathered:
-            return None
-
-        def accumulate(gradient: torch.Tensor) -> torch.Tensor:
-            own = _private.local(gradient)
-            source = self.storages.of(own)
-            is_own = self.recording.storages[source].made_by is not None and source not in self.storages.captured
-            leaf.grad = gradient if is_own and _may_take_over(own, part) else gradient.clone()
-            # Whoever asked for the gradient holds what is returned to the end of the step.
-            with _private.no_modes():
-                nothing = torch.zeros((), dtype=leaf.dtype, device=leaf.device).expand(part.shape)
-                return nothing if part is leaf else _private.distributed(nothing, _private.placement(leaf))
-
-        return accumulate
-
-    def take_gradients(self, sharded: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Note the gradients that ``fully_shard`` has reduced: parameters with what they hold of theirs."""
-        for parameter, gradient in sharded:
-            number = self.storages.of(gradient)
-            self.storages.captured.add(number)
-            self._gradients[id(parameter)] = number
-            self._held.append(gradient)
-
-    def hold_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Keep the gradients to the end of the step, as ``grad`` does."""
-        self._held.extend(gradients)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -557,19 +449,6 @@ class StepWatcher(_private.TorchDispatchMode):
         """What stands for a tensor from before the step where its own attributes must not change."""
         return self.storages.stand_in(tensor)
 
-    def stand_in_for_gradient(self, shard: torch.Tensor) -> torch.Tensor:
-        """What stands for the gradient of a parameter's shard from before the step."""
-        gradient = self.storages.stand_ins.like(shard)
-        size_bytes, dtype = shard.untyped_storage().nbytes(), str(shard.dtype).removeprefix("torch.")
-        self.recording.storages.append(RecordedStorage(size_bytes, tuple(shard.shape), dtype, role="state"))
-        self.storages.stands_for(gradient, len(self.recording.storages) - 1, until_it_dies=False)
-        return gradient
-
-    def update_early(self, parameters: Collection[torch.Tensor], update: Callable[[torch.Tensor], None]) -> None:
-        """From here on ``update`` is called with each of these parameters as soon as its gradient is there."""
-        self._early = frozenset(map(id, parameters))
-        self._update_of = update
-
     @contextmanager
     def updating(self, parameters: Mapping[int, torch.Tensor]) -> Iterator[None]:
         """Inside, operators belong to the optimizer.
@@ -581,9 +460,9 @@ class StepWatcher(_private.TorchDispatchMode):
         try:
             with self.paused():
                 for address, parameter in parameters.items():
-                    parameter.grad = self._gradient(address, parameter)
+                    parameter.grad = self.gradients.of(address, parameter)
                     # Its address stands for the gradient, and must not come again while the step runs.
-                    self._held.append(parameter.grad)
+                    self.gradients.hold([parameter.grad])
             with torch.no_grad():
                 yield
         finally:
@@ -592,24 +471,15 @@ class StepWatcher(_private.TorchDispatchMode):
     def gradient_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """A tensor in the recorded gradient of a real parameter; None where it has none."""
         with self.paused():
-            return self._gradient(id(parameter), parameter)
-
-    def _gradient(self, address: int, like: torch.Tensor) -> torch.Tensor | None:
-        if (number := self._gradients.get(address)) is None:
-            return None
-        gradient = self.storages.stand_ins.like(like)
-        self.storages.stands_for(gradient, number, until_it_dies=False)
-        return gradient
+            return self.gradients.of(id(parameter), parameter)
 
     def finished(self) -> Recording:
         """The recording, once everything that only the trace held is gone."""
         recording = self.recording
-        self._held.clear()
+        self.gradients.end()
         for module in self.modules.outermost:
             for name, tensor in (*module.named_parameters(), *module.named_buffers()):
                 self.storages.name(_private.local(tensor), name)
-        for number in (self._let_go.keys() - self.storages.captured) | self._used_early:
-            recording.storages[number].released = self._let_go[number]
         alive = self.storages.survivors()
         for number in alive:
             recording.storages[number].released = None
@@ -626,15 +496,3 @@ class StepWatcher(_private.TorchDispatchMode):
                 recording.ops[made_by].name,
             )
         return recording
-
-
-def _may_take_over(gradient: torch.Tensor, leaf: torch.Tensor) -> bool:
-    """Has a gradient the layout that autograd wants: the strides of a dense parameter, else contiguous?"""
-    if gradient.dtype != leaf.dtype or gradient.device != leaf.device:
-        return False
-    dense = leaf.is_contiguous() or leaf.is_contiguous(memory_format=torch.channels_last)
-    wanted = leaf.stride() if dense else None
-    same = gradient.stride() == wanted if wanted is not None else gradient.is_contiguous()
-    return same or all(
-        size <= 1 or a == b for size, a, b in zip(gradient.shape, gradient.stride(), leaf.stride(), strict=True)
-    )
