@@ -18,6 +18,7 @@ SYMBOLS = [
     ("jax._src.source_info_util", "current_name_stack"),
     ("jax._src.source_info_util", "user_context"),
     ("jax._src.core", "nonempty_axis_env"),
+    ("jax._src.distributed", "global_state"),
     ("jax._src.effects", "remat_allowed_effects"),
     ("jax._src.interpreters.batching", "batch_jaxpr_axes"),
     ("jax._src.interpreters.batching", "zero_if_mapped"),
@@ -116,3 +117,11 @@ def test_what_jax_checkpoint_refuses_is_told():
 
     assert effects_of(lambda x: jax.debug.print("{}", x)) == []
     assert effects_of(lambda x: io_callback(lambda v: None, None, x)) == ["IOEffect"]
+
+
+def test_the_store_of_processes_is_where_it_was():
+    state = importlib.import_module("jax._src.distributed").global_state
+    assert hasattr(state, "client"), MOVED.format(name="client of jax._src.distributed.global_state")
+    client = importlib.import_module("jax._src.lib")._jax.DistributedRuntimeClient
+    for name in ("key_value_set", "blocking_key_value_get"):
+        assert hasattr(client, name), MOVED.format(name=name)

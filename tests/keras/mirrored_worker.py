@@ -1,8 +1,9 @@
-"""Trains on two replicas, plainly and in micro-batches, and prints both: python mirrored_worker.py."""
+"""Trains on two replicas, plainly and in micro-batches or under a budget: python mirrored_worker.py [budgets]."""
 
 from __future__ import annotations
 
 import json
+import sys
 
 import keras
 import numpy as np
@@ -55,6 +56,77 @@ def classifier():
     return model
 
 
+def perceptron():
+    """Wide enough for a budget to mean something."""
+    data = keras.Input((128,))
+    hidden = data
+    for _ in range(12):
+        hidden = layers.Dense(128, activation="tanh")(hidden)
+    model = keras.Model(data, layers.Dense(3)(hidden))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), loss, metrics=["accuracy"], jit_compile=False)
+    return model
+
+
+def limited(strategy, seen, **limit):
+    """As ``trained`` on a batch of 8192 samples, and one of 1000 at the end; the plan with it."""
+    random = np.random.default_rng(0)
+    data = random.normal(size=(2 * 8192 + 1000, 128)).astype("float32"), random.integers(0, 3, 2 * 8192 + 1000)
+    keras.utils.set_random_seed(7)
+    with strategy.scope():
+        model = perceptron()
+    if limit:
+        remat.keras.limit_memory(model, **limit, planner="peak_greedy")
+    del seen[:]
+    history = model.fit(*data, batch_size=8192, epochs=2, shuffle=False, verbose=0).history
+    plan = remat.keras.plan_of(model) if "budget" in limit else None
+    return {
+        "history": history,
+        "variables": [v.numpy().tolist() for v in [*model.weights, *model.optimizer.variables]],
+        "reductions": max(seen),
+        "plan": None
+        if plan is None
+        else [plan.recomputed, plan.peak_bytes, plan.budget_bytes, plan.baseline_peak_bytes, plan.measured_peak_bytes],
+    }
+
+
+def refused(strategy, **limit):
+    """The one line of each error."""
+    keras.backend.clear_session()  # The first layer is called "dense" again.
+    with strategy.scope():
+        model = perceptron()
+    if limit.pop("in_xla", False):
+        model.jit_compile = True
+    try:
+        remat.keras.limit_memory(model, **limit)
+        model.fit(np.ones((8, 128)), np.ones(8), verbose=0)
+    except (remat.UnsupportedStep, remat.InfeasibleBudget) as error:
+        return str(error)
+    return "nothing was refused"
+
+
+REFUSED = {
+    'micro_batches="auto"': {"budget": "50%", "micro_batches": "auto"},
+    "checkpoints=": {"checkpoints": ["dense"]},
+    "check_first_step=True": {"budget": "50%", "check_first_step": True},
+    "a share (50%) with micro_batches": {"budget": "50%", "micro_batches": 2},
+    "XLA with a budget": {"budget": "50%", "in_xla": True},
+    'the lever "split"': {"budget": "50%", "levers": ("recompute", "split")},
+}
+
+
+def under_budgets():
+    strategy, seen = strategy_of_two_devices()
+    refusals = {what: refused(strategy, **limit) for what, limit in REFUSED.items()}
+    tf.config.experimental.enable_op_determinism()  # Keras drops jit_compile with it, which is to be refused above.
+    return {
+        "plain": limited(strategy, seen),
+        "budget": limited(strategy, seen, budget="80%"),
+        "pieces": limited(strategy, seen, budget=20 << 20, micro_batches=4),
+        "refused": refusals,
+    }
+
+
 def trained(strategy, seen, build, data, count):
     keras.utils.set_random_seed(7)
     with strategy.scope():
@@ -68,6 +140,9 @@ def trained(strategy, seen, build, data, count):
 
 
 def main():
+    if sys.argv[1:] == ["budgets"]:
+        print(json.dumps(under_budgets()))
+        return
     strategy, seen = strategy_of_two_devices()
     random = np.random.default_rng(0)
     numbers = random.normal(size=(SAMPLES, 6)).astype("float32"), random.integers(0, 3, SAMPLES)

@@ -133,27 +133,6 @@ def run_in_a_process(code, **environment):
     return done.stdout
 
 
-REPLICAS = """
-import keras, numpy as np, tensorflow as tf, remat.keras
-tf.config.set_logical_device_configuration(
-    tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 2)
-with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
-    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
-    model.compile("sgd", "mse", jit_compile=False)
-remat.keras.limit_memory(model, "50%")
-try:
-    model.fit(np.ones((8, 4)), np.ones((8, 1)), verbose=0)
-except remat.UnsupportedStep as error:
-    print(error)
-"""
-
-
-@pytest.mark.thorough
-def test_several_replicas():
-    printed = run_in_a_process(REPLICAS)
-    assert "trains on 2 replicas, and limit_memory plans for one device; give a number of micro_batches" in printed
-
-
 OTHER_BACKEND = """
 import sys, types
 import keras

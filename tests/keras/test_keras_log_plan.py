@@ -35,6 +35,29 @@ def test_plan_and_peaks_are_logged_once(tmp_path):
         assert logged["remat/measured_peak_bytes"][-1] == plan.measured_peak_bytes
 
 
+def test_plan_and_peaks_go_to_a_run_of_weights_and_biases():
+    class Run:
+        def __init__(self):
+            self.said = []
+
+        def log(self, data, commit):
+            assert not commit
+            self.said.append(data)
+
+    run = Run()
+    model = small_model()
+    remat.keras.limit_memory(model, budget="1GiB")
+    x = np.random.rand(32, 16)
+    model.fit(x, x[:, :1], batch_size=8, epochs=2, verbose=0, callbacks=[remat.keras.LogPlan(run)])
+    plan = remat.keras.plan_of(model)
+    assert run.said[-1]["remat/plan"] == str(plan)
+    assert run.said[-1]["remat/predicted_peak_bytes"] == plan.peak_bytes
+    assert run.said[-1].get("remat/measured_peak_bytes") == plan.measured_peak_bytes
+    assert len(run.said) <= 2
+    with pytest.raises(TypeError, match="a run of Weights & Biases"):
+        remat.keras.LogPlan(3)
+
+
 def test_a_model_without_a_limit_is_refused(tmp_path):
     model = small_model()
     x = np.random.rand(8, 16)

@@ -13,7 +13,9 @@ import sys
 import pytest
 import tensorflow as tf
 
-from remat.tensorflow import _private
+from remat.tensorflow import _private, _processes, _traces
+from remat.tensorflow._processes import replica_numbers
+from remat.tensorflow._traces import call_when_traced
 from remat.tensorflow.peak.device import current_device
 
 SYMBOLS = [
@@ -49,6 +51,8 @@ METHODS = [
     (tf.Graph, "_attr_scope", ["attr_map"]),
     (tf.Graph, "gradient_override_map", ["op_type_map"]),
     (_private.FuncGraph, "replace_capture", ["tensor", "placeholder"]),
+    (type(_private._context.context()), "set_config_key_value", ["key", "value"]),
+    (type(_private._context.context()), "get_config_key_value", ["key", "timeout_in_ms"]),
     (tf.Operation, "_update_input", ["index", "tensor"]),
     (tf.Operation, "_add_control_inputs", []),  # These are C++: they show no signature.
     (tf.Operation, "_remove_all_control_inputs", []),
@@ -57,8 +61,8 @@ METHODS = [
     (type(tf.function(lambda: None)), "_clone", ["python_function"]),
 ]
 MOVED = (
-    f"TensorFlow {tf.__version__} has no {{name}} any more: remat reaches it in src/remat/tensorflow/_private.py, "
-    "which needs another way to do the same"
+    f"TensorFlow {tf.__version__} has no {{name}} any more: remat reaches it in src/remat/tensorflow/_*.py, "
+    "one of which needs another way to do the same"
 )
 
 
@@ -82,10 +86,10 @@ def test_method_takes_what_it_took(owner, name, parameters):
 
 
 def test_every_private_symbol_is_listed_here():
-    tree = ast.parse(inspect.getsource(_private))
     found = {
         f"{node.module}.{name.name}"
-        for node in ast.walk(tree)
+        for file in (_private, _processes, _traces)
+        for node in ast.walk(ast.parse(inspect.getsource(file)))
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("tensorflow.")
         for name in node.names
     }
@@ -128,7 +132,7 @@ def test_the_end_of_a_trace_is_seen_with_its_outputs():
     @tf.function
     def function(x):
         graph = tf.compat.v1.get_default_graph()
-        _private.call_when_traced(lambda succeeded: seen.append((succeeded, [t.name for t in graph.outputs])))
+        call_when_traced(lambda succeeded: seen.append((succeeded, [t.name for t in graph.outputs])))
         return tf.tanh(x, name="result")
 
     function(tf.constant(1.0))
@@ -141,7 +145,7 @@ def test_a_failed_trace_is_seen_as_such():
 
     @tf.function
     def function(x):
-        _private.call_when_traced(seen.append)
+        call_when_traced(seen.append)
         raise KeyError(x.name)
 
     with pytest.raises(KeyError):
@@ -156,11 +160,33 @@ def test_a_trace_inside_of_a_handled_error_is_no_failure():
         try:
             raise KeyError("handled")
         except KeyError:
-            _private.call_when_traced(seen.append)
+            call_when_traced(seen.append)
         return x
 
     tf.function(body, autograph=False)(tf.constant(1.0))
     assert seen == [True]
+
+
+def test_a_function_that_is_entered_again_ends_when_its_own_trace_does():
+    """Each replica of a strategy enters it once more, and its outputs are not known yet when that one leaves it."""
+    seen = []
+
+    @tf.function(autograph=False)
+    def function(x):
+        graph = tf.compat.v1.get_default_graph()
+        for _ in range(2):
+            with graph.as_default():
+                call_when_traced(lambda succeeded: seen.append((succeeded, len(graph.outputs))))
+        assert not seen, MOVED.format(name="old_scope_exit_callbacks of a scope")
+        return x
+
+    function(tf.constant(1.0))
+    assert seen == [(True, 1)] * 2
+
+
+def test_the_numbers_of_a_replica():
+    context = tf.distribute.OneDeviceStrategy("CPU:0").run(tf.distribute.get_replica_context)
+    assert replica_numbers(context) == (0, 0)
 
 
 @pytest.mark.parametrize("jit", [False, True])

@@ -16,7 +16,8 @@ from small_steps import BATCH, WIDTH, Chain, copies_in, inputs
 import remat
 import remat.testing
 from remat.running.cost_model import get_profile
-from remat.tensorflow import _private, measure
+from remat.tensorflow import measure
+from remat.tensorflow._traces import call_when_traced
 from remat.tensorflow.emit.emit import emit, span_starts
 from remat.tensorflow.peak.device import current_device
 from remat.tensorflow.trace.func_graph import trace_func_graph
@@ -50,7 +51,7 @@ def write(budget, rewrite=True, chain=None):
             plan = remat.plan(step.graph, budget, planner="peak_greedy")
             found.update(step=step, plan=plan, copies=emit(plan, step).copies if rewrite else ())
 
-        _private.call_when_traced(finish)
+        call_when_traced(finish)
         return tape.gradient(loss, chain.weights)
 
     function.get_concrete_function(inputs())

@@ -10,15 +10,9 @@ from hypothesis import strategies as st
 
 from remat.tensorflow import _private
 from remat.tensorflow.split import separable_ops
-from remat.tensorflow.split.separable_ops import (
-    count_merged,
-    merged_shape,
-    parameter_inputs,
-    sliced_parameters,
-    ways_of,
-    with_merged,
-)
+from remat.tensorflow.split.separable_ops import parameter_inputs, sliced_parameters, ways_of
 from remat.tensorflow.trace import op_facts
+from remat.transform.merged_axes import count_merged, merged_shape, with_merged
 from remat.transform.separable import SUMMED, Way
 from remat.transform.split import Slice
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import jax.extend.core.primitives as known_primitives
-from jax._src import core, effects, source_info_util
+from jax._src import core, distributed, effects, source_info_util
 from jax._src.ad_util import Zero
 from jax._src.interpreters import batching, partial_eval
 from jax._src.interpreters.ad import instantiate_zeros
@@ -207,3 +207,30 @@ def source_of(eqn: JaxprEqn) -> tuple[str, int, str] | None:
     """File, line and function of the user's code that an equation comes from, None where JAX made it by itself."""
     frame = source_info_util.user_frame(eqn.source_info.traceback)
     return None if frame is None else (frame.file_name, frame.start_line, frame.function_name)
+
+
+class ProcessStore:
+    """The key-value store of ``jax.distributed``, in which its processes leave words for one another.
+
+    It is a ``remat.fit.ranks.Store``.
+    """
+
+    def put(self, key: str, value: str) -> None:
+        """Write a value once."""
+        self._client.key_value_set(key, value)
+
+    def get(self, key: str, timeout_s: float) -> str | None:
+        """Wait for a value that a process writes; None where none does in that time."""
+        try:
+            value: str = self._client.blocking_key_value_get(key, int(1000 * timeout_s))
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" in str(error):
+                return None
+            raise
+        return value
+
+    @property
+    def _client(self) -> Any:
+        client: Any = distributed.global_state.client
+        assert client is not None, "jax.distributed has brought several processes together"
+        return client

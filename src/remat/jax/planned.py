@@ -25,6 +25,7 @@ from remat.jax.context import Tie
 from remat.jax.early_updates import EarlyUpdatesOf
 from remat.jax.emit.evaluate import FlatFunction, emit
 from remat.jax.peak import Compiler, Gauge, Returned
+from remat.jax.ranks import planned_for_all
 from remat.jax.sharding import arrays_sent, is_sharded, on_one_device, received_in_bodies
 from remat.jax.split.choose import SplittableFunction
 from remat.jax.trace.graph import after_donation
@@ -227,14 +228,21 @@ def plan_function(
         return candidate
 
     splittable = SplittableFunction(closed, candidate_of)
-    with naming_our_jit(tie):
-        plan = splittable.planned(request)
-    if plan not in (request.plan, request.known):
+
+    def make() -> Plan:
+        with naming_our_jit(tie):
+            plan = splittable.planned(request)
+        if plan in (request.plan, request.known):
+            return plan
         if plan.fingerprint in compilers:
             exact_bytes = compilers[plan.fingerprint].exact_peak_bytes(plan.schedule)
             plan = dataclasses.replace(plan, peak_bytes=exact_bytes)
         if moves_updates:
             plan = dataclasses.replace(plan, update=updates.described(splittable.candidate_for(plan).variant_of(plan)))
+        return plan
+
+    plan = planned_for_all(shapes, splittable.plain.graph, request, make)
+    if plan not in (request.plan, request.known):
         _log.info("%s", plan)
     chosen = splittable.candidate_for(plan).variant_of(plan)
     run = emit(chosen.program, plan.schedule, chosen.turning_point, tie)

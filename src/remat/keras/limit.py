@@ -98,7 +98,8 @@ def limit_memory(
             ``mode="graph"`` with ``micro_batches="auto"``, and for levers that are none, unknown, or given without
             a budget.
         UnsupportedStep: for a lever that the backend does not have, or not together with the others; for another
-            backend than TensorFlow, JAX and PyTorch, a budget on several replicas, or ``run_eagerly`` on the first two;
+            backend than TensorFlow, JAX and PyTorch, or ``run_eagerly`` on the first two; by ``fit`` on several
+            replicas for what docs/tensorflow.md says is not there;
             on PyTorch for a model with its own ``train_step``, or a checkpoint that names a tensor; with a number of
             micro-batches likewise, and by ``fit`` for a loss of which it cannot be known what it divides by. By ``fit``
             for a checkpoint that the training step lacks.

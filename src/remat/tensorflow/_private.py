@@ -1,8 +1,9 @@
-"""Every private TensorFlow symbol that remat uses, in one place.
+"""Every private TensorFlow symbol that remat uses, but for two parts of it.
 
-TensorFlow has no public way to copy an operation inside a function that is being traced, to give an
-operation another input, or to run code at the end of a trace. ``tests/tensorflow/test_private.py`` fails
-with a clear message when a release moves one of these.
+TensorFlow has no public way to copy an operation inside a function that is being traced, or to give an operation
+another input. ``_traces.py`` runs code when a trace ends and when its function is first called, ``_processes.py`` knows
+replicas and their processes. ``tests/tensorflow/test_private.py`` fails with a clear message when a release moves one
+of these symbols.
 """
 
 from __future__ import annotations
@@ -386,63 +387,6 @@ def after_all(ops: Sequence[tf.Operation]) -> tf.Operation:
     if ops[-1].device:
         barrier._set_device(ops[-1].device)
     return barrier
-
-
-def call_when_traced(function: Callable[[bool], None]) -> None:
-    """Run ``function`` when the trace of the innermost ``tf.function`` ends, its outputs known.
-
-    Args:
-        function: told whether the trace succeeded.
-    """
-    # The caller may be handling an error while this trace goes well: only another one means that the trace failed.
-    handled_before = sys.exc_info()[1]
-    # AutoGraph runs a function whose source it cannot read while it handles its own error, which is over by then.
-    _ops.add_exit_callback_to_default_func_graph(lambda: function(sys.exc_info()[1] in (None, handled_before)))
-
-
-def around_first_call(graph: FuncGraph, around: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
-    """Enter a context around the first call, from Python, of the function that was traced in ``graph``.
-
-    TensorFlow has no hook for it: the function exists only when the trace is over, and who holds it is unknown here.
-    Every such call goes through one method of the eager context, which is replaced while functions are waited for.
-
-    Args:
-        graph: its trace is about to end; it is called by nobody yet.
-        around: makes the context.
-    """
-    # Names of operations do not tell two traces of one function apart.
-    number = next(_numbers_of_awaited)
-    graph.get_operations()[-1]._set_attr(_AWAITED_MARK, attr_value_pb2.AttrValue(i=number))
-    _awaited[number] = around
-    while len(_awaited) > _MOST_AWAITED:
-        del _awaited[next(iter(_awaited))]
-    _context.context().call_function = _call_function
-
-
-def _call_function(name: bytes, tensor_inputs: Any, num_outputs: int) -> Any:
-    """``call_function`` of the eager context, while functions are waited for."""
-    context = _context.context()
-    around = None
-    if name not in _not_awaited:
-        nodes = context.get_function_def(name).node_def
-        number = next((node.attr[_AWAITED_MARK].i for node in nodes if _AWAITED_MARK in node.attr), None)
-        around = None if number is None else _awaited.pop(number, None)
-        _not_awaited.add(name)
-    if not _awaited:
-        vars(context).pop("call_function", None)
-        _not_awaited.clear()
-    with contextlib.nullcontext() if around is None else around():
-        return type(context).call_function(context, name, tensor_inputs, num_outputs)
-
-
-_MOST_AWAITED = 8
-"""Functions that are waited for at once. What is called by other functions only never comes; with more, such functions
-would be looked for at more calls, with fewer, functions that are traced together and called later go unmeasured."""
-
-_AWAITED_MARK = "_remat_awaited"
-_awaited: dict[int, Callable[[], contextlib.AbstractContextManager[None]]] = {}
-_not_awaited: set[bytes] = set()
-_numbers_of_awaited = itertools.count()
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ really takes, and ``emit/emit.py`` writes the plan into the function.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Collection, Mapping
@@ -27,8 +28,10 @@ from remat.tensorflow.early_updates import EarlyUpdates
 from remat.tensorflow.emit.emit import Rewritten, emit
 from remat.tensorflow.loops.variants import Variant, variants_of
 from remat.tensorflow.peak.candidates import CompiledFunction, ExecutedFunction, FunctionCandidate
-from remat.tensorflow.peak.device import appended_bytes, current_device, resident_elsewhere_bytes
+from remat.tensorflow.peak.device import appended_bytes, current_device, planning_for, resident_elsewhere_bytes
+from remat.tensorflow.replicas import planned_for_all, plans_of_replicas
 from remat.tensorflow.split.choose import SplittableFunction
+from remat.tensorflow.trace.device_part import device_part, inputs_of_device
 from remat.tensorflow.trace.func_graph import FunctionToPlan, TracedStep, trace_func_graph
 from remat.tensorflow.trace.sizes import sizes_with_loops
 
@@ -44,10 +47,12 @@ def rewrite(function: FunctionToPlan, request: Request) -> Rewritten:
         UnsupportedStep: where a shape is unknown, a checkpoint is no tensor of the step, or a function whose trace has
             not ended is to be cut.
     """
-    plan, variant = _planned(function, request)
-    step = variant.step
-    rewritten = emit(plan, step, in_xla=function.in_xla)
-    variant.give_bodies()  # Afterwards: emission makes each operation read what the trace says.
+    replica = function.replica
+    with contextlib.nullcontext() if replica is None else planning_for(replica.memory):
+        plan, variant = _planned(function, request)
+        step = variant.step
+        rewritten = emit(plan, step, in_xla=function.in_xla)
+        variant.give_bodies()  # Afterwards: emission makes each operation read what the trace says.
     _log.info("%s\n  copies         %d, control edges %d", plan, len(rewritten.copies), rewritten.control_edges)
     if variant.bodies:
         _log.info("  loops          %d keep less for their backward passes", len(variant.bodies))
@@ -157,6 +162,9 @@ def _planned(function: FunctionToPlan, request: Request) -> tuple[Plan, Variant]
     if given is not None and given.update is not None:
         levers.add("update")
     plannable = PlannableFunction(function, levers)
+    if function.device is not None and request.budget is not None and request.known is None:
+        known = plans_of_replicas.known_for(function.func_graph, plannable.plain.graph)
+        request = dataclasses.replace(request, known=known)
     if request.checkpoints is not None and request.plan is None:
         step = plannable.plain.step
         as_it_is = Variants([lambda: Variant(step)])
@@ -167,8 +175,12 @@ def _planned(function: FunctionToPlan, request: Request) -> tuple[Plan, Variant]
     elif request.known is not None and plannable.candidate_for(request.known).recognises(request.known):
         plan = proved(request.known, plannable.candidate_for(request.known), request)
     else:
-        plan = plannable.fitted(request)
-    return plannable.written(plan)
+        graph = plannable.plain.graph
+        plan = planned_for_all(function.replica, graph, request, lambda: plannable.fitted(request))
+    written = plannable.written(plan)
+    if function.device is not None:
+        plans_of_replicas.add(function.func_graph, written[0])
+    return written
 
 
 def _traced(function: FunctionToPlan, bodies: Mapping[tf.Operation, FuncGraph] | None = None) -> TracedStep:
@@ -187,6 +199,8 @@ def _traced(function: FunctionToPlan, bodies: Mapping[tf.Operation, FuncGraph] |
         moved=function.moved,
         is_final=function.in_order is not None,  # Nobody differentiates what updates its parameters.
     )
+    if function.device is not None:
+        step = device_part(step, function.device)
     return step if function.in_order is None else function.in_order(step)
 
 
@@ -206,7 +220,9 @@ def _profile() -> DeviceProfile:
 
 
 def _resident_bytes(function: FunctionToPlan) -> int:
-    elsewhere_bytes = resident_elsewhere_bytes(function.func_graph, function.input_shapes, function.carried)
+    graph = function.func_graph
+    inputs = graph.inputs if function.device is None else inputs_of_device(graph, function.device)
+    elsewhere_bytes = resident_elsewhere_bytes(inputs, function.input_shapes, function.carried)
     if not function.carried:
         return elsewhere_bytes
     return elsewhere_bytes + function.iterations * appended_bytes(function.func_graph, function.input_shapes)

@@ -22,12 +22,15 @@ class SplittableFunction:
     Args:
         closed: the function, traced.
         candidate_of: what ``remat.fit`` sees of a function that is written in so many slices, 1 for as it is.
+
+    Attributes:
+        plain: the function as it is.
     """
 
     def __init__(self, closed: ClosedJaxpr, candidate_of: Callable[[ClosedJaxpr, int], FunctionCandidate]) -> None:
         self._closed = closed
         self._candidate_of = candidate_of
-        self._plain = candidate_of(closed, 1)
+        self.plain = candidate_of(closed, 1)
         self._splitters: dict[bool, Splitter] = {}
         self._known: dict[tuple[int, bool], FunctionCandidate | None] = {}
 
@@ -47,9 +50,9 @@ class SplittableFunction:
         if given is not None and self.candidate_for(given).recognises(given):
             return given
         if request.plan is not None or request.budget is None or "split" not in request.levers:
-            return self._plain.planned(request, share_of_bytes)
+            return self.plain.planned(request, share_of_bytes)
         plan = fit_with_splits(
-            self._plain, request, self._variant, partial(self._variant, inner=True), share_of_bytes=share_of_bytes
+            self.plain, request, self._variant, partial(self._variant, inner=True), share_of_bytes=share_of_bytes
         )
         if plan.split is None:
             return plan
@@ -58,12 +61,12 @@ class SplittableFunction:
     def candidate_for(self, plan: Plan) -> FunctionCandidate:
         """The function as a plan has it."""
         made = None if plan.split is None else self._in_slices(plan.split.slices, plan.split.inner)
-        return self._plain if made is None else made
+        return self.plain if made is None else made
 
     @property
     def least_bytes(self) -> int:
         """What lives inside of a region before it is worth the trouble."""
-        return int(LEAST_SAVED * self._plain.plain_peak.highest_bytes)
+        return int(LEAST_SAVED * self.plain.plain_peak.highest_bytes)
 
     def _splitter(self, inner: bool) -> Splitter:
         if inner not in self._splitters:
@@ -81,15 +84,15 @@ class SplittableFunction:
         made = self._in_slices(slices, inner)
         if made is None:
             return None
-        extra_time_s = made.graph.time_s - self._plain.graph.time_s
-        if extra_time_s > MOST_EXTRA_TIME * self._plain.graph.time_s:
+        extra_time_s = made.graph.time_s - self.plain.graph.time_s
+        if extra_time_s > MOST_EXTRA_TIME * self.plain.graph.time_s:
             return None
-        fingerprint = self._plain.graph.fingerprint
+        fingerprint = self.plain.graph.fingerprint
         return Variant(made, Split(slices, self._saved_bytes(inner), extra_time_s, fingerprint, (), inner))
 
     def _region_ops(self, inner: bool) -> tuple[int, ...]:
         """The ops of the unsplit graph that the slices stand for, those that only part of is in the region included."""
-        program: Program = self._plain.program
+        program: Program = self.plain.program
         inside = self._splitter(inner).values
         return tuple(
             number
@@ -99,7 +102,7 @@ class SplittableFunction:
 
     def _saved_bytes(self, inner: bool) -> int:
         """Bytes of the tensors that only the region's ops read, without the values that the compiler fuses away."""
-        graph, region = self._plain.graph, set(self._region_ops(inner))
+        graph, region = self.plain.graph, set(self._region_ops(inner))
         kept = {*graph.outputs, *(v for n, op in enumerate(graph.ops) if n not in region for v in op.inputs)}
         kept_roots = {graph.roots[value] for value in kept}
         made = (value for number in region for value in graph.ops[number].outputs)

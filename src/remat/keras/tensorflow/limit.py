@@ -30,10 +30,12 @@ from remat.keras.tensorflow.trace import label_model, traced_step
 from remat.micro_batches.cut import largest_size
 from remat.running.workload import Array
 from remat.tensorflow import _private
+from remat.tensorflow._traces import call_when_traced
 from remat.tensorflow.emit.emit import Rewritten
 from remat.tensorflow.micro_batches.choose import for_pieces
-from remat.tensorflow.peak.device import current_device
+from remat.tensorflow.peak.device import Device, current_device
 from remat.tensorflow.planned import rewrite
+from remat.tensorflow.replicas import replica_here
 from remat.tensorflow.trace.func_graph import FunctionToPlan, carried_inputs
 
 _log = logging.getLogger("remat")
@@ -56,6 +58,10 @@ class Limit(ModelLimit):
         self._promised_bytes: int | None = None
         self._lowered_bytes: int | None = None
         self._is_measured = False
+        self._measured_on = current_device()
+        self._replicas = 1
+        self._known_inputs: weakref.WeakKeyDictionary[tf.Graph, dict[str, tuple[int, ...]]]
+        self._known_inputs = weakref.WeakKeyDictionary()
         self._in_force = request
         self._whole_peak_bytes: int | None = None
         self._shapes: _Shapes = []
@@ -89,12 +95,10 @@ class Limit(ModelLimit):
                 f"{model.name!r} was compiled with run_eagerly=True, where operations run at once and nothing can be "
                 "planned; compile it with run_eagerly=False, or do not limit its memory"
             )
-        replicas = model.distribute_strategy.num_replicas_in_sync
-        if replicas > 1 and self._request.plans:
-            raise UnsupportedStep(
-                f"{model.name!r} trains on {replicas} replicas, and limit_memory plans for one device; give a number "
-                "of micro_batches and neither a budget nor checkpoints, or train on one device"
-            )
+        strategy = model.distribute_strategy
+        self._replicas = strategy.num_replicas_in_sync
+        if self._replicas > 1:
+            self._check_replicas(model)
         own_train_step = model.train_step
         had_own = "train_step" in vars(model)
         model.train_step = lambda data: self._train_step(own_train_step, data)
@@ -107,12 +111,61 @@ class Limit(ModelLimit):
                 del model.train_step
         self._run = model.train_function
         self._shapes = []
-        if replicas == 1:
+        if self._replicas == 1 or self._request.plans:
             model.train_function = self._train_function
         return model.train_function  # type: ignore[no-any-return]
 
+    def _check_replicas(self, model: keras.Model) -> None:
+        """Refuse what is not there under a strategy of several replicas.
+
+        Raises:
+            UnsupportedStep: naming it.
+        """
+        with_number = self._micro_batches > 1 and is_share(self._request.budget)
+        refused = {
+            'micro_batches="auto", which times steps on one device; give a number': self._chooses,
+            "checkpoints=; give a budget": self._kept is not None,
+            "check_first_step=True, which runs the step of one device; leave it out": self._checks_first_step,
+            f"a share ({self._request.budget}) with micro_batches; give the budget in bytes": with_number,
+            "XLA with a budget; compile it with jit_compile=False": bool(model.jit_compile) and self._request.plans,
+            'the lever "split"; leave it out of levers=': "split" in self._request.levers,
+        }
+        for what, is_asked in refused.items():
+            if is_asked:
+                raise UnsupportedStep(
+                    f"{model.name!r} trains on {self._replicas} replicas, for which limit_memory does not have {what}"
+                )
+        # An update waits for the reduction of all gradients, so early ones would win nothing.
+        levers = tuple(lever for lever in self._request.levers if lever != "update") or ("recompute",)
+        self._request = dataclasses.replace(self._request, levers=levers)
+        self._in_force = dataclasses.replace(self._in_force, levers=levers)
+
+    def _train_on_replicas(self, iterator: tf.distribute.DistributedIterator) -> Any:
+        """Likewise, for data that a strategy hands out to replicas."""
+        model = self._required_model()
+        if self._known_iterator is not None and self._known_iterator() is iterator:
+            return self._run_measured(iterator)
+        batches = list(itertools.islice(iterator, model.steps_per_execution))
+        if not batches:
+            raise StopIteration
+        parts = [part for batch in batches for part in _parts_of_replicas(model.distribute_strategy, batch)]
+        largest = _largest(parts)
+        if _exceeds(largest, self._shapes):
+            if self._shapes:
+                self._make_train_function(force=True)
+            self._shapes = largest
+            with model.distribute_strategy.scope():
+                build(model, parts[0])
+        del parts
+        # A strategy's iterator cannot be made again from its values: the first batch goes by itself.
+        result = self._run_measured(iter(batches))
+        self._known_iterator = weakref.ref(iterator)
+        return result
+
     def _train_function(self, iterator: Any) -> Any:
         """Keras' own training function, with the sizes of its data made known before it is traced."""
+        if isinstance(iterator, tf.distribute.DistributedIterator):
+            return self._train_on_replicas(iterator)
         model = self._required_model()
         is_dataset = isinstance(iterator, tf.data.Iterator)
         if is_dataset and self._known_iterator is not None and self._known_iterator() is iterator:
@@ -197,8 +250,10 @@ class Limit(ModelLimit):
             on_body = self._plan_micro_batch if self._in_force.plans else None
             with watched:
                 return self._micro_step(self._required_model(), data, on_body)
-        symbols = _leaves(data)
-        self._plan_when_traced(lambda _: self._real_shapes(symbols, self._shapes))
+        # Replicas that share a process share the function: its inputs are known when all of them have been here.
+        known = self._known_inputs.setdefault(tf.compat.v1.get_default_graph(), {})
+        known |= self._real_shapes(_leaves(data), self._shapes)
+        self._plan_when_traced(lambda _: known)
         with watched:
             return own_train_step(data)
 
@@ -220,6 +275,7 @@ class Limit(ModelLimit):
         """Plan the innermost function and write the plan into it when its trace ends."""
         graph = tf.compat.v1.get_default_graph()
         in_xla = _private.in_xla_context(graph)
+        replica = replica_here("limit_memory")
 
         def finish(succeeded: bool) -> None:
             if succeeded:
@@ -231,14 +287,15 @@ class Limit(ModelLimit):
                     forward_ends=_forward_ends(graph),
                     carried=carried_inputs(graph) if is_piece else frozenset(),
                     iterations=self._micro_batches,
+                    replica=replica,
                 )
                 request = for_pieces(self._in_force) if is_piece else self._in_force
                 if self._kept is not None:
                     request = dataclasses.replace(request, checkpoints=self._kept.tensors_in(graph))
                 self._remember(self._rewritten_within(function, request))
-                self._begin_to_measure()
+                self._begin_to_measure(current_device() if replica is None else replica.memory)
 
-        _private.call_when_traced(finish)
+        call_when_traced(finish)
 
     def _rewritten_within(self, function: FunctionToPlan, request: Request) -> Rewritten:
         """The function under a plan; after a step that broke its budget, under one for less, if there is one."""
@@ -253,9 +310,9 @@ class Limit(ModelLimit):
                 return dataclasses.replace(lowered, plan=plan)
         return rewrite(function, request)
 
-    def _begin_to_measure(self) -> None:
+    def _begin_to_measure(self, device: Device) -> None:
         """What the trace itself took does not count: it is over."""
-        device = current_device()
+        self._measured_on = device
         self._is_measured = self._request.budget is not None and device.has_counter
         if self._is_measured:
             device.reset_peak()
@@ -267,7 +324,7 @@ class Limit(ModelLimit):
             self._is_measured = False
             for value in tf.nest.flatten(result)[:1]:
                 np.asarray(value)  # Wait for the device.
-            self._judge(self._rewritten.plan, current_device().peak_bytes)
+            self._judge(self._rewritten.plan, self._measured_on.peak_bytes)
         return result
 
     def _judge(self, plan: Plan, measured_bytes: int) -> None:
@@ -333,6 +390,13 @@ def _leaves(data: Any) -> list[Any]:
     """The tensors of one batch, in a fixed order; absent parts left out."""
     flat = tf.nest.flatten(data, expand_composites=True)
     return [leaf for leaf in flat if leaf is not None and not isinstance(leaf, tf.experimental.Optional)]
+
+
+def _parts_of_replicas(strategy: tf.distribute.Strategy, batch: Any) -> list[Any]:
+    """What each replica of this process gets of a batch."""
+    flat = tf.nest.flatten(batch)
+    parts = zip(*(strategy.experimental_local_results(value) for value in flat), strict=True)
+    return [tf.nest.pack_sequence_as(batch, list(part)) for part in parts]
 
 
 def _largest(batches: Iterable[Any]) -> _Shapes:

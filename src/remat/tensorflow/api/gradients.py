@@ -13,9 +13,11 @@ from remat.core.errors import UnsupportedStep
 from remat.core.plan import Plan
 from remat.fit.request import Request
 from remat.tensorflow import _private
+from remat.tensorflow._traces import call_when_traced
 from remat.tensorflow.api.checkpoints import KNEE, Checkpoints, check_rule, checked_levers
 from remat.tensorflow.first_run import watch_first_run
 from remat.tensorflow.planned import rewrite
+from remat.tensorflow.replicas import refuse_replicas
 from remat.tensorflow.trace.func_graph import FunctionToPlan
 from remat.tensorflow.trace.sizes import batch_sizes
 from remat.tensorflow.trace.which_run import SessionGraph
@@ -84,6 +86,7 @@ def gradients(
             "remat.tensorflow.gradients was called in eager mode, where nothing can be planned; put @tf.function on "
             "the step that uses it, or use remat.tensorflow.recompute"
         )
+    refuse_replicas("remat.tensorflow.gradients", "use remat.tensorflow.GradientTape in the function of strategy.run")
     graph = tf.compat.v1.get_default_graph()
     forward_ends = len(graph.get_operations())
     found: list[Any] = _plain_gradients(ys, xs, grad_ys=grad_ys, **kwargs)
@@ -200,4 +203,4 @@ def _plan_when_traced(graph: Any, asked: _Asked) -> None:
     earlier: _Asked | None = getattr(graph, "_remat_asked", None)
     graph._remat_asked = asked if earlier is None else earlier.together_with(asked)
     if earlier is None:
-        _private.call_when_traced(lambda succeeded: graph._remat_asked.carry_out(graph) if succeeded else None)
+        call_when_traced(lambda succeeded: graph._remat_asked.carry_out(graph) if succeeded else None)

@@ -11,10 +11,12 @@ from remat.core.errors import UnsupportedStep
 from remat.core.plan import Plan
 from remat.fit.request import WHOLE_STEP_LEVERS, Request
 from remat.tensorflow import _private
+from remat.tensorflow._traces import call_when_traced
 from remat.tensorflow.api.checkpoints import check_rule, checked_levers
 from remat.tensorflow.emit.emit import Rewritten
 from remat.tensorflow.first_run import watch_first_run
 from remat.tensorflow.planned import rewrite
+from remat.tensorflow.replicas import Replica, check_can_be_planned, replica_here
 from remat.tensorflow.trace.func_graph import FunctionToPlan
 from remat.tensorflow.trace.sizes import batch_sizes
 
@@ -87,6 +89,7 @@ class GradientTape(tf.GradientTape):  # type: ignore[misc]
         self._strict = strict
         self._func_graph: _private.FuncGraph | None = None
         self._in_xla = False
+        self._replica: Replica | None = None
         self._rewritten: Rewritten | None = None
         self._forward_ends: int | None = None
         self._traced = False
@@ -105,7 +108,9 @@ class GradientTape(tf.GradientTape):  # type: ignore[misc]
             )
         self._func_graph = graph
         self._in_xla = _private.in_xla_context(graph)
-        _private.call_when_traced(self._finish)
+        self._replica = replica_here("remat.tensorflow.GradientTape")
+        check_can_be_planned(self._replica, "GradientTape", self._request, in_xla=self._in_xla)
+        call_when_traced(self._finish)
         super().__enter__()
         return self
 
@@ -146,7 +151,7 @@ class GradientTape(tf.GradientTape):  # type: ignore[misc]
             self._rewrite(None)
         graph = self._func_graph
         if succeeded and self._rewritten is not None and graph is not None and not self._carried(graph):
-            watch_first_run(graph, self._rewritten.plan, strict=self._strict)
+            watch_first_run(graph, self._rewritten.plan, strict=self._strict, replica=self._replica)
 
     def _rewrite(self, outputs: Sequence[tf.Tensor] | None) -> None:
         graph = self._func_graph
@@ -158,6 +163,7 @@ class GradientTape(tf.GradientTape):  # type: ignore[misc]
             outputs=outputs,
             forward_ends=self._forward_ends,
             carried=self._carried(graph),
+            replica=self._replica,
         )
         self._rewritten = rewrite(function, self._request)
 

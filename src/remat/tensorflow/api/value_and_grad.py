@@ -26,6 +26,7 @@ from remat.tensorflow.micro_batches.choose import (
 from remat.tensorflow.micro_batches.loop import batch_size_of
 from remat.tensorflow.micro_batches.objective import Batch, Gradients, Objective, accumulated
 from remat.tensorflow.planned import PlannableFunction
+from remat.tensorflow.replicas import refuse_replicas
 from remat.tensorflow.trace.func_graph import FunctionToPlan
 
 _BATCH_NORMALIZATIONS: Final = ("FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3", "_FusedBatchNormEx")
@@ -143,6 +144,7 @@ class _Aside:
     """
 
     def __init__(self, objective: Objective, batch: Batch, kwargs: dict[str, Any]) -> None:
+        refuse_replicas("micro_batches='auto' or a share such as \"60%\"", "give numbers of micro_batches and of bytes")
         self._batch = batch
         self._request = objective.request
         self._in_xla = _private.in_xla_context(tf.compat.v1.get_default_graph())

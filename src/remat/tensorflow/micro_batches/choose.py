@@ -25,6 +25,7 @@ from remat.micro_batches.cut import largest_size
 from remat.micro_batches.options import MicroBatchChoice, Option
 from remat.micro_batches.timing import least_times_s
 from remat.tensorflow import _private
+from remat.tensorflow._traces import call_when_traced
 from remat.tensorflow.peak.device import current_device
 from remat.tensorflow.planned import PlannableFunction, rewrite, with_bytes_for_auto
 from remat.tensorflow.trace.func_graph import FunctionToPlan, carried_inputs
@@ -132,7 +133,7 @@ class Pieces:
                     known = self._real_shapes(body, leaves, pieces, size)
                     rewrite(self._function_to_plan(body, known, size), request)
 
-            _private.call_when_traced(finish)
+            call_when_traced(finish)
 
         return self._function(size, on_body)
 

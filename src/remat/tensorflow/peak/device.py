@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
 import gc
 import logging
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -40,9 +42,11 @@ class Device:
 
     Attributes:
         name: as in ``tf.config.experimental.get_memory_info``: "CPU:0", "GPU:0".
+        shared_by: how many devices its counter counts together, each of which is taken to use as much as the others.
     """
 
     name: str
+    shared_by: int = 1
 
     @property
     def is_gpu(self) -> bool:
@@ -107,7 +111,7 @@ class Device:
             )
 
     def _statistics(self, key: str) -> int:
-        return int(tf.config.experimental.get_memory_info(self.name)[key])
+        return int(tf.config.experimental.get_memory_info(self.name)[key]) // self.shared_by
 
 
 _NO_COUNTER = (
@@ -136,25 +140,41 @@ def _say_once_that_nothing_is_counted(name: str) -> None:
     )
 
 
+_planned_device: contextvars.ContextVar[Device | None] = contextvars.ContextVar("remat_planned_device", default=None)
+
+
+@contextlib.contextmanager
+def planning_for(device: Device) -> Iterator[None]:
+    """Inside, ``current_device`` is another one than that on which TensorFlow puts operations."""
+    token = _planned_device.set(device)
+    try:
+        yield
+    finally:
+        _planned_device.reset(token)
+
+
 def current_device() -> Device:
-    """The device that TensorFlow puts operations on: the first GPU, else the CPU."""
+    """The device that a step is planned for; without another word the first GPU, else the CPU."""
+    planned = _planned_device.get()
+    if planned is not None:
+        return planned
     return Device("GPU:0" if tf.config.list_logical_devices("GPU") else "CPU:0")
 
 
 def resident_elsewhere_bytes(
-    graph: _private.FuncGraph, input_shapes: Mapping[str, Sequence[int]], carried: Collection[str] = ()
+    inputs: Sequence[tf.Tensor], input_shapes: Mapping[str, Sequence[int]], carried: Collection[str] = ()
 ) -> int:
-    """Bytes in use on the device now that are no input of ``graph``, by the device's own counter.
+    """Bytes in use on the device now that are no input of a function, by the device's own counter.
 
     Args:
-        graph: the function.
+        inputs: of the function.
         input_shapes: real shapes of inputs traced with unknown dimensions, by tensor name.
         carried: names of inputs that do not exist yet while the function is traced; see ``carried_inputs``.
     """
     device = current_device()
     counted = device.allocator.counted
     known = 0
-    for tensor in graph.inputs:
+    for tensor in inputs:
         if tensor.dtype == tf.resource:
             known += counted(handle_bytes(tensor))
         elif tensor.dtype not in HANDLES and tensor.name not in carried:

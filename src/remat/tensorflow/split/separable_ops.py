@@ -3,9 +3,7 @@
 A *parameter* is an input whose value must be known to tell how an operation can be cut: a shape, axes, a permutation. A
 slice of the operation reads a constant in its place. All other inputs are operands.
 
-The first axes of a tensor, taken together, count as one more axis, a *merged* one: logits of shape (samples, tokens,
-words) can be cut between any two tokens. A slice along a merged axis has one axis in the place of those, and so has
-what its operations make. The numbers of merged axes follow those of the tensor's own.
+The first axes of a tensor, taken together, count as one more axis, see ``remat.transform.merged_axes``.
 
 An operation that is missing here ends a region that runs in slices; random ones are missing on purpose. Each entry is
 tested against the operation itself, in ``tests/tensorflow/test_tf_separable_ops.py``: what the slices make is compared
@@ -22,9 +20,9 @@ import numpy as np
 import tensorflow as tf
 
 from remat.tensorflow.trace import op_facts
+from remat.transform.merged_axes import Shape, count_merged, merged, merged_shape, reshaped_ways, with_merged
 from remat.transform.separable import SUMMED, Part, Way
 
-Shape: TypeAlias = tuple[int, ...]
 Parameters: TypeAlias = Mapping[int, Any]
 """The values of an operation's parameters, as arrays, by the numbers of its inputs."""
 
@@ -32,26 +30,6 @@ _Rule: TypeAlias = Callable[[tf.Operation, Parameters, list[Shape], list[Shape]]
 
 _TO_THE_END: Final = 2**31 - 1
 """As the end of a slice: TensorFlow takes the end of the axis instead, since no axis is as long."""
-
-
-def with_merged(shape: Shape) -> Shape:
-    """The lengths of a tensor's own axes, then those of its first two taken together, of its first three, and so on."""
-    return (*shape, *(math.prod(shape[:count]) for count in range(2, len(shape) + 1)))
-
-
-def merged(shape: Shape, count: int) -> int:
-    """The number of the axis that the first ``count`` axes make."""
-    return 0 if count == 1 else len(shape) + count - 2
-
-
-def count_merged(shape: Shape, axis: int) -> int:
-    """How many of the first axes a merged axis stands for; 1 for one of the tensor's own."""
-    return axis - len(shape) + 2 if axis >= len(shape) else 1
-
-
-def merged_shape(shape: Sequence[int], count: int) -> Shape:
-    """The shape with its first axes as one."""
-    return (math.prod(shape[:count]), *shape[count:])
 
 
 def parameter_inputs(op: tf.Operation) -> tuple[int, ...]:
@@ -376,12 +354,7 @@ def _merged_ways(
         return []
     before, after = operands[0], results[0]
     if op.type == "Reshape":
-        places = [(count, other) for count in range(1, len(before) + 1) for other in range(1, len(after) + 1)]
-        return [
-            Way((merged(before, count),), (merged(after, other),))
-            for count, other in places
-            if math.prod(before[:count]) == math.prod(after[:other])
-        ]
+        return [Way((axis,), (made,)) for axis, made in reshaped_ways(before, after)]
     return [
         Way(tuple(inputs), tuple(outputs))
         for count in range(2, max(map(len, operands)) + 1)

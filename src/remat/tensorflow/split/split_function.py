@@ -19,10 +19,11 @@ import tensorflow as tf
 
 from remat.tensorflow import _private
 from remat.tensorflow.emit import xla_ties
-from remat.tensorflow.split.separable_ops import count_merged, parameter_inputs, with_merged
+from remat.tensorflow.split.separable_ops import parameter_inputs
 from remat.tensorflow.split.surroundings import FunctionProgram, Surroundings
 from remat.tensorflow.trace import op_facts
 from remat.tensorflow.trace.func_graph import FunctionToPlan
+from remat.transform.merged_axes import count_merged, with_merged
 from remat.transform.separable import Region, Way, find_region
 from remat.transform.split import Slice, write_slices
 

@@ -14,10 +14,10 @@ from functools import cached_property
 import tensorflow as tf
 
 from remat.tensorflow.split.facts import Facts, operands_of
-from remat.tensorflow.split.separable_ops import count_merged, with_merged
 from remat.tensorflow.trace import op_facts
 from remat.tensorflow.trace.func_graph import FunctionToPlan
 from remat.tensorflow.trace.which_run import operations_that_run
+from remat.transform.merged_axes import count_merged, with_merged
 from remat.transform.separable import Call, Program, Region, Way
 
 

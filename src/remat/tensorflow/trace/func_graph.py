@@ -13,6 +13,7 @@ from remat.core.graph import Graph, Op, Tensor
 from remat.running.cost_model import DeviceProfile, op_time_s
 from remat.tensorflow import _private
 from remat.tensorflow.peak.allocator import AllocatorModel
+from remat.tensorflow.replicas import Replica
 from remat.tensorflow.trace import cpu_scratch, op_facts
 from remat.tensorflow.trace.loop_memory import LoopMemory, loop_memory
 from remat.tensorflow.trace.sizes import (
@@ -45,6 +46,7 @@ class FunctionToPlan:
         moved: by name, operations that stand further in front in program order than where they were made: the number of
             the operation in whose place they stand.
         in_order: what its trace is changed by before it is planned: another order of its operations.
+        replica: whose step it is, or holds beside others'; None where there is one device only.
     """
 
     func_graph: _private.FuncGraph
@@ -56,6 +58,14 @@ class FunctionToPlan:
     iterations: int = 1
     moved: Mapping[str, int] = field(default_factory=dict)
     in_order: Callable[[TracedStep], TracedStep] | None = None
+    replica: Replica | None = None
+
+    @property
+    def device(self) -> str | None:
+        """The device whose part of the function is planned; None for all of it."""
+        if self.replica is None or not self.replica.has_others_in(self.func_graph):
+            return None
+        return self.replica.device
 
 
 def carried_inputs(body: _private.FuncGraph) -> frozenset[str]:
