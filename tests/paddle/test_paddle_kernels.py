@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import paddle
 import pytest
+from models import runs_half_products
 from op_bytes import op_bytes
 from paddle import nn
 
@@ -65,6 +66,10 @@ def _sum_of_halves(h):
 
 @pytest.mark.parametrize("name", READERS)
 def test_an_operator_takes_what_the_graph_says(name):
+    if name == "products in half precision" and not runs_half_products():
+        with pytest.raises(RuntimeError):  # Paddle's own, on a CPU without AVX-512: there is nothing to count.
+            differences(*READERS[name])
+        return
     assert differences(*READERS[name]) == []
 
 
