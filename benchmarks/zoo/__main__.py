@@ -2,9 +2,9 @@
 
     python -m benchmarks.zoo [--frameworks jax,torch] [--only gru,decoder] [--again]   # from the project's root
 
-Writes ``benchmarks/results/zoo-<framework>.json`` after each model, and ``.md`` of it. A model that stands in the file
-is left out, unless ``--again`` is given or other versions are installed. Models of timm, torchvision, diffusers and
-keras-hub need these packages: ``torch/vision.py``, ``torch/diffusion.py`` and ``keras/hub.py`` say which.
+Writes ``benchmarks/results/zoo-<framework>.json`` after each model, and ``.md`` and ``.png`` of it. A model that stands
+in the file is left out, unless ``--again`` is given or other versions are installed. Models of timm, torchvision,
+diffusers and keras-hub need these packages: ``torch/vision.py``, ``torch/diffusion.py`` and ``keras/hub.py`` say which.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.zoo.frame import scatter
 from benchmarks.zoo.frame.subject import environment_of, models_of
 from benchmarks.zoo.frame.table import as_markdown, summary
 from remat.running import machine
 
 RESULTS = Path(__file__).parent.parent / "results"
-FRAMEWORKS = ("jax", "torch", "keras-tensorflow", "keras-jax", "keras-torch")
+FRAMEWORKS = ("jax", "torch", "torch-eager", "keras-tensorflow", "keras-jax", "keras-torch")
 
 
 def main() -> None:
@@ -83,6 +84,8 @@ def _write(framework: str, table: dict[str, Any], names: list[str], target: Path
     records = [table["records"][name] for name in names if name in table["records"]]
     target.with_suffix(".json").write_text(json.dumps(table, indent=1) + "\n")
     target.with_suffix(".md").write_text(as_markdown(framework, records, line))
+    if found := scatter.predictions(records):
+        scatter.draw(found, f"Plans of the zoo: {framework}", target.with_suffix(".png"))
 
 
 if __name__ == "__main__":

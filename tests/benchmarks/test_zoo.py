@@ -116,6 +116,17 @@ def test_plans_over_their_budget_and_refusals_are_counted():
     assert "(103.3% of the budget, without a word)" in text  # 620 of the 600 that the peer takes.
 
 
+def test_predicted_and_measured_time_are_compared(tmp_path):
+    lines = record_of(Model())["lines"]
+    for line in lines:
+        if line["method"].startswith("remat"):
+            line["relative_time"] = 1.35 if line["method"] == "remat 40%" else 1.15
+    text = as_markdown("jax", [{"model": "a", "lines": lines}], "here")
+    # Predicted are 10 % each time.
+    assert "4 plans of 1 models: -10.0 points in the mean, 10.0 without its sign, -25.0 at worst (a, remat 40%)" in text
+    assert "points in the mean" not in as_markdown("jax", [record_of(Failing())], "here")
+
+
 def test_what_was_told_is_not_without_a_word():
     text = as_markdown("torch", [record_of(Told())], "here")
     assert "4 plans: 4 over their budget by more than 1 %, 0 of them without a word" in text
@@ -145,6 +156,7 @@ def test_the_zoo_goes_on_where_it_was_stopped(monkeypatch, tmp_path):
     table = json.loads((tmp_path / "zoo-jax.json").read_text())
     assert list(table["records"]) == ["a", "b"]
     assert (tmp_path / "zoo-jax.md").read_text().count("\n## ") == 2
+    assert (tmp_path / "zoo-jax.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow

@@ -119,6 +119,7 @@ def _record(line: Line, times: dict[str, float], plain: Prepared | None, wanted:
         "is_over": line.budget not in (None, 1) and prepared.peak_bytes > limit * (1 + TOLERANCE),
         "of_budget": None if line.budget in (None, 1) else prepared.peak_bytes / limit,
         "said": prepared.said,
+        "mode": prepared.mode,
         "predicted_bytes": prepared.predicted_bytes,
         "step_s": times[line.method],
         "relative_time": times[line.method] / times[PLAIN],

@@ -28,7 +28,8 @@ class Prepared:
         predicted: the extra time that a plan predicts, as a fraction of the plain step; None for a peer.
         predicted_bytes: the peak that a plan predicts, where that is not what ``peak_bytes`` was taken from.
         budget_bytes: what the plan was to keep; None where the budget is one of the plain step's measured peak.
-        said: what remat warned of in the step that was measured.
+        said: what remat warned of in the step that was measured, or in those before it.
+        mode: how the plan is carried out, where there are several ways.
     """
 
     peak_bytes: int
@@ -40,6 +41,7 @@ class Prepared:
     predicted_bytes: int | None = None
     budget_bytes: int | None = None
     said: str = ""
+    mode: str = ""
 
 
 class Subject(abc.ABC):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
+from benchmarks.zoo.frame import scatter
+
 HEAD: Final = (
     "| method | peak MiB | of plain | time | predicted | planning s | compiling s | difference |\n"
     "|---|---|---|---|---|---|---|---|"
@@ -22,7 +24,8 @@ def as_markdown(framework: str, records: Sequence[dict[str, Any]], where: str) -
         records: of the models.
         where: one line about the machine and the versions.
     """
-    parts = [f"# The zoo: {framework}", "", where, "", summary(records), ""]
+    times = scatter.summary(scatter.predictions(records))
+    parts = [f"# The zoo: {framework}", "", where, "", summary(records), *(["", times] if times else []), ""]
     for record in records:
         parts += [f"## {record['model']}", "", *_table_of(record), ""]
     return "\n".join(parts)
@@ -65,7 +68,11 @@ def _row(line: dict[str, Any], plain_bytes: int) -> str:
         f"{line['compiling_s']:.1f}",
         f"{line['difference']:.1e}",
     ]
-    return f"| {line['method']} | {' | '.join(figures)} |"
+    return f"| {line['method']}{_mode(line)} | {' | '.join(figures)} |"
+
+
+def _mode(line: dict[str, Any]) -> str:
+    return f" ({line['mode']})" if line.get("mode") else ""
 
 
 def _over(line: dict[str, Any]) -> str:

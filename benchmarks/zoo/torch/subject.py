@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
+import copy
+import dataclasses
+import functools
 import gc
+import os
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import torch
@@ -17,6 +19,13 @@ from benchmarks.zoo.frame.listening import listening
 from benchmarks.zoo.frame.subject import Array, Prepared, Subject
 
 CHECKPOINTING: Final = "the library's checkpointing"
+
+MODE: Final = "REMAT_ZOO_MODE"
+"""The variable that says how plans are carried out: "auto" or "eager"."""
+
+_FIRST_STEPS: Final = 2
+"""Steps before the one that is measured: one that captures and plans, one that plans again where the first took more
+than its budget."""
 
 Loss = Callable[[Any, Mapping[str, Any]], torch.Tensor]
 """The scalar loss of a module and a batch."""
@@ -77,53 +86,65 @@ class TorchModel(Subject):
             self.peers = (CHECKPOINTING,)
 
     def peer(self, method: str) -> Prepared:
-        """The plain step, or the one under the library's own checkpointing."""
-        return self._prepared(nullcontext, self._checkpointing if method == CHECKPOINTING else nullcontext)
+        """The plain step, or that of a copy of the module under the library's own checkpointing.
+
+        Modules hold what checkpoints them, so that one module turned to and fro is another to graph mode each time.
+        """
+        if method != CHECKPOINTING:
+            return self._prepared(self._module)
+        module = copy.deepcopy(self._module)
+        self._switch(module, True)
+        return self._prepared(module)
 
     def planned(self, budget: int | str) -> Prepared:
-        """The step under ``remat.torch.apply``: its first run is what ``peak_bytes`` says."""
+        """The step under ``limit_memory`` once it is captured, or the first one under ``apply``."""
         started = time.process_time()
-        plan = remat.torch.plan(self._loss, self._module, self._batch, budget=budget)
-        planning_s = time.process_time() - started
-        return self._prepared(lambda: remat.torch.apply(plan), nullcontext, plan, planning_s)
+        if os.environ[MODE] == "eager":
+            plan = remat.torch.plan(self._loss, self._module, self._batch, budget=budget)
+            planning_s = time.process_time() - started
+            applied = remat.torch.apply(plan)
 
-    @contextlib.contextmanager
-    def _checkpointing(self) -> Iterator[None]:
-        self._switch(self._module, True)
-        try:
-            yield
-        finally:
-            self._switch(self._module, False)
+            def loss_under_plan() -> torch.Tensor:
+                with applied:
+                    return self._loss(self._module, self._batch)
+
+            return self._prepared(self._module, loss_under_plan, plan, planning_s)
+        step = remat.torch.limit_memory(functools.partial(self._loss, self._module, self._batch), budget)
+        with listening() as said:
+            for number in range(_FIRST_STEPS):
+                self._from_the_start(self._module)
+                step().backward()
+                if number == 0:
+                    planning_s = time.process_time() - started
+        prepared = self._prepared(self._module, step, step.plans[-1], planning_s)
+        return dataclasses.replace(prepared, said=" ".join([*said, prepared.said]).strip())
 
     def _prepared(
         self,
-        forward: Callable[[], AbstractContextManager[Any]],
-        around: Callable[[], AbstractContextManager[Any]],
+        module: Any,
+        loss_of: Callable[[], torch.Tensor] | None = None,
         plan: remat.Plan | None = None,
         planning_s: float = 0.0,
     ) -> Prepared:
-        under = forward()
+        loss_of = loss_of or functools.partial(self._loss, module, self._batch)
 
         def step() -> None:
-            with around():
-                with under:
-                    loss = self._loss(self._module, self._batch)
-                loss.backward()
+            loss_of().backward()
 
         def run() -> None:
-            self._from_the_start()
+            self._from_the_start(module)
             step()
 
         def results() -> list[Array]:
             run()
-            gradients = (p.grad for p in self._module.parameters() if p.grad is not None)
-            return [value.detach().double().numpy().copy() for value in (*gradients, *self._module.buffers())]
+            gradients = (p.grad for p in module.parameters() if p.grad is not None)
+            return [value.detach().double().numpy().copy() for value in (*gradients, *module.buffers())]
 
         if plan is None:
             run()  # Libraries keep what they make at a first call; a plan's first run comes after a plain one.
-        self._from_the_start()
+        self._from_the_start(module)
         with listening() as said:
-            peak_bytes = most_in(step) + self._resident_bytes()
+            peak_bytes = most_in(step) + self._resident_bytes(module)
         return Prepared(
             peak_bytes=peak_bytes,
             run=run,
@@ -133,20 +154,21 @@ class TorchModel(Subject):
             predicted_bytes=None if plan is None else plan.peak_bytes,
             budget_bytes=None if plan is None else plan.budget_bytes,
             said=" ".join(said),
+            mode="" if plan is None else plan.mode or "",
         )
 
-    def _from_the_start(self) -> None:
+    def _from_the_start(self, module: Any) -> None:
         """Weights, statistics and random numbers as at first; no gradients."""
         with torch.no_grad():
-            for name, value in self._module.state_dict().items():
+            for name, value in module.state_dict().items():
                 value.copy_(self._start[name])
-        self._module.zero_grad(set_to_none=True)
+        module.zero_grad(set_to_none=True)
         torch.manual_seed(3)
         gc.collect()
 
-    def _resident_bytes(self) -> int:
+    def _resident_bytes(self, module: Any) -> int:
         """Parameters, buffers and the batch, which were there before the step."""
-        held = [*self._module.parameters(), *self._module.buffers(), *self._batch.values()]
+        held = [*module.parameters(), *module.buffers(), *self._batch.values()]
         storages = {
             tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
             for tensor in held
