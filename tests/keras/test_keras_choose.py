@@ -58,10 +58,10 @@ def test_the_same_numbers_within_the_budget_and_a_line_per_option(capsys):
     lines = LINE.findall(printed)
     assert [int(count) for _, count, _, _ in lines][:3] == [1, 2, 3]
     assert [int(count) for mark, count, _, _ in lines if mark == "*"] == [choice.micro_batches]
-    assert re.search("the least (predicted|measured) time", printed)
+    # A single option close to the best prediction, as a disturbed clock may say, is not timed.
+    how = "predicted" if choice.chosen.measured_time_s is None else "measured"
+    assert f"the least {how} time" in printed
     assert choice.times_are_measured
-    if any(option.recomputes for option in choice.options):
-        assert choice.chosen.measured_time_s is not None
 
 
 @pytest.mark.thorough

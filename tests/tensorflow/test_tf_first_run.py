@@ -8,7 +8,7 @@ from small_steps import WIDTH, Chain, inputs
 
 import remat
 from blind_allocator import sees_only
-from remat.tensorflow import GradientTape, _private
+from remat.tensorflow import GradientTape, _private, _traces
 from remat.tensorflow.api.gradients import gradients, last_plan
 from said import said
 
@@ -76,16 +76,16 @@ def test_inside_of_another_function_nothing_is_claimed(blind, caplog):
 
 def test_what_never_comes_is_not_waited_for_without_end():
     chain, tapes = Chain(), []
-    for _ in range(3 * _private._MOST_AWAITED):
+    for _ in range(3 * _traces._MOST_AWAITED):
         step = stepping(chain, tapes, budget="90%")
         tf.function(lambda x, step=step: step(x)).get_concrete_function(inputs())
-    assert len(_private._awaited) == _private._MOST_AWAITED
+    assert len(_traces._awaited) == _traces._MOST_AWAITED
     nested = list(tapes)
-    for _ in range(_private._MOST_AWAITED):
+    for _ in range(_traces._MOST_AWAITED):
         stepping(chain, tapes, budget="90%")(inputs())
         assert tapes[-1].plan.measured_peak_bytes is not None
     assert all(tape.plan.measured_peak_bytes is None for tape in nested), "another trace of the same operations"
-    _private._awaited.clear()
+    _traces._awaited.clear()
     tf.function(lambda: tf.ones(10))()
     assert "call_function" not in vars(_private._context.context())
 

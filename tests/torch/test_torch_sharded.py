@@ -186,6 +186,15 @@ def test_the_last_of_several_steps_is_planned_at_the_first(sharded):
         limited(*args)
 
 
+def test_what_other_modules_do_with_their_gradients_needs_no_plan(sharded):
+    model, x = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 1)), torch.randn(64, 8)
+    limited = remat.torch.limit_memory(lambda x: model(x).square().mean(), "1GiB", mode="eager", **QUICK)
+    for reduces in (False, True, False):
+        sharded.set_requires_gradient_sync(reduces)
+        limited(x).backward()
+    assert len(limited.plans) == 1
+
+
 def test_tensor_parallelism_is_refused():
     mesh = init_device_mesh("cpu", (1,))
     layer = nn.Linear(8, 8, bias=False)

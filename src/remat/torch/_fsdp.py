@@ -176,15 +176,6 @@ def _has_whole_gradients(groups: Iterable[Any]) -> bool:
     return any(_whole_gradient(parameter) is not None for group in groups for parameter in group.fsdp_params)
 
 
-def reduction() -> Hashable:
-    """What decides what the next step does with its gradients; steps in which it differs need plans of their own.
-
-    None where all gradients are reduced and none are left, as where no module is sharded.
-    """
-    found = _reduction_of([group for state in _states() for group in _groups_of(state)])
-    return None if found == (True, True, False, False) else found
-
-
 def _reduction_of(groups: list[Any]) -> tuple[bool, bool, bool, bool]:
     """Are gradients reduced over shards, and over replicas? Are whole ones there, or reduced over shards alone?
 
@@ -197,20 +188,6 @@ def _reduction_of(groups: list[Any]) -> tuple[bool, bool, bool, bool]:
 
 
 _IS_LAST: list[bool] = []
-
-
-@contextlib.contextmanager
-def last_of_several() -> Iterator[Hashable]:
-    """Inside, a step is traced as the one that ends an accumulation: it finds whole gradients and reduces them.
-
-    Gives what ``reduction`` will be then. Nothing changes where all gradients are reduced in each step.
-    """
-    _IS_LAST.append(True)
-    try:
-        reduces, _, _, partly = _reduction_of([group for state in _states() for group in _groups_of(state)])
-        yield reduction() if reduces else (True, True, True, partly)
-    finally:
-        _IS_LAST.pop()
 
 
 class Accumulation:
@@ -227,17 +204,19 @@ class Accumulation:
         self._reduction = reduction
         self.finds_whole = finds_whole
 
-    def _alive(self) -> list[Any]:
+    @property
+    def groups(self) -> list[Any]:
+        """Those that still exist."""
         return [group for weak in self._groups if (group := weak()) is not None]
 
     def whole_gradients(self) -> list[torch.Tensor]:
         """Those that are there now."""
-        found = [_whole_gradient(parameter) for group in self._alive() for parameter in group.fsdp_params]
+        found = [_whole_gradient(parameter) for group in self.groups for parameter in group.fsdp_params]
         return [one for one in found if one is not None]
 
     def difference(self) -> str:
         """How a step now differs from the traced one; "" if it does not."""
-        now, then = _reduction_of(self._alive()), self._reduction
+        now, then = _reduction_of(self.groups), self._reduction
         if now == then:
             return ""
         reduces = ("does not reduce gradients", "reduces gradients")
@@ -245,6 +224,34 @@ class Accumulation:
             return f"it {reduces[all(now[:2])]}, and the planned one {reduces[all(then[:2])]}"
         found = ("finds none", "finds gradients that were not reduced yet")
         return f"it {found[any(now[2:])]}, and the planned one {found[any(then[2:])]}"
+
+
+def reduction(steps: Iterable[Accumulation]) -> Hashable:
+    """What decides what the next step does with its gradients; steps in which it differs need plans of their own.
+
+    Args:
+        steps: those of the same function that were traced. Other sharded modules of the process do not count.
+
+    Returns:
+        None where all gradients are reduced and none are left, as where no module is sharded.
+    """
+    found = _reduction_of([group for step in steps for group in step.groups])
+    return None if found == (True, True, False, False) else found
+
+
+@contextlib.contextmanager
+def last_of_several(steps: Iterable[Accumulation]) -> Iterator[Hashable]:
+    """Inside, a step is traced as the one that ends an accumulation: it finds whole gradients and reduces them.
+
+    Gives what ``reduction`` will be then. Nothing changes where all gradients are reduced in each step.
+    """
+    steps = list(steps)
+    _IS_LAST.append(True)
+    try:
+        reduces, _, _, partly = _reduction_of([group for step in steps for group in step.groups])
+        yield reduction(steps) if reduces else (True, True, True, partly)
+    finally:
+        _IS_LAST.pop()
 
 
 class Traced:

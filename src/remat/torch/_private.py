@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 import sys
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
@@ -306,18 +306,18 @@ def observed_sharding(observer: Any) -> Iterator[None]:
         used.ignore(observer)
 
 
-def reduction() -> Any:
+def reduction(steps: Iterable[Any]) -> Any:
     """What decides what ``fully_shard`` does with the gradients of the next step; see ``_fsdp.reduction``."""
-    return None if (sharded := sharding()) is None else sharded.reduction()
+    return None if (sharded := sharding()) is None else sharded.reduction(steps)
 
 
 @contextmanager
-def last_of_several() -> Iterator[Any]:
+def last_of_several(steps: Iterable[Any]) -> Iterator[Any]:
     """Inside, a step is traced as the one that reduces what others left; gives ``reduction`` of then."""
     if (sharded := sharding()) is None:
         yield None
         return
-    with sharded.last_of_several() as found:
+    with sharded.last_of_several(steps) as found:
         yield found
 
 

@@ -77,11 +77,8 @@ class _Limit:
 
     def applied_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Applied:
         """The plan for a call with these arguments."""
-        key: Any = None
-        if self._replans:
-            shapes = tuple((tuple(t.shape), t.dtype) for t in _tensors((args, kwargs)))
-            key = shapes, _private.reduction()
-        known = self._applied.setdefault(key, [])
+        key = self._key(args, kwargs)
+        known = self._applied.get(key, [])
         followed = [applied for applied in known if not applied.departures]
         excess = known[-1].excess_bytes if known else 0
         if self._replans and excess and key not in self._corrected:
@@ -91,10 +88,25 @@ class _Limit:
             another_branch = known[-1].first_difference is not None
             known.append(self._applied_with(args, kwargs, 0 if another_branch else excess, plans_again=False))
         elif not known or (self._replans and not followed and len(known) < _MOST_PLANS):
-            known.append(self._applied_with(args, kwargs, 0, plans_again=self._replans and key not in self._corrected))
+            found = self._applied_with(args, kwargs, 0, plans_again=self._replans and key not in self._corrected)
+            key = self._key(args, kwargs)  # The plan knows which modules of the step are sharded.
+            known = self._applied.setdefault(key, [])
+            known.append(found)
             if key is not None:
                 self._plan_last(args, kwargs, *key)
         return known[-1]
+
+    def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Of the plans for a call with these arguments; None for all calls."""
+        if not self._replans:
+            return None
+        shapes = tuple((tuple(t.shape), t.dtype) for t in _tensors((args, kwargs)))
+        return shapes, _private.reduction(self._accumulations())
+
+    def _accumulations(self) -> list[Any]:
+        """What the steps planned so far do with the gradients of sharded modules."""
+        found = [plan.step.recording.accumulation for plan in self.plans]
+        return [one for one in found if one is not None]
 
     def _plan_last(self, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Any, reduction: Any) -> None:
         """Before the first of several steps that reduce gradients once: plan the last of them, which may need more.
@@ -102,7 +114,7 @@ class _Limit:
         Raises:
             InfeasibleBudget: if it cannot keep the budget.
         """
-        with _private.last_of_several() as last:
+        with _private.last_of_several(self._accumulations()) as last:
             if last == reduction or (shapes, last) in self._applied:
                 return
             try:
