@@ -33,6 +33,7 @@ __all__ = [
     "sums_activity_losses",
     "unbuilt_parts",
     "update_loss_tracker",
+    "updated_alike",
 ]
 
 
@@ -173,3 +174,16 @@ def unbuilt_parts(model: keras.Model) -> bool:
     """Are the model's variables, losses or metrics still to be made?"""
     parts = (model._compile_loss, model._compile_metrics) if model.compiled else ()
     return not model.built or any(part is not None and not part.built for part in parts)
+
+
+def updated_alike(optimizer: keras.optimizers.Optimizer) -> list[Any]:
+    """The variables of a built optimizer of which ``apply`` does to one alone what it does to it among all.
+
+    Their numbers are computed in the type of the first of them. Where all variables lose weight, one that does not
+    fails alone. A constraint may need any memory.
+    """
+    found: list[Any] = [one for one in optimizer._trainable_variables if one.constraint is None]
+    if optimizer.weight_decay is not None:
+        found = [one for one in found if optimizer._use_weight_decay(one)]
+    first = optimizer._trainable_variables[0].dtype
+    return [one for one in found if one.dtype == first and not getattr(one, "overwrite_with_gradient", False)]

@@ -57,6 +57,7 @@ class GraphSteps:
         state_bytes: of the optimizer, which lies beside the step.
         whole_bytes: where micro-batches are captured, the plain peak of a whole batch's step, 0 if nobody asked for it;
             None where whole batches are captured.
+        optimizer: built; with the lever "update" it updates variables in the backward pass of a whole batch.
         strict: is a step over its budget an error, once it was planned again?
         replans: is a step planned again whose first run took more than its budget?
     """
@@ -68,11 +69,17 @@ class GraphSteps:
         kept: KeptLayers | None,
         *,
         whole_bytes: int | None = None,
+        optimizer: keras.optimizers.Optimizer | None = None,
         strict: bool,
         replans: bool,
     ) -> None:
         from remat.torch.graph_mode import capture  # It imports Dynamo, which takes seconds.
 
+        self._early = None
+        if "update" in request.levers and whole_bytes is None and optimizer is not None:
+            from remat.keras.torch.early_updates import KerasUpdates
+
+            self._early = KerasUpdates(optimizer)
         if kept is not None:
             request = dataclasses.replace(request, checkpoints=kept.called)
         self.request = request
@@ -85,8 +92,9 @@ class GraphSteps:
             # Those of earlier micro-batches are added up while all of another's arrive.
             return state_bytes if whole_bytes is None else state_bytes + gradients_bytes
 
+        takers = {} if self._early is None else {"takers_for": self._early.takers_for, "early": self._early}
         self._captured = capture.Captured(
-            _copy_of(function), request, resident_bytes, None, self._made, strict=strict, replans=replans
+            _copy_of(function), request, resident_bytes, None, self._made, strict=strict, replans=replans, **takers
         )
         self._not_captured = capture.NOT_CAPTURED
         self._shapes: dict[Hashable, _Shapes] = {}
@@ -99,7 +107,8 @@ class GraphSteps:
         largest = max((shapes.plain_bytes for _, shapes in self._plans), default=0)
         for plan, shapes in reversed(self._plans):
             if shapes.plain_bytes == largest:
-                peak_bytes = max(plan.peak_bytes, shapes.update_bytes)
+                moved = plan.update is not None and plan.update.moved
+                peak_bytes = plan.peak_bytes if moved else max(plan.peak_bytes, shapes.update_bytes)
                 plain_bytes = self._whole_bytes or largest
                 found: Plan = dataclasses.replace(plan, peak_bytes=peak_bytes, baseline_peak_bytes=plain_bytes)
                 return found
@@ -125,7 +134,8 @@ class GraphSteps:
         timeline = simulate(graph, graph.plain_schedule)
         update = [size for op, size in zip(graph.ops, timeline.bytes, strict=True) if op.phase == "update"]
         update_bytes = max(update, default=0)
-        if self._kept is None and update_bytes > int(self.request.budget or 0):
+        is_late = self._early is None or self._early.bound_by
+        if is_late and self._kept is None and update_bytes > int(self.request.budget or 0):
             whole.fitted(self.request)  # It raises the error that names the smallest budget.
         self._shapes[key] = _Shapes(timeline.peak_bytes, update_bytes)
 
@@ -150,7 +160,10 @@ class GraphSteps:
             loss = model.optimizer.scale_loss(loss)
         if model.trainable_weights:
             loss.backward()
-            _update(model)
+            if self._early is not None:
+                self._early.finish(list(model.trainable_weights))
+            else:
+                _update(model)
         else:
             warnings.warn("The model does not have any trainable weights.", stacklevel=2)
         return model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)  # type: ignore[no-any-return]

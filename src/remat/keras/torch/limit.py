@@ -51,7 +51,7 @@ class Limit(ModelLimit):
 
     step_in_micro_batches = MicroBatchedStep
     kept_layers = KeptLayers
-    levers = ("recompute", "micro_batches", "split")
+    levers = ("recompute", "micro_batches", "split", "update")
 
     def __init__(
         self,
@@ -63,9 +63,10 @@ class Limit(ModelLimit):
         **on_broken: bool,
     ) -> None:
         super().__init__(model, request, micro_batches, **on_broken)
-        if "split" in request.levers and (mode == "eager" or self._chooses):
+        in_graph = [lever for lever in ("split", "update") if lever in request.levers]
+        if in_graph and (mode == "eager" or self._chooses):
             without = 'mode="eager"' if mode == "eager" else 'micro_batches="auto", whose pieces run eagerly'
-            raise UnsupportedStep(f'on PyTorch the lever "split" needs graph mode; leave it out, or {without}')
+            raise UnsupportedStep(f'on PyTorch the lever "{in_graph[0]}" needs graph mode; leave it out, or {without}')
         self._graph_steps: GraphSteps | None = None
         self._why_eager = "" if mode != "eager" else 'mode="eager" was asked for'
         self._said_eager = mode == "eager"
@@ -240,6 +241,7 @@ class Limit(ModelLimit):
                     sum(variable.value.nbytes for variable in state),
                     self._kept,
                     whole_bytes=self._whole_peak_bytes if in_pieces else None,
+                    optimizer=model.optimizer,
                     strict=self._strict,
                     replans=self._replans,
                 )

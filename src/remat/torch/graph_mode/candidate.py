@@ -27,7 +27,7 @@ from remat.torch.graph_mode.joint_step import gradient_bytes, joint_step, late_p
 from remat.torch.graph_mode.layouts import with_layouts
 from remat.torch.graph_mode.program import Program, program_of
 from remat.torch.graph_mode.split_joint import Splitter
-from remat.torch.graph_mode.taken_gradients import EarlyUpdates, UsedGradient
+from remat.torch.graph_mode.taken_gradients import Updates, UsedGradient
 from remat.torch.trace import aot_notes
 from remat.torch.trace.trace import default_profile
 
@@ -57,7 +57,7 @@ class GraphCandidate(Candidate):
         options: Mapping[str, Any],
         resident_bytes: Callable[[int], int],
         device: str | None,
-        early: EarlyUpdates | None = None,
+        early: Updates | None = None,
     ) -> None:
         self._early = early
         self._splitters: dict[bool, Splitter] = {}
@@ -186,7 +186,7 @@ class GraphCandidate(Candidate):
         self._splitters.clear()
         self._look_at(self._joint)
 
-    def _update(self, early: EarlyUpdates) -> Update:
+    def _update(self, early: Updates) -> Update:
         """What the updates of this step are."""
         if early.bound_by:
             return Update(0, 0, early.bound_by, gradient_bytes(self._step))

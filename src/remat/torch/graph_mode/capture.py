@@ -29,7 +29,7 @@ from remat.torch.graph_mode._answers import Answers
 from remat.torch.graph_mode.calls import Calls
 from remat.torch.graph_mode.candidate import GraphCandidate
 from remat.torch.graph_mode.source import function_of
-from remat.torch.graph_mode.taken_gradients import EarlyUpdates
+from remat.torch.graph_mode.taken_gradients import Updates
 from remat.torch.trace import aot_notes
 
 _log = logging.getLogger("remat")
@@ -93,7 +93,7 @@ class Captured:
         replans: bool = True,
         first_share: bool = False,
         takers_for: Callable[[Sequence[Any]], dict[int, Any]] = lambda _: {},
-        early: EarlyUpdates | None = None,
+        early: Updates | None = None,
         in_pieces: bool = False,
     ) -> None:
         self._takers_for = takers_for
@@ -280,7 +280,7 @@ class _PlannedStep:
         resident_bytes: int,
         strict: bool,
         over_budget: Callable[[GraphPlan, int], None] | None,
-        early: EarlyUpdates | None,
+        early: Updates | None,
     ) -> None:
         self.plan = plan
         self._makes_state = early is not None and not early.has_state

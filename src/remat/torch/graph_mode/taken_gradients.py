@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -56,26 +56,21 @@ class TakenGradient:
 
 
 class UsedGradient(TakenGradient):
-    """The gradient of one parameter that the optimizer uses at once, and then nobody needs any more.
+    """The gradient of one parameter that its update uses at once, and then nobody needs any more.
 
     Args:
-        optimizer: of the parameter.
         parameter: as it is when the step is captured.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
+    def __init__(self, parameter: torch.Tensor) -> None:
         super().__init__()
         self._parameter = weakref.ref(parameter)
-        self._optimizer = weakref.ref(optimizer)
         self.__name__ = self.__qualname__ = "update"
 
-    @cached_property
+    @property
     def scratch_bytes(self) -> int:
         """What the update needs beside the parameter, its gradient and the optimizer's state."""
-        optimizer, parameter = self._optimizer(), self.parameter
-        assert optimizer is not None, "whoever captures a step holds the optimizer"
-        copied_bytes = parameter.numel() * parameter.element_size() if _private.has_gradient_hooks(parameter) else 0
-        return scratch_bytes(optimizer, [parameter]) + copied_bytes
+        raise NotImplementedError
 
     @property
     def parameter(self) -> torch.Tensor:
@@ -83,6 +78,45 @@ class UsedGradient(TakenGradient):
         parameter = None if self._parameter is None else self._parameter()
         assert parameter is not None, "the parameter of an update is gone"
         return parameter
+
+
+class Updates(Protocol):
+    """The updates that captured steps run as soon as a gradient is final, whoever's optimizer it is."""
+
+    @property
+    def bound_by(self) -> str:
+        """What needs all gradients together, so that no update can run early; "" where nothing does."""
+
+    @property
+    def has_state(self) -> bool:
+        """Has the optimizer made its state? Else its first update makes it, inside of the first step."""
+
+    def scratch_bytes_together(self, updates: Sequence[UsedGradient]) -> int:
+        """What these updates need beside the parameters where all of them run at the end of the step."""
+
+    def takers_for(self, inputs: Sequence[Any]) -> dict[int, TakenGradient]:
+        """Which inputs of a captured graph are parameters that the step updates itself, by their places."""
+
+
+class OptimizerUpdate(UsedGradient):
+    """The update of one parameter by an optimizer of ``torch.optim``.
+
+    Args:
+        optimizer: of the parameter.
+        parameter: as it is when the step is captured.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
+        super().__init__(parameter)
+        self._optimizer = weakref.ref(optimizer)
+
+    @cached_property
+    def scratch_bytes(self) -> int:  # type: ignore[override]
+        """What the update needs beside the parameter, its gradient and the optimizer's state."""
+        optimizer, parameter = self._optimizer(), self.parameter
+        assert optimizer is not None, "whoever captures a step holds the optimizer"
+        copied_bytes = parameter.numel() * parameter.element_size() if _private.has_gradient_hooks(parameter) else 0
+        return scratch_bytes(optimizer, [parameter]) + copied_bytes
 
     def _take(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         optimizer = self._optimizer()
@@ -131,13 +165,8 @@ class EarlyUpdates:
         """
         if self.bound_by:
             return {}
-        mine = {id(one) for group in self._optimizer.param_groups for one in group["params"] if one.requires_grad}
-        keys = Counter(_private.storage_key(one.untyped_storage()) for one in inputs if _has_storage(one))
-        return {
-            place: UsedGradient(self._optimizer, one)
-            for place, one in enumerate(inputs)
-            if id(one) in mine and _has_storage(one) and keys[_private.storage_key(one.untyped_storage())] == 1
-        }
+        mine = [one for group in self._optimizer.param_groups for one in group["params"] if one.requires_grad]
+        return {place: OptimizerUpdate(self._optimizer, inputs[place]) for place in places_alone(inputs, mine)}
 
 
 def scratch_bytes(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> int:
@@ -162,6 +191,17 @@ def scratch_bytes(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.T
             meter.stop()
             peak_bytes = meter.peak_bytes
     return peak_bytes
+
+
+def places_alone(inputs: Sequence[Any], parameters: Iterable[torch.Tensor]) -> list[int]:
+    """Where the inputs of a captured graph are these parameters, those that share their memory with another left out."""
+    mine = set(map(id, parameters))
+    keys = Counter(_private.storage_key(one.untyped_storage()) for one in inputs if _has_storage(one))
+    return [
+        place
+        for place, one in enumerate(inputs)
+        if id(one) in mine and _has_storage(one) and keys[_private.storage_key(one.untyped_storage())] == 1
+    ]
 
 
 def _has_storage(one: Any) -> bool:
