@@ -28,6 +28,7 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.config import patch
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._inductor.virtualized import V
+from torch.utils.checkpoint import CheckpointPolicy
 
 __all__ = ["BackendCompilerFailed", "PythonWrapperCodegen", "V", "compile_fx_inner", "ir", "lines", "patch"]
 
@@ -118,7 +119,10 @@ def simplified(joint: fx.GraphModule) -> fx.GraphModule:
 
 
 def own_partition(
-    joint: fx.GraphModule, options: dict[str, Any], activation_memory_budget: float = 1.0
+    joint: fx.GraphModule,
+    options: dict[str, Any],
+    activation_memory_budget: float = 1.0,
+    must_save: Callable[[fx.Node], bool] = lambda node: False,
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Forward and backward pass as ``torch.compile`` parts them, given its own budget for activations.
 
@@ -126,9 +130,14 @@ def own_partition(
         joint: the joint graph, which is left alone.
         options: those with which AOTAutograd calls a partitioner.
         activation_memory_budget: a share of what is kept where time alone decides, 1.0.
+        must_save: is a node never made again?
     """
+    copy = copied(joint)
+    for node in copy.graph.nodes:
+        if must_save(node):
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     with functorch_config.patch(activation_memory_budget=activation_memory_budget):
-        found: tuple[fx.GraphModule, fx.GraphModule] = min_cut_rematerialization_partition(copied(joint), (), **options)
+        found: tuple[fx.GraphModule, fx.GraphModule] = min_cut_rematerialization_partition(copy, (), **options)
     return found
 
 

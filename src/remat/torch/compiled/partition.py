@@ -21,7 +21,7 @@ from remat.running.cost_model import get_profile
 from remat.torch.compiled import _inductor
 from remat.torch.compiled.inductor_peak import AS_EVER, FRUGAL, peak_bytes
 from remat.torch.compiled.joint_graph import JointStep, joint_step
-from remat.torch.compiled.joint_nodes import is_pointwise
+from remat.torch.compiled.joint_nodes import draws, is_pointwise
 from remat.torch.trace.aot_notes import is_tangent
 from remat.torch.trace.trace import default_profile
 
@@ -103,8 +103,11 @@ class CompiledCandidate(Candidate):
         """By the schedules that come closest to them: an op stands for a kernel, which they take apart at times."""
         found: dict[Schedule, Modules] = {}
         for budget in _OWN_BUDGETS:
-            modules = _inductor.own_partition(self._joint, self._options, budget)
-            found.setdefault(schedule_of(self._step, modules), modules)
+            # Given a budget, PyTorch 2.13 draws the seeds of random numbers again in the backward pass: other masks, and
+            # so wrong gradients.
+            modules = _inductor.own_partition(self._joint, self._options, budget, must_save=draws)
+            if not _draws_again(modules):
+                found.setdefault(schedule_of(self._step, modules), modules)
         return found
 
     def _modules_of(self, plan: Plan) -> Modules:
@@ -139,6 +142,13 @@ class CompiledCandidate(Candidate):
 
     def _peak_of(self, modules: Modules, settings: Mapping[str, Any]) -> PeakRange:
         return PeakRange.with_reserve(self._beside_bytes + peak_bytes(modules, settings), self._reserve)
+
+
+def _draws_again(modules: Modules) -> bool:
+    """Does the backward pass draw anew what the forward pass has drawn? Then its masks are others."""
+    forward, backward = modules
+    drawn = {node.name for node in forward.graph.nodes if draws(node)}
+    return any(draws(node) and node.name in drawn for node in backward.graph.nodes)
 
 
 def schedule_of(step: JointStep, modules: Modules) -> Schedule:
