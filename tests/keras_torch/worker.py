@@ -140,6 +140,72 @@ def fit(model: keras.Model, spec: dict[str, Any], x: Any, y: Any, weights: Any) 
     return model.fit(x, y, batch_size=batch, sample_weight=weights, epochs=2, shuffle=False, verbose=0)
 
 
+OPTIMIZERS = {
+    "AdamW on a schedule": lambda: keras.optimizers.AdamW(keras.optimizers.schedules.ExponentialDecay(1e-3, 2, 0.9)),
+    "some without decay": lambda: undecayed(keras.optimizers.AdamW(1e-3, weight_decay=0.1)),
+    "SGD, each clipped": lambda: keras.optimizers.SGD(0.01, momentum=0.9, nesterov=True, clipnorm=0.1),
+    "Adam, amsgrad": lambda: keras.optimizers.Adam(1e-3, amsgrad=True),
+    "RMSprop": lambda: keras.optimizers.RMSprop(1e-3, centered=True, momentum=0.9),
+    "Lion": lambda: keras.optimizers.Lion(1e-3),
+    "Adagrad": lambda: keras.optimizers.Adagrad(1e-2),
+    "Adadelta": lambda: keras.optimizers.Adadelta(1e-1),
+    "Adamax": lambda: keras.optimizers.Adamax(1e-3),
+    "all clipped together": lambda: keras.optimizers.Adam(1e-3, global_clipnorm=1.0),
+    "moving average": lambda: keras.optimizers.Adam(1e-3, use_ema=True),
+    "loss scale": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1e-2)),
+    "Nadam": lambda: keras.optimizers.Nadam(1e-3),
+}
+
+
+def undecayed(optimizer: Any) -> Any:
+    optimizer.exclude_from_weight_decay(var_names=["bias"])
+    return optimizer
+
+
+def updated_early(name: str) -> dict[str, Any]:
+    """Training of large weights and few samples with updates in the backward pass, beside plain training."""
+    rng = np.random.default_rng(1)
+    x, y = rng.normal(size=(32, WIDTH)).astype("float32"), rng.integers(0, 10, 32)
+
+    def trained(levers: tuple[str, ...]) -> tuple[keras.Model, int]:
+        keras.utils.set_random_seed(3)
+        inputs = keras.Input((WIDTH,))
+        hidden = inputs
+        for number in range(6):
+            bound = keras.constraints.MaxNorm(1.0) if number == 2 else None
+            hidden = layers.Dense(256, activation="tanh", kernel_constraint=bound)(hidden)
+        model = keras.Model(inputs, layers.Dense(10)(hidden))
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(optimizer=OPTIMIZERS[name](), loss=loss)
+        if levers:
+            remat.keras.limit_memory(model, "150%", levers=levers, planner="peak_greedy", mode="graph")
+        for _ in range(4):
+            model.train_on_batch(x, y)
+        return model, remat.torch.measure(lambda: model.train_on_batch(x, y), repeats=1).peak_bytes
+
+    try:
+        (plain, plain_bytes), (early, early_bytes) = trained(()), trained(("recompute", "update"))
+    except remat.RematError as error:
+        return {"error": type(error).__name__, "message": str(error)}
+    plan = remat.keras.plan_of(early)
+    assert plan is not None
+    assert plan.update is not None
+    pairs = zip(plain.get_weights(), early.get_weights(), strict=True)
+    states = zip(plain.optimizer.variables, early.optimizer.variables, strict=True)
+    weights = sum(weight.nbytes for weight in early.get_weights())
+    return {
+        "same weights": all(np.array_equal(a, b) for a, b in pairs),
+        "same state": all(np.array_equal(a.numpy(), b.numpy()) for a, b in states),
+        "mode": plan.mode,
+        "moved": plan.update.moved,
+        "bound by": plan.update.bound_by,
+        "weights": weights,
+        "plain": plain_bytes,
+        "measured": early_bytes,
+        "predicted": plan.peak_bytes,
+    }
+
+
 def without_room_in_graph_mode(spec: dict[str, Any]) -> dict[str, Any]:
     """As ``in_both_modes``, where no plan of graph mode fits."""
 
@@ -310,5 +376,6 @@ if __name__ == "__main__":
             "in_both_modes": in_both_modes,
             "without_room_in_graph_mode": without_room_in_graph_mode,
             "plain_peak_bytes": plain_peak_bytes,
+            "updated_early": updated_early,
         }
     )

@@ -244,7 +244,7 @@ def test_the_bytes_that_torch_compile_takes_within_its_own_budget_are_enough():
     torch._dynamo.reset()
     plain = torch.compile(case.loss, fullgraph=True, dynamic=False)
     plain_peak = remat.torch.measure(plain, *case.args, repeats=1).peak_bytes
-    expected = gradients(case.module, plain, *case.args)  # Those of ``own`` are wrong in PyTorch 2.13: its masks differ.
+    expected = gradients(case.module, plain, *case.args)  # Those of ``own`` are wrong in PyTorch 2.13.
     torch._dynamo.reset()
     with functorch_config.patch(activation_memory_budget=0.5):
         own = torch.compile(case.loss, fullgraph=True, dynamic=False)

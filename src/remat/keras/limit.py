@@ -81,8 +81,8 @@ def limit_memory(
             ``micro_batches="auto"`` where no number is given. "split" runs the widest part of the step that can be cut
             along an axis, such as the head of a language model, slice by slice; sums over slices are made in another
             order, so that numbers differ by rounding. On PyTorch it needs graph mode. "update" runs each update of the
-            optimizer as soon as its gradient is final; the plan says what forbids it. It is there on TensorFlow and
-            JAX, for the whole batch: with micro-batches the update waits for all of them. On TensorFlow and JAX
+            optimizer as soon as its gradient is final; the plan says what forbids it. On PyTorch it needs graph mode,
+            too. It is for the whole batch: with micro-batches the update waits for all of them. On TensorFlow and JAX
             each micro-batch may run in slices, on PyTorch only a whole batch. None is ("recompute",), on TensorFlow
             ("recompute", "update"): what changes no number.
         options: passed on to the planner.

@@ -150,4 +150,5 @@ def _scratch_per_byte(optimizer: Any) -> float:
     with torch.no_grad(), StorageMeter() as meter:
         copy.apply([gradient], [variable])
     meter.stop()
-    return meter.peak_bytes / gradient.nbytes
+    scratch_per_byte: float = meter.peak_bytes / gradient.nbytes
+    return scratch_per_byte

@@ -92,9 +92,16 @@ class GraphSteps:
             # Those of earlier micro-batches are added up while all of another's arrive.
             return state_bytes if whole_bytes is None else state_bytes + gradients_bytes
 
-        takers = {} if self._early is None else {"takers_for": self._early.takers_for, "early": self._early}
         self._captured = capture.Captured(
-            _copy_of(function), request, resident_bytes, None, self._made, strict=strict, replans=replans, **takers
+            _copy_of(function),
+            request,
+            resident_bytes,
+            None,
+            self._made,
+            strict=strict,
+            replans=replans,
+            takers_for=(lambda _: {}) if self._early is None else self._early.takers_for,
+            early=self._early,
         )
         self._not_captured = capture.NOT_CAPTURED
         self._shapes: dict[Hashable, _Shapes] = {}

@@ -103,8 +103,8 @@ class CompiledCandidate(Candidate):
         """By the schedules that come closest to them: an op stands for a kernel, which they take apart at times."""
         found: dict[Schedule, Modules] = {}
         for budget in _OWN_BUDGETS:
-            # Given a budget, PyTorch 2.13 draws the seeds of random numbers again in the backward pass: other masks, and
-            # so wrong gradients.
+            # Given a budget, PyTorch 2.13 draws the seeds of random numbers again in the backward pass: other masks,
+            # and so wrong gradients.
             modules = _inductor.own_partition(self._joint, self._options, budget, must_save=draws)
             if not _draws_again(modules):
                 found.setdefault(schedule_of(self._step, modules), modules)

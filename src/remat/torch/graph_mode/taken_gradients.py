@@ -111,7 +111,7 @@ class OptimizerUpdate(UsedGradient):
         self._optimizer = weakref.ref(optimizer)
 
     @cached_property
-    def scratch_bytes(self) -> int:  # type: ignore[override]
+    def scratch_bytes(self) -> int:
         """What the update needs beside the parameter, its gradient and the optimizer's state."""
         optimizer, parameter = self._optimizer(), self.parameter
         assert optimizer is not None, "whoever captures a step holds the optimizer"
@@ -194,7 +194,7 @@ def scratch_bytes(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.T
 
 
 def places_alone(inputs: Sequence[Any], parameters: Iterable[torch.Tensor]) -> list[int]:
-    """Where the inputs of a captured graph are these parameters, those that share their memory with another left out."""
+    """Where the inputs of a captured graph are these parameters, but for those that share their memory."""
     mine = set(map(id, parameters))
     keys = Counter(_private.storage_key(one.untyped_storage()) for one in inputs if _has_storage(one))
     return [
