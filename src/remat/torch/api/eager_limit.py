@@ -73,6 +73,8 @@ class _Limit:
         self._options = options
         self._corrected: set[Any] = set()
         self._applied: dict[Any, list[Applied]] = {}
+        # What the steps planned so far do with the gradients of sharded modules.
+        self._accumulations: list[Any] = []
         self.plans = plans
 
     def applied_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Applied:
@@ -101,12 +103,7 @@ class _Limit:
         if not self._replans:
             return None
         shapes = tuple((tuple(t.shape), t.dtype) for t in _tensors((args, kwargs)))
-        return shapes, _private.reduction(self._accumulations())
-
-    def _accumulations(self) -> list[Any]:
-        """What the steps planned so far do with the gradients of sharded modules."""
-        found = [plan.step.recording.accumulation for plan in self.plans]
-        return [one for one in found if one is not None]
+        return shapes, _private.reduction(self._accumulations)
 
     def _plan_last(self, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Any, reduction: Any) -> None:
         """Before the first of several steps that reduce gradients once: plan the last of them, which may need more.
@@ -114,7 +111,7 @@ class _Limit:
         Raises:
             InfeasibleBudget: if it cannot keep the budget.
         """
-        with _private.last_of_several(self._accumulations()) as last:
+        with _private.last_of_several(self._accumulations) as last:
             if last == reduction or (shapes, last) in self._applied:
                 return
             try:
@@ -149,6 +146,8 @@ class _Limit:
         options = {**self._options, "resident_bytes": self._options.get("resident_bytes", 0) + excess_bytes}
         found = plan(loss_of, args, kwargs, budget=budget, **options)
         self.plans.append(found)
+        if found.step.recording.accumulation is not None:
+            self._accumulations.append(found.step.recording.accumulation)
         if len(self.plans) > 1:
             _log.info("Planned again, for a step that the earlier plans are not for:\n%s", found)
         return found
