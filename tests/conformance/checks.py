@@ -216,10 +216,12 @@ def the_environment_switches_recompute_off(front_end: FrontEnd, folder: Path) ->
             x = recomputed(x, w)
         return front_end.mean(x * x)
 
-    def peak_bytes(switch: str) -> int:
+    def peak_bytes(switch: str) -> float:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("REMAT_RECOMPUTE", switch)
-            return front_end.peak_bytes(front_end.step(loss), weights(front_end, 5), batch(front_end))
+            step, arguments = front_end.step(loss), (weights(front_end, 5), batch(front_end))
+            # Without a plan TensorFlow runs what it likes first: one plain step takes up to a third less than another.
+            return sum(front_end.peak_bytes(step, *arguments) for _ in range(8)) / 8
 
     assert peak_bytes("1") < 0.7 * peak_bytes("0")
 
