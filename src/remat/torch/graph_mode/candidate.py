@@ -26,6 +26,7 @@ from remat.torch.graph_mode import marks, nodes
 from remat.torch.graph_mode.joint_step import gradient_bytes, joint_step, late_peak_bytes
 from remat.torch.graph_mode.layouts import with_layouts
 from remat.torch.graph_mode.program import Program, program_of
+from remat.torch.graph_mode.reuse import reuse_storage
 from remat.torch.graph_mode.split_joint import Splitter
 from remat.torch.graph_mode.taken_gradients import Updates, UsedGradient
 from remat.torch.trace import aot_notes
@@ -212,7 +213,9 @@ class GraphCandidate(Candidate):
     def program(self, plan: Plan) -> Program:
         """Both passes under a plan."""
         one = self._of(plan)
-        return program_of(one._joint, one._step, plan.schedule, one._forward_outputs)
+        program = program_of(one._joint, one._step, plan.schedule, one._forward_outputs)
+        reuse_storage(program.forward, program.backward)
+        return program
 
     def _of(self, plan: Plan) -> GraphCandidate:
         if plan.update is not None and not plan.update.moved and self._step.updates:

@@ -308,7 +308,7 @@ class _Builder:
                 outputs=outputs,
                 time_s=op_time_s(self._profile, nodes.flops(node), nodes.moved_bytes(node), dtype),
                 recomputable=repeats,
-                workspace_bytes=self._scratch_bytes(node),
+                workspace_bytes=nodes.scratch_bytes(node),
                 in_place=self._in_place(node, outputs),
                 phase=phase,
                 layer=nodes.layer_of(node),
@@ -324,13 +324,6 @@ class _Builder:
         numbers = range(max(places) + 1) if places else ()
         found = cpu_scratch.real_sizes(node.target, tuple(args), tuple(numbers))
         return {place: found[place] for place in places if place in found}
-
-    @staticmethod
-    def _scratch_bytes(node: fx.Node) -> int:
-        if not isinstance(node.target, OpOverload) or nodes.device_of(node).type != "cpu":
-            return 0
-        args, _ = nodes.arguments(node)
-        return cpu_scratch.workspace_bytes(node.target, tuple(args), node.meta.get("val"))
 
     def _in_place(self, node: fx.Node, outputs: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
         """May the result take over the storage of the first argument? Then the two have one size and one layout."""

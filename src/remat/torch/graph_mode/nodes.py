@@ -17,7 +17,7 @@ from torch import fx
 
 from remat.torch._private import OpOverload, is_mutable, tree_leaves
 from remat.torch.graph_mode.layouts import InLayout
-from remat.torch.trace import aot_notes, op_facts
+from remat.torch.trace import aot_notes, cpu_scratch, op_facts
 
 # Operators that hand on the storage of their argument, though their schema does not say so.
 _SILENT_VIEWS: Final = frozenset(
@@ -254,6 +254,14 @@ def flops(node: fx.Node) -> float:
     if not isinstance(node.target, OpOverload):
         return 0.0
     return op_facts.flops(node.target, tuple(args), kwargs, node.meta.get("val"))
+
+
+def scratch_bytes(node: fx.Node) -> int:
+    """Bytes that a call needs while it runs, beside what it reads and makes."""
+    if not isinstance(node.target, OpOverload) or device_of(node).type != "cpu":
+        return 0
+    args, _ = arguments(node)
+    return cpu_scratch.workspace_bytes(node.target, tuple(args), node.meta.get("val"))
 
 
 def size_bytes(node: fx.Node) -> int:
