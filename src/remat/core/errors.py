@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class RematError(Exception):
-    """Base class of all errors that remat raises on purpose."""
+    """Base class of all errors that remat raises on purpose. They travel between processes with what they tell."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _made_again, (type(self), self.args), self.__dict__
+
+
+def _made_again(kind: type[RematError], args: tuple[Any, ...]) -> RematError:
+    """An error of a kind, past its own arguments."""
+    error = kind.__new__(kind)
+    error.args = args
+    return error
 
 
 class InvalidGraph(RematError, ValueError):
