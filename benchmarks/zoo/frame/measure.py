@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -82,23 +81,24 @@ def _tried(
         say(f"  {method}: refused, the smallest is {error.minimum_bytes / 2**20:.2f} MiB")
         return Line(method, budget, None, f"refused: the smallest is {error.minimum_bytes}")
     except Exception as error:  # A peer, or a plan, that cannot run the model is a result like others.
-        say(f"  {method}: {type(error).__name__}: {error}"[:200])
-        return Line(method, budget, None, f"{type(error).__name__}: {error}"[:300])
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        say(f"  {method}: {text}"[:200])
+        return Line(method, budget, None, text[:300])
     say(f"  {method}: {prepared.peak_bytes / 2**20:.2f} MiB")
     return Line(method, budget, prepared)
 
 
 def _in_turns(lines: Sequence[Line]) -> dict[str, float]:
     """Median processor seconds of each method, relative to the plain step's of the same round."""
-    runs = {line.method: line.prepared.run for line in lines if line.prepared is not None}
-    for run in runs.values():
-        run()
-    seconds: dict[str, list[float]] = {method: [] for method in runs}
+    steps = {line.method: line.prepared for line in lines if line.prepared is not None}
+    for step in steps.values():
+        step.run()
+    seconds: dict[str, list[float]] = {method: [] for method in steps}
     for _ in range(_ROUNDS):
-        for method, run in runs.items():
-            started = time.process_time()
-            run()
-            seconds[method].append(time.process_time() - started)
+        for method, step in steps.items():
+            started = step.clock()
+            step.run()
+            seconds[method].append(step.clock() - started)
     return {method: statistics.median(own) for method, own in seconds.items()}
 
 

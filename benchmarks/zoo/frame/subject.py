@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import importlib
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,7 @@ class Prepared:
         budget_bytes: what the plan was to keep; None where the budget is one of the plain step's measured peak.
         said: what remat warned of in the step that was measured, or in those before it.
         mode: how the plan is carried out, where there are several ways.
+        clock: the processor seconds so far of the process that runs the step.
     """
 
     peak_bytes: int
@@ -42,6 +44,7 @@ class Prepared:
     budget_bytes: int | None = None
     said: str = ""
     mode: str = ""
+    clock: Callable[[], float] = time.process_time
 
 
 class Subject(abc.ABC):
@@ -74,6 +77,11 @@ def environment_of(framework: str) -> dict[str, str]:
     module, backend = _module_of(framework)
     make: Callable[..., dict[str, str]] = getattr(module, "environment", dict)
     return make(backend) if backend else make()
+
+
+def is_apart(framework: str) -> bool:
+    """Does each method of a model need a process of its own?"""
+    return bool(getattr(_module_of(framework)[0], "IS_APART", False))
 
 
 def models_of(framework: str) -> Models:

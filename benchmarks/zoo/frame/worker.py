@@ -6,15 +6,16 @@ import json
 import sys
 import time
 
+from benchmarks.zoo.frame.apart import Apart
 from benchmarks.zoo.frame.measure import measured
-from benchmarks.zoo.frame.subject import models_of
+from benchmarks.zoo.frame.subject import is_apart, models_of
 
 
 def main() -> None:
     """Measure one model. What happens goes to standard error, the record to standard output."""
     framework, name = sys.argv[1:3]
     started = time.process_time()
-    subject = models_of(framework)[name]()
+    subject = Apart(framework, name) if is_apart(framework) else models_of(framework)[name]()
 
     def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)

@@ -10,6 +10,9 @@ from benchmarks.zoo.keras import hub, models
 
 MODELS: Final[Models] = {**models.MODELS, **hub.MODELS}
 
+IS_APART: Final = True
+"""TensorFlow counts the weights of every model of a process."""
+
 
 def environment(backend: str) -> dict[str, str]:
     """What a process needs that measures on this backend."""
