@@ -126,6 +126,7 @@ def _record(line: Line, times: dict[str, float], plain: Prepared | None, wanted:
         "predicted": prepared.predicted,
         "planning_s": prepared.planning_s,
         "compiling_s": prepared.compiling_s,
+        "sensitivity": prepared.sensitivity,
         "difference": difference(prepared.results(), wanted),
     }
 

@@ -31,6 +31,8 @@ class Prepared:
         budget_bytes: what the plan was to keep; None where the budget is one of the plain step's measured peak.
         said: what remat warned of in the step that was measured, or in those before it.
         mode: how the plan is carried out, where there are several ways.
+        sensitivity: the difference of the plain step's results if its weights were others by rounding; None where that
+            was not tried.
         clock: the processor seconds so far of the process that runs the step.
     """
 
@@ -44,6 +46,7 @@ class Prepared:
     budget_bytes: int | None = None
     said: str = ""
     mode: str = ""
+    sensitivity: float | None = None
     clock: Callable[[], float] = time.process_time
 
 

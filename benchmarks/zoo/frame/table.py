@@ -66,9 +66,14 @@ def _row(line: dict[str, Any], plain_bytes: int) -> str:
         predicted,
         planning,
         f"{line['compiling_s']:.1f}",
-        f"{line['difference']:.1e}",
+        f"{line['difference']:.1e}{_sensitivity(line)}",
     ]
     return f"| {line['method']}{_mode(line)} | {' | '.join(figures)} |"
+
+
+def _sensitivity(line: dict[str, Any]) -> str:
+    value = line.get("sensitivity")
+    return "" if value is None else f" ({value:.1e} after rounding of weights)"
 
 
 def _mode(line: dict[str, Any]) -> str:

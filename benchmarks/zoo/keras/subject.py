@@ -14,9 +14,16 @@ import numpy as np
 import remat.keras
 from benchmarks.zoo.frame.heap import most_in
 from benchmarks.zoo.frame.listening import listening
+from benchmarks.zoo.frame.measure import difference
 from benchmarks.zoo.frame.subject import PLAIN, Array, Prepared, Subject
 
 SCOPE: Final = "keras.RematScope"
+
+_STEPS: Final = 4
+"""Steps of which the widest counts, since TensorFlow orders the operations of each as it likes."""
+
+_ROUNDING: Final = 2.0**-23
+"""By what share weights differ that differ by rounding."""
 
 
 class KerasModel(Subject):
@@ -66,15 +73,15 @@ class KerasModel(Subject):
         def step() -> None:
             model.train_on_batch(self._x, self._y)
 
-        def from_the_start() -> None:
+        def from_the_start(factor: float = 1.0) -> None:
             for variable, value in zip(variables, start, strict=True):
-                variable.assign(value)
+                is_number = np.issubdtype(value.dtype, np.floating)
+                variable.assign(value * value.dtype.type(factor) if is_number else value)
             gc.collect()
 
-        def results() -> list[Array]:
-            from_the_start()
+        def results(factor: float = 1.0) -> list[Array]:
+            from_the_start(factor)
             weights = [np.asarray(keras.ops.convert_to_numpy(v), np.float64) for v in model.trainable_variables]
-            step()
             step()
             after = [np.asarray(keras.ops.convert_to_numpy(v), np.float64) for v in model.trainable_variables]
             # As one array: where BatchNormalization takes a bias out again, its own change is rounding and no more.
@@ -98,13 +105,14 @@ class KerasModel(Subject):
             predicted_bytes=None if plan is None else plan.peak_bytes,
             budget_bytes=None if plan is None else plan.budget_bytes,
             said=" ".join(said),
+            sensitivity=difference(results(1 + _ROUNDING), results()) if plan is None else None,
         )
 
 
 def _peak_bytes(step: Callable[[], None], held_bytes: int) -> int:
     """The most bytes of a step, those among them that the model holds.
 
-    With oneDNN TensorFlow keeps a heap of its own on a CPU, and counts it.
+    With oneDNN TensorFlow keeps a heap of its own on a CPU, and counts it, without what is smaller than 256 KiB.
     """
     if keras.backend.backend() == "tensorflow":
         from remat.tensorflow.peak.device import current_device
@@ -112,6 +120,7 @@ def _peak_bytes(step: Callable[[], None], held_bytes: int) -> int:
         device = current_device()
         if device.has_counter:
             device.reset_peak()
-            step()
+            for _ in range(_STEPS):
+                step()
             return device.peak_bytes
     return most_in(step) + held_bytes
