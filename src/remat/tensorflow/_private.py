@@ -396,6 +396,13 @@ def building_freely(graph: tf.Graph) -> Iterator[None]:
         yield
 
 
+def awaiting(tensor: tf.Tensor, before: Sequence[tf.Operation]) -> tf.Tensor:
+    """``tensor`` itself, in the same buffer, for a reader that is to run after all of ``before``."""
+    op = tensor.op
+    with op.graph.control_dependencies(None), op.graph.control_dependencies(list(before)):
+        return tf.identity(tensor, name=f"{op.name}/awaiting")
+
+
 def opaque(tensor: tf.Tensor) -> tf.Tensor:
     """``tensor`` itself, in the same buffer, of which the graph optimizer does not know where it comes from."""
     op = tensor.op

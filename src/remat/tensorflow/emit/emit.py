@@ -183,6 +183,9 @@ class _Emitter:
     def _held_copy(self, operation: tf.Operation, inputs: list[tf.Tensor], name: str) -> tf.Operation:
         """A copy of ``operation`` that runs no sooner than the schedule says."""
         self.control_edges += len(self.barrier)
+        if self.barrier and operation.type in op_facts.NOT_SIMPLIFIED_WHILE_WAITING:
+            inputs = [_private.awaiting(inputs[0], self.barrier), *inputs[1:]]
+            return _private.copy_operation(operation, inputs, [], name)
         return _private.copy_operation(operation, inputs, self.barrier, name)
 
     def _keep_in_order(self, operation: tf.Operation) -> None:
@@ -192,7 +195,10 @@ class _Emitter:
         # put other operands in the place of that operation.
         if self.span.isdisjoint(before) or operation.type in op_facts.PUSHES_CONSTANTS_DOWN:
             missing = [op for op in self.barrier if op.name not in before]
-            _private.add_control_inputs(operation, missing)
+            if missing and operation.type in op_facts.NOT_SIMPLIFIED_WHILE_WAITING:
+                _private.update_input(operation, 0, _private.awaiting(operation.inputs[0], missing))
+            else:
+                _private.add_control_inputs(operation, missing)
             self.control_edges += len(missing)
         for name in before:
             self.unawaited.pop(name, None)
