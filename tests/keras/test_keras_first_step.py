@@ -5,12 +5,14 @@ from __future__ import annotations
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from small_models import compiled, limit
 
 import remat
 import remat.keras
 from blind_allocator import sees_only
 from remat.tensorflow.peak.device import current_device
+from remat.tensorflow.planned import rewrite
 from said import said
 
 SAMPLES, UNITS = 4096, 128  # 2 MiB an activation: blocks that the counter sees. The plain step takes 34 MB.
@@ -67,3 +69,49 @@ def test_a_strict_limit_refuses_a_broken_budget(blind):
 def test_an_unknown_word_is_refused():
     with pytest.raises(ValueError, match="on_change='again' is unknown"):
         remat.keras.limit_memory(compiled(wide), "70%", on_change="again")
+
+
+class GrowsLater(keras.layers.Layer):
+    """Takes 32 MB more, which no trace knows of, from the third step on."""
+
+    def build(self, shape):
+        self.steps = self.add_weight(shape=(), dtype="int32", initializer="zeros", trainable=False)
+
+    def call(self, x):
+        steps = self.steps.assign_add(1)
+        large = tf.cond(steps > 2, lambda: tf.reduce_sum(tf.random.normal([8_000_000])), lambda: tf.zeros(()))
+        return x + 0.0 * large
+
+
+def growing(epochs, **options):
+    budget = current_device().in_use_bytes + 26_000_000
+    layers = [keras.layers.Dense(UNITS, "tanh") for _ in range(12)]
+    model = keras.Sequential([keras.Input((UNITS,)), GrowsLater(), *layers, keras.layers.Dense(10)])
+    limited = limit(compiled(lambda: model), budget, planner="peak_greedy", **options)
+    x, y = np.zeros((SAMPLES, UNITS), "float32"), np.zeros(SAMPLES, "int64")
+    limited.fit(x, y, batch_size=SAMPLES, epochs=epochs, shuffle=False, verbose=0)
+    return remat.keras.plan_of(model)
+
+
+@pytest.mark.parametrize("epochs", [2, 4])
+def test_a_later_step_over_the_budget_is_told_once(caplog, epochs):
+    plan = growing(epochs, on_change="keep")
+    assert len([line for line in said(caplog) if "more than the budget of" in line]) == (0 if epochs == 2 else 1)
+    assert plan.measured_peak_bytes <= plan.budget_bytes  # That of the first step.
+
+
+def test_a_training_that_runs_is_not_refused_its_budget(monkeypatch, caplog):
+    """What variables take once they have been moved may leave no plan within a budget that was kept before."""
+    asked = []
+
+    def rewrite_once(function, request):
+        asked.append(request)
+        if len(asked) > 1 and request.plan is None:
+            raise remat.InfeasibleBudget("", minimum_bytes=2 * request.budget, budget_bytes=1, binding_op="")
+        return rewrite(function, request)
+
+    monkeypatch.setattr("remat.keras.tensorflow.limit.rewrite", rewrite_once)
+    plan = growing(6)
+    assert len(asked) == 3
+    assert plan.schedule == asked[-1].plan.schedule
+    assert len([line for line in said(caplog) if "more than the budget of" in line]) == 1

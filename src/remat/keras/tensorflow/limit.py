@@ -8,13 +8,13 @@ import itertools
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from remat.core.errors import InfeasibleBudget, UnsupportedStep
+from remat.core.errors import InfeasibleBudget, PlanMismatch, UnsupportedStep
 from remat.core.graph import Graph
 from remat.core.plan import Plan
 from remat.fit.first_step import broken_budget, exceeds, tell
@@ -42,6 +42,11 @@ _log = logging.getLogger("remat")
 
 _Shapes: TypeAlias = list[tuple[int, ...]]
 
+_MEASURED_STEPS: Final = 8
+"""Steps under a plan that are held against its budget. An optimizer that assigns its variables anew puts them wherever
+there is room, so that steps differ: an InceptionV3 took 219 MiB in its first step, 230 and more from its third on. With
+more, a step that waits for the device to be measured costs more of them time."""
+
 
 class Limit(ModelLimit):
     """A memory limit on one model: the graph of its training step is rewritten when its trace ends."""
@@ -57,7 +62,8 @@ class Limit(ModelLimit):
         super().__init__(model, request, micro_batches, **on_broken)
         self._promised_bytes: int | None = None
         self._lowered_bytes: int | None = None
-        self._is_measured = False
+        self._broken: Plan | None = None
+        self._steps_to_measure = 0
         self._measured_on = current_device()
         self._replicas = 1
         self._known_inputs: weakref.WeakKeyDictionary[tf.Graph, dict[str, tuple[int, ...]]]
@@ -298,9 +304,15 @@ class Limit(ModelLimit):
         call_when_traced(finish)
 
     def _rewritten_within(self, function: FunctionToPlan, request: Request) -> Rewritten:
-        """The function under a plan; after a step that broke its budget, under one for less, if there is one."""
+        """The function under a plan; after a step that broke its budget, under one for less, if there is one.
+
+        Else under the plan that broke it: where an optimizer has moved its variables, they take more than before the
+        first step, and a training that ran would be refused its budget.
+        """
+        if self._broken is None:
+            return rewrite(function, request)
+        assert self._promised_bytes is not None
         if self._lowered_bytes is not None:
-            assert self._promised_bytes is not None
             try:
                 lowered = rewrite(function, dataclasses.replace(request, budget=self._lowered_bytes, known=None))
             except InfeasibleBudget:
@@ -308,20 +320,25 @@ class Limit(ModelLimit):
             else:
                 plan = dataclasses.replace(lowered.plan, budget_bytes=self._promised_bytes)
                 return dataclasses.replace(lowered, plan=plan)
-        return rewrite(function, request)
+        try:
+            return rewrite(function, dataclasses.replace(request, plan=self._broken, known=None))
+        except PlanMismatch:  # The step is another one by now.
+            return rewrite(function, request)
 
     def _begin_to_measure(self, device: Device) -> None:
         """What the trace itself took does not count: it is over."""
         self._measured_on = device
-        self._is_measured = self._request.budget is not None and device.has_counter
-        if self._is_measured:
+        self._steps_to_measure = _MEASURED_STEPS if self._request.budget is not None and device.has_counter else 0
+        if self._steps_to_measure:
             device.reset_peak()
 
     def _run_measured(self, iterator: Any) -> Any:
-        """Run the training function; after the first step under a plan, hold what it took against the budget."""
+        """Run the training function; after the first steps under a plan, hold what each took against the budget."""
+        if self._steps_to_measure:
+            self._measured_on.reset_peak()
         result = self._run(iterator)
-        if self._is_measured and self._rewritten is not None:
-            self._is_measured = False
+        if self._steps_to_measure and self._rewritten is not None:
+            self._steps_to_measure -= 1
             for value in tf.nest.flatten(result)[:1]:
                 np.asarray(value)  # Wait for the device.
             self._judge(self._rewritten.plan, self._measured_on.peak_bytes)
@@ -333,11 +350,14 @@ class Limit(ModelLimit):
         Raises:
             PlanMismatch: in the latter case, where the limit is strict.
         """
-        plan.set_measured_peak(measured_bytes)
+        if plan.measured_peak_bytes is None:
+            plan.set_measured_peak(measured_bytes)
         if not exceeds(plan, measured_bytes):
             return
+        self._steps_to_measure = 0
         if self._replans and self._promised_bytes is None and not self._chooses:
             self._promised_bytes = plan.budget_bytes
+            self._broken = dataclasses.replace(plan, measured_peak_bytes=None)
             self._lowered_bytes = max(1, 2 * plan.budget_bytes - measured_bytes)
             shapes = self._shapes
             self._make_train_function(force=True)
