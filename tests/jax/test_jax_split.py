@@ -148,6 +148,25 @@ def test_slices_that_do_not_divide_the_axis(slices):
     assert_near(jax.jit(jax.extend.core.jaxpr_as_fun(made))(*jax.tree.leaves(args)), jax.tree.leaves(function(*args)))
 
 
+def test_the_gradient_of_the_head_is_summed_up_as_it_is_wanted():
+    """A product and its transposition are one in XLA, but not with a sum over slices between the two."""
+    params, batch = parameters(), data()
+    gradient = jax.value_and_grad(mean_loss)
+    closed, _ = trace_jaxpr(gradient, (params, *batch))
+    assert transposed_to(closed.jaxpr, (WIDTH, WORDS)) == 1
+    split = Splitter(closed, 0).split(4)
+    assert transposed_to(split.jaxpr, (WIDTH, WORDS)) == 0
+    found = jaxpr_as_fun(split)(*jax.tree.leaves((params, *batch)))
+    for one, other in zip(found, jax.tree.leaves(gradient(params, *batch)), strict=True):
+        assert_near(one, other)
+
+
+def transposed_to(jaxpr, shape):
+    """How many transpositions stand in a program, loops left out, that make something of a shape."""
+    made = [one.outvars[0].aval.shape for one in jaxpr.eqns if one.primitive.name == "transpose"]
+    return made.count(shape)
+
+
 @pytest.mark.thorough
 def test_five_steps_of_an_optimizer_in_one_function():
     optimizer = optax.adamw(1e-3)

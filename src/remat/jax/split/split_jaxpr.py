@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import jax
@@ -31,6 +32,19 @@ SCOPE: Final = "remat_slices"
 
 _SUMMED_IN: Final = {"bfloat16": jnp.float32, "float16": jnp.float32}
 """The type in which slices are added up, where it is not the result's own."""
+
+
+@dataclass(frozen=True)
+class _Turned:
+    """What a sum over slices is wanted as.
+
+    Attributes:
+        value: the transposed sum.
+        axes: for each of its axes, that of the sum.
+    """
+
+    value: int
+    axes: tuple[int, ...]
 
 
 class Splitter:
@@ -69,6 +83,7 @@ class Splitter:
         self._order = self._order_around(self.regions)
         if self._order is None:
             self.regions = ()
+        self._turned = self._find_turned()
 
     @property
     def length(self) -> int:
@@ -116,8 +131,32 @@ class Splitter:
         self._own_values = layers.value_origin
         self._program, self.regions = layers.program, layers.regions
 
+    def _find_turned(self) -> dict[int, _Turned]:
+        """The transposition of each sum over slices that nobody reads but this one: it is summed up transposed.
+
+        That is what XLA makes of a product and its transposition, but not where a sum stands between the two.
+        """
+        readers: dict[int, list[Equation]] = {}
+        for one in self._equations:
+            for value in one.reads:
+                readers.setdefault(value, []).append(one)
+        found = {}
+        for region in self.regions:
+            for value in region.summed:
+                axes, last = tuple(range(len(self._avals[value].shape))), value
+                while [one.eqn.primitive.name for one in readers.get(last, ())] == ["transpose"]:
+                    if last in self._outputs:
+                        break
+                    (one,) = readers[last]
+                    axes, last = tuple(axes[axis] for axis in one.eqn.params["permutation"]), one.outputs[0]
+                if axes != tuple(sorted(axes)):
+                    found[value] = _Turned(last, axes)
+        return found
+
     def _evaluate(self, number: int, values: dict[int, Any]) -> None:
         one = self._equations[number]
+        if not values.keys() >= set(one.reads) or values.keys() >= set(one.outputs):
+            return  # A transposition that its sum has been made with.
         read = [values[atom] if isinstance(atom, int) else atom.val for atom in one.inputs]
         values.update(zip(one.outputs, _private.evaluate(one.eqn, read), strict=True))
 
@@ -136,13 +175,14 @@ class Splitter:
             buffers = self._slices(region, values, buffers, 0, units, count)
             if rest := region.length - count * units:
                 buffers = self._slices(region, values, buffers, count * units, rest, 1)
-        return {value: buffer.astype(self._avals[value].dtype) for value, buffer in buffers.items()}
+        made = {value: buffer.astype(self._avals[value].dtype) for value, buffer in buffers.items()}
+        return {self._turned[value].value if value in self._turned else value: one for value, one in made.items()}
 
     def _made(self, region: Region) -> list[int]:
         return sorted((*region.concatenated, *region.summed))
 
     def _buffer(self, value: int, is_summed: bool) -> Any:
-        aval = self._avals[value]
+        aval = self._avals[self._turned[value].value if value in self._turned else value]
         dtype = _SUMMED_IN.get(str(aval.dtype), aval.dtype) if is_summed else aval.dtype
         return jnp.zeros(aval.shape, dtype)
 
@@ -152,7 +192,8 @@ class Splitter:
         """Some slices of as many units each, beginning at a unit; ``buffers`` with what they make."""
 
         def one(number: Any, carried: dict[int, Any]) -> dict[int, Any]:
-            writer = _Writer(self._program, self._equations, region, values, carried, first + number * units)
+            start = first + number * units
+            writer = _Writer(self._program, self._equations, region, values, carried, self._turned, start)
             write_slice(self._program, region, Slice(0, 0, units, region.length), writer)
             return writer.buffers
 
@@ -184,6 +225,7 @@ class _Writer:
         region: what is cut.
         values: what is known outside of the region.
         buffers: for what is read outside, which it changes.
+        turned: the transpositions of what is summed up transposed.
         start: the slice's first unit, which the loop tells.
     """
 
@@ -194,12 +236,14 @@ class _Writer:
         region: Region,
         values: dict[int, Any],
         buffers: dict[int, Any],
+        turned: dict[int, _Turned],
         start: Any,
     ) -> None:
         self._program = program
         self._equations = equations
         self._region = region
         self._values = values
+        self._turned = turned
         self._start = start
         self.buffers = dict(buffers)
 
@@ -230,6 +274,8 @@ class _Writer:
     def add(self, value: int, cut: Slice, made: Any) -> None:
         """Add a term to a result."""
         buffer = self.buffers[value]
+        if value in self._turned:
+            made = lax.transpose(made, self._turned[value].axes)
         self.buffers[value] = buffer + made.astype(buffer.dtype)
 
     def _at(self, size: int, cut: Slice) -> Any:
