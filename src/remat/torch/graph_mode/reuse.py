@@ -8,6 +8,7 @@ written again holds memory in the meantime, so that it waits only where the pass
 from __future__ import annotations
 
 from collections.abc import Collection
+from itertools import accumulate
 from typing import Any, Final
 
 import torch
@@ -113,14 +114,15 @@ class _Reuse:
 
     def _count_bytes(self, given: Collection[str]) -> list[int]:
         """What each node finds on the device and adds to it."""
-        found = [nodes.scratch_bytes(node) for node in self._order]
+        changes = [0] * (len(self._order) + 1)
         for place, node in enumerate(self._order):
             is_one = isinstance(node.meta.get("val"), torch.Tensor)
             if node in self._last and is_one and not (node.op == "placeholder" and node.name in given):
                 size_bytes = nodes.size_bytes(node)
-                for later in range(place, self._last[node] + 1):
-                    found[later] += size_bytes
-        return found
+                changes[place] += size_bytes
+                changes[self._last[node] + 1] -= size_bytes
+        scratch = map(nodes.scratch_bytes, self._order)
+        return [held + beside for held, beside in zip(accumulate(changes[:-1]), scratch, strict=True)]
 
     def _write(self) -> None:
         dropped: dict[int, list[fx.Node]] = {}
