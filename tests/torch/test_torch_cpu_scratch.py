@@ -221,3 +221,13 @@ def test_a_recurrent_layer_copies_a_transposed_gradient():
     (plain, predicted_plain), (transposed, predicted) = found
     assert transposed - plain == pytest.approx(x.nbytes, rel=0.02)
     assert predicted - predicted_plain == x.nbytes
+
+
+@pytest.mark.parametrize("name", ["mm", "addmm", "bmm"])
+def test_a_product_into_a_tensor_takes_what_the_product_takes(monkeypatch, name):
+    left, right = torch.zeros(96, 64, dtype=torch.bfloat16), torch.zeros(64, 80, dtype=torch.bfloat16)
+    args = {"mm": (left, right), "addmm": (right[0].new_zeros(80), left, right), "bmm": (left[None], right[None])}[name]
+    packet = getattr(torch.ops.aten, name)
+    wanted = onednn_scratch.of_product(packet.default, args)
+    monkeypatch.setattr(onednn_scratch, "_known", {})
+    assert onednn_scratch.of_product(packet.out, args) == wanted

@@ -91,7 +91,9 @@ def of_convolution_backward(
 
 
 def of_product(func: OpOverload, args: Sequence[Any]) -> int:
-    """Bytes that a product of matrices takes while it runs."""
+    """Bytes that a product of matrices takes while it runs, whether it makes its result or is given a tensor for it."""
+    if func._overloadname == "out":
+        func = func.overloadpacket.default
     layouts = tuple(
         (tuple(int(n) for n in t.shape), tuple(int(n) for n in t.stride())) for t in args if isinstance(t, torch.Tensor)
     )
