@@ -1,11 +1,12 @@
-"""What slices of a language model's head save and cost in Keras on TensorFlow: ``python -m benchmarks.tf_split``.
+"""What slices save and cost in Keras on TensorFlow: ``python -m benchmarks.tf_split``.
 
-The models are of the shapes of ``benchmarks.split``: two layers of a small width and the full vocabularies of GPT-2 and
+Two models are of the shapes of ``benchmarks.split``: two layers of a small width and the full vocabularies of GPT-2 and
 Llama 3, so that the head binds. Each is trained by ``train_on_batch`` with AdamW: plainly; with the smallest budget by
 recomputation alone; with the smallest budget by recomputation and slices; and beside a head that people write by hand,
 which computes the gradients of eight chunks, one behind the other, in its forward pass. remat is then given the bytes
-that this head takes. Each way is a process of its own. Peaks are those of
-TensorFlow's own counter. Times are the least processor time of several steps.
+that this head takes. A ConvNeXt of three blocks, whose inner layers bind, is trained in the first three ways. Each way
+is a process of its own. Peaks are those of TensorFlow's own counter. Times are the least processor time of several
+steps.
 """
 
 from __future__ import annotations
@@ -30,10 +31,13 @@ LEVERS = ("recompute", "split")
 PLAIN, BY_HAND = "plain", f"by hand, gradients in the forward pass, {CHUNKS} chunks"
 WITHIN = "remat, slices within the bytes of the head by hand"
 WAYS = (PLAIN, BY_HAND, "remat, smallest peak by recomputation", "remat, smallest peak with slices", WITHIN)
+CONVNEXT = "convnext"
 MODELS = {
     "gpt2": ("GPT-2's head, 50,257 words", 50_257, False),
     "llama": ("Llama's head, 128,256 words", 128_256, True),
+    CONVNEXT: ("ConvNeXt, 3 blocks of width 24, 8 x 128 x 128", 10, False),
 }
+WAYS_OF_CONVNEXT = tuple(way for way in WAYS if way not in (BY_HAND, WITHIN))
 
 
 def built(words: int, width: int, *, gated: bool, by_hand: bool) -> Any:
@@ -76,6 +80,23 @@ def built(words: int, width: int, *, gated: bool, by_hand: bool) -> Any:
 
     kind = ByHand if by_hand else keras.Model
     model = kind(tokens, embedding(body.output, reverse=True))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.AdamW(1e-3), loss, jit_compile=False)
+    return model
+
+
+def convnext(classes: int) -> Any:
+    """Blocks of a ConvNeXt: a wide convolution of each channel, and an inner layer four times as wide, compiled."""
+    import keras
+
+    keras.utils.set_random_seed(0)
+    layers = keras.layers
+    pixels = keras.Input((128, 128, 3))
+    x = layers.Conv2D(24, 4, 2, padding="same")(pixels)
+    for _ in range(3):
+        y = layers.LayerNormalization()(layers.DepthwiseConv2D(7, padding="same")(x))
+        x = x + layers.Dense(24)(layers.Dense(96, activation="gelu")(y))
+    model = keras.Model(pixels, layers.Dense(classes)(layers.GlobalAveragePooling2D()(x)))
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(keras.optimizers.AdamW(1e-3), loss, jit_compile=False)
     return model
@@ -124,10 +145,15 @@ def measured(model: str, way: str, budget: int | None, kept: Path, *, quick: boo
     from remat.tensorflow.peak.device import current_device
 
     _, words, gated = MODELS[model]
-    words, width = (words // 16, 32) if quick else (words, 128)
-    network = built(words, width, gated=gated, by_hand=way == BY_HAND)
     random = np.random.default_rng(1)
-    data = [random.integers(0, words, (SAMPLES, LENGTH)).astype("int32") for _ in range(2)]
+    if model == CONVNEXT:
+        network = convnext(words)
+        count = 2 if quick else 8
+        data = [random.random((count, 128, 128, 3)).astype("float32"), random.integers(0, words, count).astype("int32")]
+    else:
+        words, width = (words // 16, 32) if quick else (words, 128)
+        network = built(words, width, gated=gated, by_hand=way == BY_HAND)
+        data = [random.integers(0, words, (SAMPLES, LENGTH)).astype("int32") for _ in range(2)]
 
     def step() -> None:
         network.train_on_batch(*data)
@@ -171,7 +197,7 @@ def lines_of(model: str, *, quick: bool) -> list[dict[str, Any]]:
     """A line for each way to train one model."""
     lines: list[dict[str, Any]] = []
     expected: list[Any] = []
-    for way in WAYS:
+    for way in WAYS_OF_CONVNEXT if model == CONVNEXT else WAYS:
         with tempfile.TemporaryDirectory() as folder:
             kept = Path(folder) / "weights.npz"
             command = [sys.executable, "-m", "benchmarks.tf_split", "--model", model, "--way", way, "--kept", str(kept)]
@@ -211,7 +237,7 @@ def written(lines: list[dict[str, Any]]) -> str:
         "one thread; float32; `jit_compile=False`. Peak: TensorFlow's counter, weights and the optimizer's state "
         f"included. Difference: of all weights after {UPDATES} steps of AdamW from plain, relative."
     )
-    return table("Slices of the head in Keras on TensorFlow", about, lines)
+    return table("Slices in Keras on TensorFlow", about, lines)
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ import remat
 import remat.jax
 from remat.core.plan import load_plan_and_graph
 from remat.jax.peak import compiler_options, peak_of
+from remat.jax.split.products import of_matrices
 from remat.jax.split.split_jaxpr import SCOPE, Splitter
 from remat.jax.trace.program import trace_jaxpr
 
@@ -278,6 +279,55 @@ def test_a_plan_of_another_function_is_refused():
     step(*args)
     with pytest.raises(remat.PlanMismatch):
         remat.jax.jit(jax.value_and_grad(tied_loss), plan=step.plan)(*args)
+
+
+def test_the_gradient_of_the_logits_is_made_once_for_both_of_its_products():
+    args = (parameters(), *data())
+    function = jax.value_and_grad(masked_loss)
+    flat, structure = jax.tree.flatten(args)
+    closed, _ = trace_jaxpr(lambda *leaves: jax.tree.leaves(function(*jax.tree.unflatten(structure, leaves))), flat)
+    compiled = jax.jit(jaxpr_as_fun(Splitter(closed, 1).split(2))).lower(*flat).compile(compiler_options("barrier"))
+    # Three values of half the logits' size; with one for each product and each reshaped there were five.
+    assert peak_of(compiled.memory_analysis()) <= 0.45 * compiled_peak(function, *args)
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "summed"),
+    [
+        ((2, 3, 5), (5, 7), ((2,), (0,))),
+        ((2, 3, 5), (2, 3, 7), ((0, 1), (0, 1))),
+        ((5, 2, 3), (7, 2, 3), ((1, 2), (1, 2))),
+        ((4, 5), (2, 3, 5), ((1,), (2,))),
+    ],
+)
+def test_products_over_several_axes_are_products_of_matrices(left, right, summed):
+    random = np.random.default_rng(0)
+    operands = [jnp.asarray(random.normal(size=shape), jnp.float32) for shape in (left, right)]
+
+    def product(*both):
+        return jax.lax.dot_general(*both, (summed, ((), ())))
+
+    (eqn,) = jax.make_jaxpr(product)(*operands).eqns
+    (found,) = of_matrices(eqn, operands)
+    np.testing.assert_allclose(found, product(*operands), rtol=1e-6, atol=1e-6)
+    written = jax.make_jaxpr(lambda *both: of_matrices(eqn, both))(*operands)
+    (one,) = [each for each in written.eqns if each.primitive.name == "dot_general"]
+    assert [len(var.aval.shape) for var in one.invars] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "summed", "batches"),
+    [
+        ((2, 3, 5), (3, 2, 7), ((0, 1), (1, 0)), ((), ())),  # Not in the same order.
+        ((2, 5, 3), (5, 7), ((1,), (0,)), ((), ())),  # The free axes are apart.
+        ((2, 3, 5), (2, 5, 7), ((2,), (1,)), ((0,), (0,))),
+        ((3, 5), (5, 7), ((1,), (0,)), ((), ())),
+    ],
+)
+def test_other_products_stay_as_they_are(left, right, summed, batches):
+    operands = [jnp.ones(shape) for shape in (left, right)]
+    (eqn,) = jax.make_jaxpr(lambda *both: jax.lax.dot_general(*both, (summed, batches)))(*operands).eqns
+    assert of_matrices(eqn, operands) is None
 
 
 def deep_loss(params, x, y):

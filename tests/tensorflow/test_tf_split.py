@@ -10,6 +10,7 @@ import remat
 import remat.tensorflow
 from remat.core.plan import load_plan_and_graph
 from remat.tensorflow import GradientTape, _private
+from remat.tensorflow.peak.device import current_device
 from remat.tensorflow.split.split_function import Splitter
 from remat.tensorflow.trace.func_graph import FunctionToPlan
 
@@ -92,15 +93,15 @@ def planned(loss, held, signature=None, **options):
     return step_of(loss, held, tape, signature), tapes
 
 
-def in_slices(loss, held, slices, samples=SAMPLES, planned_for=None):
-    """The step with its region in so many slices, as written: nothing holds them in order."""
+def in_slices(loss, held, slices, samples=SAMPLES, planned_for=None, *, inner=False):
+    """The step with its regions in so many slices, as written: nothing holds them in order."""
     tokens, labels = data(samples)
     size = samples if planned_for is None else None
     signature = [tf.TensorSpec((size, LENGTH), tf.int32)] * 2
     concrete = step_of(loss, held, tf.GradientTape, signature).get_concrete_function()
     known = {t.name: (planned_for, LENGTH) for t in concrete.graph.inputs[:2]} if planned_for else {}
-    splitter = Splitter(FunctionToPlan(concrete.graph, known), 1)
-    assert splitter.region is not None
+    splitter = Splitter(FunctionToPlan(concrete.graph, known), 1, inner=inner)
+    assert splitter.regions
     graph, named = _private.copy_to_change(concrete.graph)
     written = splitter.write(graph, named, slices)
     inside = {op.name for op in graph.get_operations()}
@@ -150,7 +151,7 @@ def test_slices_that_do_not_divide_the_axis(slices):
 def test_batches_whose_size_is_unknown_when_they_are_traced(loss, samples):
     held = variables()
     splitter, found = in_slices(loss, held, 8, samples, planned_for=4)
-    assert splitter.region.length == SAMPLES * LENGTH, "tokens of several samples are cut between any two"
+    assert splitter.length == SAMPLES * LENGTH, "tokens of several samples are cut between any two"
     assert_near(found, step_of(loss, held, tf.GradientTape)(*data(samples)))
 
 
@@ -223,6 +224,63 @@ def test_value_and_grad_and_gradients_take_the_lever():
 
     assert_near(step(tokens, labels), expected[1])
     assert remat.tensorflow.last_plan().split is not None
+
+
+def deep_variables(width=WIDTH, depth=3):
+    """An embedding, and blocks of a scale, an inner layer with its bias, and what leads out of it."""
+    random = np.random.default_rng(2)
+
+    def matrix(*shape):
+        return tf.Variable(random.normal(size=shape) * shape[0] ** -0.5, dtype=tf.float32)
+
+    blocks = [
+        (tf.Variable(tf.ones(width)), matrix(width, 4 * width), tf.Variable(tf.zeros(4 * width))) for _ in range(depth)
+    ]
+    return [matrix(50, width), *(one for block in blocks for one in (*block, matrix(4 * width, width)))]
+
+
+def deep_loss(held, tokens, labels):
+    """Inner layers between means over all tokens, which no slice knows; the head is narrow."""
+    x = tf.gather(held[0], tokens % 50)
+    for scale, up, bias, down in zip(*[iter(held[1:])] * 4, strict=True):
+        mixed = (x - tf.reduce_mean(x, [0, 1])) * scale
+        x = x + tf.tensordot(tf.nn.gelu(tf.nn.bias_add(tf.tensordot(tf.tanh(mixed), up, 1), bias)), down, 1)
+    return tf.reduce_mean(tf.square(x - tf.cast(labels % 7, tf.float32)[..., None]))
+
+
+@pytest.mark.parametrize("planned_for", [None, SAMPLES])
+@pytest.mark.parametrize("slices", [2, pytest.param(7, marks=pytest.mark.thorough)])
+def test_inner_layers_are_equal_to_rounding_in_slices(slices, planned_for):
+    held = deep_variables()
+    made = in_slices(deep_loss, held, slices, planned_for=planned_for, inner=True)
+    assert made is not None
+    splitter, found = made
+    assert len(splitter.regions) == 6, "a forward and a backward part of each layer"
+    assert_near(found, step_of(deep_loss, held, tf.GradientTape)(*data()))
+
+
+@pytest.mark.thorough
+def test_inner_layers_keep_a_budget_that_recomputation_does_not(tmp_path):
+    held = deep_variables(width=64)
+    tokens, labels = data(128)
+    expected = step_of(deep_loss, held, tf.GradientTape)(tokens, labels)
+    with pytest.raises(remat.InfeasibleBudget):
+        planned(deep_loss, held, levers=("recompute",), budget="22%")[0](tokens, labels)
+    step, tapes = planned(deep_loss, held, budget="22%")
+    assert_near(step(tokens, labels), expected)
+    plan = tapes[0].plan
+    assert plan.split.inner
+    assert "inner layers" in str(plan)
+    device = current_device()
+    if device.has_counter:  # Without oneDNN there is none on a CPU; the rest holds there, too.
+        before_bytes = device.in_use_bytes
+        device.reset_peak()
+        assert_near(step(tokens, labels), expected)
+        assert device.peak_bytes - before_bytes <= plan.budget_bytes
+    plan.save(tmp_path / "plan.json")
+    again, others = planned(deep_loss, held, plan=load_plan_and_graph(tmp_path / "plan.json")[0])
+    assert_near(again(tokens, labels), expected)
+    assert others[0].plan.split.inner
 
 
 @pytest.mark.parametrize("levers", ["split", (), ("micro_batches",)])

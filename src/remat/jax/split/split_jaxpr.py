@@ -19,6 +19,7 @@ from jax import lax
 
 from remat.jax import _private
 from remat.jax._private import ClosedJaxpr
+from remat.jax.split.products import of_matrices
 from remat.jax.split.separable_primitives import sliced_parameters, ways_of
 from remat.jax.trace import op_facts
 from remat.jax.trace.program import Equation, Flattener, alive, trace_jaxpr
@@ -264,7 +265,9 @@ class _Writer:
         part = self._region.ways[call].outputs[0]
         made = cut.shape(self._program.shapes[one.outputs[0]], part if isinstance(part, int) else None)
         params = sliced_parameters(one.eqn, [jnp.shape(array) for array in read], made)
-        return _private.evaluate(one.eqn.replace(params=params), read)
+        eqn = one.eqn.replace(params=params)
+        product = of_matrices(eqn, read) if eqn.primitive.name == "dot_general" else None
+        return _private.evaluate(eqn, read) if product is None else product
 
     def put(self, value: int, axis: int, cut: Slice, made: Any) -> None:
         """Write a part of a result to its place."""

@@ -237,6 +237,8 @@ def viewed_input(eqn: JaxprEqn) -> int | None:
     made, read = size_bytes(eqn.outvars[0].aval), size_bytes(source.aval)
     if name in _VIEWS or (name in ("bitcast_convert_type", "convert_element_type") and _same_dtype(eqn)):
         return 0
+    if name == "optimization_barrier":
+        return 0  # Of one value. It is no kernel, but kernels do not reach across it.
     if name == "transpose" and _keeps_order(_shape(source), eqn.params["permutation"]):
         return 0
     return 0 if name == "broadcast_in_dim" and (made == read or made >= INFLATION * read) else None

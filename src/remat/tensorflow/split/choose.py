@@ -1,10 +1,10 @@
-"""Slices among the levers of a function: the cheapest plan of it as it is, or with a region in slices."""
+"""Slices among the levers of a function: the cheapest plan of it as it is, or with regions in slices."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from functools import cached_property
+from functools import partial
 
 import tensorflow as tf
 
@@ -19,7 +19,7 @@ from remat.tensorflow.trace.func_graph import FunctionToPlan, TracedStep
 
 @dataclasses.dataclass(frozen=True)
 class _InSlices:
-    """A copy of a function with a region in slices."""
+    """A copy of a function with regions in slices."""
 
     candidate: FunctionCandidate
     function: FunctionToPlan
@@ -28,7 +28,7 @@ class _InSlices:
 
 
 class SplittableFunction:
-    """A function as it is, and with its widest region in any number of slices, each in a copy of the function.
+    """A function as it is, and with its widest region, or inner layers, in any number of slices; each in a copy of it.
 
     Args:
         function: the function, whose trace is over.
@@ -45,7 +45,8 @@ class SplittableFunction:
         self._function = function
         self._plain = plain
         self._candidate_of = candidate_of
-        self._known: dict[int, _InSlices | None] = {}
+        self._splitters: dict[bool, Splitter] = {}
+        self._known: dict[tuple[int, bool], _InSlices | None] = {}
 
     def fitted(self, request: Request, *, proves: bool = True) -> Plan:
         """The cheapest plan within the budget of a request.
@@ -57,11 +58,12 @@ class SplittableFunction:
         Raises:
             InfeasibleBudget: where no plan fits.
         """
-        return fit_with_splits(self._plain, request, self._variant, proves=proves)
+        with_inner_layers = partial(self._variant, inner=True)
+        return fit_with_splits(self._plain, request, self._variant, with_inner_layers, proves=proves)
 
     def candidate_for(self, plan: Plan) -> FunctionCandidate:
         """The function as a plan has it; as it is, where it cannot be cut so."""
-        made = None if plan.split is None else self._in_slices(plan.split.slices)
+        made = None if plan.split is None else self._in_slices(plan.split.slices, plan.split.inner)
         return self._plain if made is None else made.candidate
 
     def write(self, plan: Plan, step: TracedStep) -> TracedStep:
@@ -75,9 +77,9 @@ class SplittableFunction:
             The same step, of the function.
         """
         assert plan.split is not None, "only a plan with slices has slices to write"
-        made = self._in_slices(plan.split.slices)
+        made = self._in_slices(plan.split.slices, plan.split.inner)
         graph = self._function.func_graph
-        written = self._splitter.write(graph, graph.get_tensor_by_name, plan.split.slices)
+        written = self._splitter(plan.split.inner).write(graph, graph.get_tensor_by_name, plan.split.slices)
         assert made is not None, "the plan was made for a copy in as many slices"
         assert written is not None, "what a copy can be cut into, the function can"
         pairs = zip(made.written.operations, written.operations, strict=True)
@@ -91,23 +93,25 @@ class SplittableFunction:
 
         return step.moved(tensor_named)
 
-    @cached_property
-    def _splitter(self) -> Splitter:
-        return Splitter(self._function, int(LEAST_SAVED * self._plain.plain_peak.highest_bytes))
+    def _splitter(self, inner: bool) -> Splitter:
+        if inner not in self._splitters:
+            least_bytes = int(LEAST_SAVED * self._plain.plain_peak.highest_bytes)
+            self._splitters[inner] = Splitter(self._function, least_bytes, inner=inner)
+        return self._splitters[inner]
 
-    def _in_slices(self, slices: int) -> _InSlices | None:
-        if slices not in self._known:
-            self._known[slices] = self._written(slices)
-        return self._known[slices]
+    def _in_slices(self, slices: int, inner: bool) -> _InSlices | None:
+        if (slices, inner) not in self._known:
+            self._known[slices, inner] = self._written(slices, inner)
+        return self._known[slices, inner]
 
-    def _written(self, slices: int) -> _InSlices | None:
-        region = self._splitter.region
-        if region is None or slices > region.length:
+    def _written(self, slices: int, inner: bool) -> _InSlices | None:
+        splitter = self._splitter(inner)
+        if slices > splitter.length:
             return None
         function = self._function
         graph, named = _private.copy_to_change(function.func_graph)
-        written = self._splitter.write(graph, named, slices)
-        assert written is not None, "the region has as many units"
+        written = splitter.write(graph, named, slices)
+        assert written is not None, "the regions have as many units"
         copied = dataclasses.replace(
             function,
             func_graph=graph,
@@ -118,9 +122,9 @@ class SplittableFunction:
         inputs = {named(tensor.name).name: tensor.name for tensor in function.func_graph.inputs}
         return _InSlices(self._candidate_of(copied), copied, inputs, written)
 
-    def _variant(self, slices: int) -> Variant | None:
+    def _variant(self, slices: int, inner: bool = False) -> Variant | None:
         """The function in so many slices; None where there is no region, or where a slice is too small."""
-        made = self._in_slices(slices)
+        made = self._in_slices(slices, inner)
         if made is None:
             return None
         plain = self._plain.graph
@@ -131,7 +135,8 @@ class SplittableFunction:
         places = {op.name: number for number, op in enumerate(plain.ops)}
         pairs = ((number, made.written.stands_for.get(op.name)) for number, op in enumerate(graph.ops))
         stands_for = tuple((number, places[name]) for number, name in pairs if name in places)
-        split = Split(slices, self._splitter.saved_bytes, extra_time_s, plain.fingerprint, stands_for)
+        saved_bytes = self._splitter(inner).saved_bytes
+        split = Split(slices, saved_bytes, extra_time_s, plain.fingerprint, stands_for, inner)
         return Variant(made.candidate, split)
 
 

@@ -109,7 +109,11 @@ class Facts:
 
     def _evaluated(self, tensor: tf.Tensor) -> tuple[Any, Any]:
         shapes = self.shapes(tensor)
-        if not tensor.dtype.is_integer or shapes is None or max(map(np.prod, shapes)) > _MOST_PARAMETERS:
+        # How many axes a gradient is summed over is unknown while it is traced, and never many.
+        is_small = tensor.op.type == "BroadcastGradientArgs"
+        if shapes is not None:
+            is_small = max(map(math.prod, shapes)) <= _MOST_PARAMETERS
+        if not tensor.dtype.is_integer or not is_small:
             return None, None
         value = self.sizes.value(tensor)
         return value, value if self._doubled is None else self._doubled.value(tensor)

@@ -1,4 +1,4 @@
-"""A function with a region that runs in slices: ``remat.transform`` finds it and says the order, this writes it.
+"""A function with regions that run in slices: ``remat.transform`` finds them and says the order, this writes them.
 
 The slices are copies of operations, one slice behind the other. Nothing holds them in that order yet: the plan for the
 function does, by the control edges that it is carried out with. Terms of a sum are added one by one, each over the sum
@@ -23,7 +23,9 @@ from remat.tensorflow.split.separable_ops import parameter_inputs
 from remat.tensorflow.split.surroundings import FunctionProgram, Surroundings
 from remat.tensorflow.trace import op_facts
 from remat.tensorflow.trace.func_graph import FunctionToPlan
+from remat.transform.inner import find_inner_layers
 from remat.transform.merged_axes import count_merged, with_merged
+from remat.transform.order import order_around
 from remat.transform.separable import Region, Way, find_region
 from remat.transform.split import Slice, write_slices
 
@@ -53,55 +55,85 @@ class Written:
 
 
 class Splitter:
-    """Splits the region of a function that saves the most, into any number of slices.
+    """Splits regions of a function into any number of slices: the one that saves the most, or inner layers as well.
 
     Args:
         function: the function, which stays as it is.
         least_bytes: what lives inside a region before it is worth the trouble.
+        inner: are inner layers cut, too, whose forward part then runs once more in the backward pass? Not under XLA,
+            which would merge both runs into one.
 
     Attributes:
-        region: what is split; None where there is nothing.
+        regions: what is split, in the order in which it runs; empty where there is nothing.
     """
 
-    def __init__(self, function: FunctionToPlan, least_bytes: int) -> None:
+    def __init__(self, function: FunctionToPlan, least_bytes: int, *, inner: bool = False) -> None:
         self._function = FunctionProgram(function)
-        region = find_region(self._function.program, (), least_bytes)
-        around = None if region is None else Surroundings(self._function, region)
-        self._around = around if around is not None and around.can_be_cut else None
         self._in_xla = function.in_xla
-        self.region = region if self._around is not None else None
+        found: Sequence[Region] = ()
+        if not inner:
+            region = find_region(self._function.program, (), least_bytes)
+            found = () if region is None else (region,)
+        elif not self._in_xla:
+            found = self._take_layers(least_bytes)
+        self._around = [Surroundings(self._function, region) for region in found]
+        self.regions = tuple(found) if all(around.can_be_cut for around in self._around) else ()
+
+    def _take_layers(self, least_bytes: int) -> Sequence[Region]:
+        function = self._function
+
+        def accepts(region: Region) -> bool:
+            return Surroundings(function, region).can_be_cut
+
+        layers = find_inner_layers(function.program, least_bytes, accepts)
+        if layers is None:
+            return ()
+        self._function = function.with_copies(layers)
+        order = order_around(layers.program, layers.regions) or ()
+        return [one for one in order if isinstance(one, Region)]
+
+    @property
+    def length(self) -> int:
+        """How many slices each region can be cut into; 0 where there is nothing to cut."""
+        return min((region.length for region in self.regions), default=0)
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes of what lives inside the region only."""
-        return 0 if self.region is None else self.region.saved_bytes
+        """Bytes of what lives inside the regions only."""
+        return sum(region.saved_bytes for region in self.regions)
 
     def write(self, graph: _private.FuncGraph, look: Look, slices: int) -> Written | None:
-        """Write the region in slices, in the function itself or in a copy; None where it cannot be cut so often.
+        """Write the regions in slices, in the function itself or in a copy; None where they cannot be cut so often.
 
         Args:
             graph: the function or the copy.
             look: finds its tensors.
             slices: how many.
         """
-        region, around = self.region, self._around
-        if region is None or around is None or slices > region.length:
+        if slices > self.length:
             return None
-        before = len(graph.get_operations())
-        writer = _Writer(self._function, region, around, graph, look, slices, self._in_xla)
-        with _private.building_freely(graph):
-            writer.prepare()
-            prepared = len(graph.get_operations()) - before
-            write_slices(self._function.program, region, slices, writer)
-            writer.hand_over()
-        operations = tuple(graph.get_operations()[before:])
-        calls = self._function.program.calls
-        first = self._behind_makers(region, [] if around.measured_by is None else [around.measured_by[0]])
-        then = self._behind_makers(region, [value for index in region.ways for value in calls[index].inputs])
-        places = (*[first] * prepared, *[then] * (len(operations) - prepared))
+        changed = _Changed(graph, look, frozenset(name for around in self._around for name in around.inside))
+        operations: list[tf.Operation] = []
+        places: list[str | None] = []
+        stands_for: dict[str, str] = {}
+        for region, around in zip(self.regions, self._around, strict=True):
+            before = len(graph.get_operations())
+            writer = _Writer(self._function, region, around, changed, slices, self._in_xla)
+            with _private.building_freely(graph):
+                writer.prepare()
+                prepared = len(graph.get_operations()) - before
+                write_slices(self._function.program, region, slices, writer)
+                writer.hand_over()
+            made = graph.get_operations()[before:]
+            calls = self._function.program.calls
+            first = self._behind_makers(region, [] if around.measured_by is None else [around.measured_by[0]])
+            then = self._behind_makers(region, [value for index in region.ways for value in calls[index].inputs])
+            operations += made
+            places += [*[first] * prepared, *[then] * (len(made) - prepared)]
+            stands_for |= writer.stands_for
         read = {tensor.op for op in operations for tensor in op.inputs}
         constants = frozenset(op.name for op in read if op.type == "Const")
-        return Written(operations, places, writer.stands_for, constants)
+        return Written(tuple(operations), tuple(places), stands_for, constants)
 
     def _behind_makers(self, region: Region, values: Sequence[int]) -> str | None:
         """The first operation of the function behind those outside of the region that make some values."""
@@ -116,6 +148,34 @@ class Splitter:
         return next(behind, None)
 
 
+class _Changed:
+    """A function, or a copy of it, while regions are written into it.
+
+    Args:
+        graph: the function or the copy.
+        look: finds its tensors.
+        gone: the names of the operations that slices replace.
+
+    Attributes:
+        new: what has replaced tensors, by their names in ``graph``.
+    """
+
+    def __init__(self, graph: _private.FuncGraph, look: Look, gone: frozenset[str]) -> None:
+        self.graph, self.look, self.gone = graph, look, gone
+        self.new: dict[str, tf.Tensor] = {}
+
+    def replace(self, old: tf.Tensor, new: tf.Tensor) -> None:
+        """Have everything that stays and reads a tensor read another one."""
+        self.new[old.name] = new
+        for reader in list(old.consumers()):
+            is_told = reader.type in op_facts.METADATA and old.op.name in self.gone
+            if reader.name in self.gone or is_told:
+                continue
+            for place, source in enumerate(reader.inputs):
+                if source.name == old.name:
+                    _private.update_input(reader, place, new)
+
+
 class _Writer:
     """Writes slices behind the operations of a function.
 
@@ -123,8 +183,7 @@ class _Writer:
         function: what is known of the function.
         region: what is cut.
         around: what stands around it.
-        graph: the function, or a copy of it.
-        look: finds tensors of ``graph``.
+        changed: the function or a copy of it, to which they are written.
         slices: how many are written.
         in_xla: is the function compiled with XLA, which orders operations as it likes?
 
@@ -137,16 +196,15 @@ class _Writer:
         function: FunctionProgram,
         region: Region,
         around: Surroundings,
-        graph: _private.FuncGraph,
-        look: Look,
+        changed: _Changed,
         slices: int,
         in_xla: bool,
     ) -> None:
         self._function = function
         self._region = region
         self._around = around
-        self._graph = graph
-        self._look = look
+        self._changed = changed
+        self._graph = changed.graph
         self._slices = slices
         self._in_xla = in_xla
         self._results: list[tf.Tensor] = []  # Of the slice that is being written.
@@ -163,7 +221,12 @@ class _Writer:
 
     def whole(self, value: int) -> tf.Tensor:
         """A value from outside of the region."""
-        return self._look(self._function.tensors[value].name)
+        tensor = self._original(value)
+        return self._changed.new.get(tensor.name, tensor)
+
+    def _original(self, value: int) -> tf.Tensor:
+        """A value as the function makes it without slices."""
+        return self._changed.look(self._function.tensors[value].name)
 
     def part(self, value: int, axis: int, cut: Slice) -> tf.Tensor:
         """A slice of a value from outside of the region."""
@@ -241,7 +304,9 @@ class _Writer:
             and before.name not in self._around.behind
             and not op_facts.may_repeat(before)
         ]
-        copy = _private.slice_of_operation(self._graph, op, inputs, held, f"{op.name}/slice_{cut.number}")
+        # Names tell slices apart, so that TensorFlow's optimizer does not merge two that compute the same.
+        name = f"{op.name}/again_{cut.number}" if call in function.copies else f"{op.name}/slice_{cut.number}"
+        copy = _private.slice_of_operation(self._graph, op, inputs, held, name)
         self.stands_for[copy.name] = op.name
         self._last[op.name] = copy
         return list(copy.outputs)
@@ -308,7 +373,7 @@ class _Writer:
         for op in self._around.told:
             for place, source in enumerate(op.inputs):
                 old = op.outputs[place if op.type == "ShapeN" else 0]
-                self._replace_tensor(self._look(old.name), self._asked(op.type, source, old.dtype))
+                self._changed.replace(self._changed.look(old.name), self._asked(op.type, source, old.dtype))
 
     def _asked(self, kind: str, source: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
         """The shape of a tensor, or its rank or its number of elements."""
@@ -329,16 +394,7 @@ class _Writer:
         return tf.math.floordiv(self._length * (size // common), length // common)
 
     def _replace(self, value: int, new: tf.Tensor) -> None:
-        self._replace_tensor(self.whole(value), new)
-
-    def _replace_tensor(self, old: tf.Tensor, new: tf.Tensor) -> None:
-        for reader in list(old.consumers()):
-            is_told = reader.type in op_facts.METADATA and old.op.name in self._around.inside
-            if reader.name in self._around.inside or is_told:
-                continue
-            for place, source in enumerate(reader.inputs):
-                if source.name == old.name:
-                    _private.update_input(reader, place, new)
+        self._changed.replace(self._original(value), new)
 
     def _parameter(self, op: tf.Operation, told: Any, dtype: tf.DType, way: Way, made: int, cut: Slice) -> tf.Tensor:
         """A constant, or with the length of the slice in it."""

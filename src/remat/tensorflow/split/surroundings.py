@@ -7,6 +7,7 @@ is computed from the size of something that the region reads.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Collection
 from functools import cached_property
@@ -17,6 +18,7 @@ from remat.tensorflow.split.facts import Facts, operands_of
 from remat.tensorflow.trace import op_facts
 from remat.tensorflow.trace.func_graph import FunctionToPlan
 from remat.tensorflow.trace.which_run import operations_that_run
+from remat.transform.inner import InnerLayers
 from remat.transform.merged_axes import count_merged, with_merged
 from remat.transform.separable import Call, Program, Region, Way
 
@@ -29,10 +31,11 @@ class FunctionProgram:
 
     Attributes:
         facts: shapes and values.
-        operations: those that run, one for each call.
-        tensors: one for each value.
+        operations: those that run, one for each call; of a call that is a copy, the one that it is a copy of.
+        tensors: one for each value; of a value that a copy makes, the one that is made by what it is a copy of.
         shapes: of the values, for the batch that is planned for and for one of twice the size.
         program: the calls. Beside its own axes a value has merged ones; see ``separable_ops``.
+        copies: the numbers of the calls that are copies of others.
     """
 
     def __init__(self, function: FunctionToPlan) -> None:
@@ -51,6 +54,18 @@ class FunctionProgram:
             frozenset(self._ids[name] for name in outputs if name in self._ids),
             frozenset(self._ids[t.name] for op in self.operations for t in op.outputs if _is_view(op, t)),
         )
+        self.copies: frozenset[int] = frozenset()
+
+    def with_copies(self, layers: InnerLayers) -> FunctionProgram:
+        """The function with copies of the calls of inner layers, which only slices of them will run."""
+        made = copy.copy(self)
+        made.operations = [self.operations[index] for index in layers.origin]
+        made.tensors = [self.tensors[value] for value in layers.value_origin]
+        made.shapes = [self.shapes[value] for value in layers.value_origin]
+        made.program = layers.program
+        # Copies stand behind what they are copies of.
+        made.copies = frozenset(i for i, origin in enumerate(layers.origin) if origin in layers.origin[:i])
+        return made
 
     def value(self, tensor: tf.Tensor) -> int:
         """The number of a tensor."""
@@ -83,7 +98,7 @@ class Surroundings:
         region: of its program.
 
     Attributes:
-        inside: the names of the region's operations.
+        inside: the names of the region's operations, those that its copies are copies of left out.
         told: those that read shapes and are to be told them otherwise.
         behind: the names of the operations that wait for the region then.
     """
@@ -91,7 +106,8 @@ class Surroundings:
     def __init__(self, function: FunctionProgram, region: Region) -> None:
         self._function = function
         self._region = region
-        self.inside = frozenset(function.operations[index].name for index in region.ways)
+        own = region.ways.keys() - function.copies
+        self.inside = frozenset(function.operations[index].name for index in own)
         self._reached = self._waiting(frozenset())
         ancestors = self._ancestors()
         readers = [op for op in function.operations if op.type in op_facts.METADATA]
@@ -125,7 +141,7 @@ class Surroundings:
         late = self._waiting(frozenset(), after=frozenset(op.name for op in self.told))
         for value, axis in self._cut:
             op = self._function.tensors[value].op
-            if op.name not in late and op.name not in self.inside and op.type != "Const":
+            if op.name not in late and not self._makes(value) and op.type != "Const":
                 return value, axis
         return None
 
@@ -137,8 +153,12 @@ class Surroundings:
 
     @cached_property
     def _read(self) -> list[tf.Tensor]:
-        operands = [t for index in self._region.ways for t in operands_of(self._function.operations[index])]
-        return [tensor for tensor in operands if tensor.op.name not in self.inside]
+        function = self._function
+        read = (value for index in self._region.ways for value in function.program.calls[index].inputs)
+        return [function.tensors[value] for value in dict.fromkeys(read) if not self._makes(value)]
+
+    def _makes(self, value: int) -> bool:
+        return self._function.program.producer.get(value) in self._region.ways
 
     @cached_property
     def _cut(self) -> list[tuple[int, int]]:
@@ -215,8 +235,8 @@ class Surroundings:
             after: what waits for these counts as well.
         """
         found: set[str] = set()
-        for op in self._function.operations:
-            if op.name in self.inside:
+        for index, op in enumerate(self._function.operations):
+            if op.name in self.inside or index in self._function.copies:
                 continue
             reads = set() if op.name in told else {tensor.op.name for tensor in op.inputs}
             held = {before.name for before in op.control_inputs}
