@@ -11,8 +11,10 @@ import pytest
 
 import remat
 from remat import Graph, Op, PlanMismatch, Tensor
+from remat.core.plan import Split, Update
 from remat.report import Report
 from remat.report.recomputed import recomputed_layers
+from remat.report.sliced import sliced_layers
 from remat.testing import chain
 
 MIB = 2**20
@@ -93,6 +95,45 @@ def test_graph_without_times_is_drawn_by_runs(graph: Graph) -> None:
 
     assert data_of(page)["timed"] is False
     assert 'value="time"' not in page
+
+
+def split_report(graph: Graph) -> Report:
+    """A plan whose graph runs two ops in two slices each, and updates early."""
+    pairs = ((0, 0), (1, 1), (2, 0), (3, 1))
+    plan = replace(
+        remat.plan(graph, "100%"),
+        split=Split(2, 8 * MIB, 1e-3, "of another graph", pairs),
+        update=Update(3, 5 * MIB, "a_norm", 2 * MIB),
+        baseline_peak_bytes=40 * MIB,
+        baseline_time_s=0.9 * graph.time_s,
+        overhead=1 / 0.9 - 1,
+        overhead_lower_bound=0.1,
+    )
+    return Report(graph, plan, (), "slices")
+
+
+def test_slices_and_early_updates_are_shown(graph: Graph) -> None:
+    found = split_report(graph)
+    page = found.html()
+
+    assert "What else the plan changes" in page
+    assert "2 ops in 2 slices: 8 MiB between them become 4 MiB" in page
+    assert "3 ops of updates run as soon as their gradient is final: 5 MiB less" in page
+    assert "2 MiB of gradients wait for a_norm" in page
+    assert "the widest part of the step runs in 2 slices, and nothing is recomputed" in page
+    assert "differ by rounding" in page
+    assert "plain, in 2 slices: peak" in page
+    assert "this plan is the plain step, in 2 slices" in page
+    # The curve of the frontier is of the graph with the slices, and so is the plan's point beside it.
+    assert data_of(page)["chosen"]["overhead"] == pytest.approx(0)
+    layers = sliced_layers(graph, found.plan)
+    assert sum(layer.parts for layer in layers) == 4
+    assert sum(layer.time_s for layer in layers) == pytest.approx(sum(op.time_s for op in graph.ops[:4]))
+
+
+def test_a_plan_that_only_recomputes_changes_nothing_else(report: Report) -> None:
+    assert "What else the plan changes" not in report.html()
+    assert sliced_layers(report.graph, report.plan) == ()
 
 
 def test_empty_graph_has_a_page() -> None:

@@ -48,6 +48,18 @@ class Split:
     stands_for: tuple[tuple[int, int], ...]
     inner: bool = False
 
+    def described(self, plain_time_s: float) -> str:
+        """What runs in slices, and what that saves and costs, in a line.
+
+        Args:
+            plain_time_s: predicted seconds of the step without the split.
+        """
+        cost = self.extra_time_s / plain_time_s if plain_time_s > 0 else 0.0
+        ops = len({op for _, op in self.stands_for})
+        what = "ops, those of inner layers included," if self.inner else "ops"
+        before, after = format_bytes(self.saved_bytes), format_bytes(self.saved_bytes // self.slices)
+        return f"{ops} {what} in {self.slices} slices: {before} between them become {after}, for {cost:.2%} more time"
+
     def to_json(self) -> dict[str, Any]:
         """The split as a JSON-ready dictionary."""
         values = {one.name: getattr(self, one.name) for one in fields(self)}
@@ -69,6 +81,19 @@ class Update:
     saved_bytes: int
     bound_by: str
     waiting_bytes: int
+
+    def described(self) -> str:
+        """Which updates run early, what that saves, and what others wait for, in a line."""
+        if self.saved_bytes:
+            saved = format_bytes(self.saved_bytes)
+            text = f"{self.moved} ops of updates run as soon as their gradient is final: {saved} less, for no time"
+        elif self.moved:
+            text = f"{self.moved} ops of updates run earlier, which lowers the plain peak by nothing"
+        else:
+            text = "no update runs early"
+        if self.bound_by:
+            text += f"; {format_bytes(self.waiting_bytes)} of gradients wait for {self.bound_by}"
+        return text
 
 
 @dataclass(frozen=True)
@@ -189,35 +214,11 @@ class Plan:
                 f"  overhead       {self.overhead:.2%} ({self.time_s:.4g} s, plain {self.baseline_time_s:.4g} s)",
                 f"  lower bound    {self.overhead_lower_bound:.2%}: {self.lower_bound_meaning}",
                 f"  gap            {self.overhead - self.overhead_lower_bound:.2%} of a plain step at most",
-                *([] if split is None else [_split_line(split, self.baseline_time_s)]),
-                *([] if self.update is None else [_update_line(self.update)]),
+                *([] if split is None else [f"  split          {split.described(self.baseline_time_s)}"]),
+                *([] if self.update is None else [f"  update         {self.update.described()}"]),
                 f"  recomputed     {len(recomputed_ops(self.schedule))} of {ops} ops, in {self.recomputed} extra runs",
             )
         )
-
-
-def _update_line(update: Update) -> str:
-    if update.saved_bytes:
-        saved = format_bytes(update.saved_bytes)
-        text = f"{update.moved} ops of updates run as soon as their gradient is final: {saved} less, for no time"
-    elif update.moved:
-        text = f"{update.moved} ops of updates run earlier, which lowers the plain peak by nothing"
-    else:
-        text = "no update runs early"
-    if update.bound_by:
-        text += f"; {format_bytes(update.waiting_bytes)} of gradients wait for {update.bound_by}"
-    return f"  update         {text}"
-
-
-def _split_line(split: Split, plain_time_s: float) -> str:
-    cost = split.extra_time_s / plain_time_s if plain_time_s > 0 else 0.0
-    ops = len({op for _, op in split.stands_for})
-    what = "ops, those of inner layers included," if split.inner else "ops"
-    before, after = format_bytes(split.saved_bytes), format_bytes(split.saved_bytes // split.slices)
-    return (
-        f"  split          {ops} {what} in {split.slices} slices: {before} between them become {after}, for "
-        f"{cost:.2%} more time"
-    )
 
 
 def load_plan(path: str | Path) -> Plan:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib import resources
 from typing import Any, Final
 
@@ -25,6 +26,7 @@ from remat.core.plan import Plan
 from remat.core.schedule import recomputed_ops
 from remat.core.simulator import simulate
 from remat.report.recomputed import recomputed_layers
+from remat.report.sliced import sliced_layers
 from remat.report.text import format_time, shape_and_dtype
 
 _ROWS_SHOWN: Final = 20  # Layers that the table shows before it is opened.
@@ -62,15 +64,19 @@ def render(graph: Graph, plan: Plan, frontier: Sequence[Plan], *, title: str) ->
         timed=graph.time_s > 0,
         curves=[label for label, _ in breakdowns],
         curve_legend=[
-            {"colour": label, "text": f"{label}: peak {format_bytes(found.total_bytes)}"} for label, found in breakdowns
+            {"colour": label, "text": f"{label}{_in_slices(plan)}: peak {format_bytes(found.total_bytes)}"}
+            for label, found in breakdowns
         ],
         categories=_categories_in_use(breakdowns),
         has_frontier=bool(frontier),
+        in_slices=_in_slices(plan),
         bound_meaning=plan.lower_bound_meaning,
         bars=[_bar(label, found) for label, found in breakdowns],
         breakdown_rows=_breakdown_rows(breakdowns),
         largest=[_largest(graph, label, found) for label, found in reversed(breakdowns)],
         layer_rows=_layer_rows(graph, plan),
+        changes=_changes(plan),
+        sliced_rows=_sliced_rows(graph, plan),
         rows_shown=_ROWS_SHOWN,
         exactness=_exactness(graph, plan),
     )
@@ -115,8 +121,17 @@ def _chart_data(graph: Graph, plan: Plan, frontier: Sequence[Plan]) -> dict[str,
         "categories": [{"name": _shown(name), "colour": _colour(name)} for name in CATEGORIES],
         "curves": curves,
         "frontier": [_point(one) for one in frontier],
-        "chosen": _point(plan),
+        "chosen": _point(_beside_its_graph(graph, plan)),
     }
+
+
+def _beside_its_graph(graph: Graph, plan: Plan) -> Plan:
+    """The plan with its extra time beside the plain schedule of its graph, which has the slices, as a frontier's is."""
+    if plan.split is None or graph.time_s <= 0:
+        return plan
+    bound_s = (1 + plan.overhead_lower_bound) * plan.baseline_time_s
+    overhead, bound = (max(0.0, seconds / graph.time_s - 1) for seconds in (plan.time_s, bound_s))
+    return replace(plan, overhead=overhead, overhead_lower_bound=bound)
 
 
 def _curve(graph: Graph, label: str, schedule: Sequence[int]) -> dict[str, Any]:
@@ -155,15 +170,24 @@ def _point(plan: Plan) -> dict[str, Any]:
     }
 
 
+def _in_slices(plan: Plan) -> str:
+    """Behind the name of a curve: a plan with slices has a graph that runs in them, whatever else is planned."""
+    return "" if plan.split is None else f", in {plan.split.slices} slices"
+
+
 def _summary(plan: Plan) -> str:
     plain, peak = format_bytes(plan.baseline_peak_bytes), format_bytes(plan.peak_bytes)
-    if not plan.recomputed:
-        return f"A plain training step is predicted to need {plain}, which is within the budget: nothing is recomputed."
+    need = f"A plain training step is predicted to need {plain}"
+    again = f"{plan.recomputed:,} operations run a second time instead of being kept"
+    if plan.split is None and not plan.recomputed:
+        return f"{need}, which is within the budget: nothing is recomputed."
     saved = 1 - plan.peak_bytes / plan.baseline_peak_bytes
-    return (
-        f"A plain training step is predicted to need {plain}. Under this plan it needs {peak}, {saved:.0%} less, and "
-        f"takes {plan.overhead:.1%} longer: {plan.recomputed:,} operations run a second time instead of being kept."
-    )
+    if plan.split is None:
+        how = again
+    else:
+        how = f"the widest part of the step runs in {plan.split.slices} slices"
+        how += f", and {again}" if plan.recomputed else ", and nothing is recomputed"
+    return f"{need}. Under this plan it needs {peak}, {saved:.0%} less, and takes {plan.overhead:.1%} longer: {how}."
 
 
 def _cards(graph: Graph, plan: Plan) -> list[dict[str, str]]:
@@ -280,13 +304,40 @@ def _layer_rows(graph: Graph, plan: Plan) -> list[dict[str, Any]]:
     ]
 
 
+def _changes(plan: Plan) -> list[dict[str, str]]:
+    """What a plan changes of a step besides running ops again, each in a line."""
+    found = []
+    if plan.split is not None:
+        found.append({"name": "Slices", "text": plan.split.described(plan.baseline_time_s)})
+    if plan.update is not None:
+        found.append({"name": "Early updates", "text": plan.update.described()})
+    return found
+
+
+def _sliced_rows(graph: Graph, plan: Plan) -> list[dict[str, Any]]:
+    return [
+        {
+            "layer": layer.name,
+            "kinds": ", ".join(layer.kinds[:4]) + (", ..." if len(layer.kinds) > 4 else ""),
+            "ops": layer.ops,
+            "parts": layer.parts,
+            "time_s": layer.time_s,
+            "time": format_time(layer.time_s),
+        }
+        for layer in sliced_layers(graph, plan)
+    ]
+
+
 def _exactness(graph: Graph, plan: Plan) -> list[str]:
     once = Counter(op.kind or "op" for op in graph.ops if not op.recomputable)
     again = recomputed_ops(plan.schedule)
     most = ", ".join(f"{kind} ({count:,})" for kind, count in once.most_common(6))
     found = [
         "A plan runs the same operations on the same inputs; some of them twice. No formula changes, and no mask is "
-        "drawn again.",
+        "drawn again."
+        if plan.split is None
+        else "Operations in slices make the same numbers as whole ones, part by part. Sums over slices are made in "
+        "another order than in the plain step, so that they differ by rounding. No mask is drawn again.",
         f"{sum(once.values()):,} of the {len(graph.ops):,} operations run exactly once under every plan, because they "
         "draw random numbers, write state, leave the device, make a result, or are not known to be free of side effects"
         + (f": {most}{', ...' if len(once) > 6 else ''}." if most else "."),
