@@ -49,12 +49,15 @@ class AllocatorModel:
         first_region_bytes: what the allocator takes from the device at first; a GPU's takes all that there is.
         own_kernels: which operations run TensorFlow's own kernels for CPUs: all of them, or those that oneDNN has no
             kernels for, among them those of float64, or none.
+        compiles_calls: does XLA compile functions by themselves that a step calls and that ask for it? Not where it
+            compiles the step as a whole.
     """
 
     min_counted_bytes: int
     converts_half: bool = False
     first_region_bytes: int = 1 << 20
     own_kernels: Literal["all", "not in oneDNN", "none"] = "none"
+    compiles_calls: bool = True
 
     def runs_own_kernel(self, op: tf.Operation) -> bool:
         """Does TensorFlow's own kernel for CPUs run the operation, whose scratch memory is known?"""
