@@ -120,6 +120,7 @@ COUNTED = {
     "test_keras_micro_batch_memory.py": ("",),
     "test_keras_trace_model.py": ("nothing_is_allocated",),
     "test_tf_accumulate.py": ("one_micro_batch_at_a_time",),
+    "test_tf_calls.py": ("takes_is_predicted", "a_budget_holds"),
     "test_tf_costs.py": ("half_precision_products",),
     "test_tf_first_run.py": ("says_what", "told_once", "raises_it", "never_comes", "measured_alike"),
     "test_tf_gradients_memory.py": ("",),

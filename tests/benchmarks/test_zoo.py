@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from benchmarks.zoo import __main__ as zoo
+from benchmarks.zoo.frame import heap
 from benchmarks.zoo.frame.measure import measured
 from benchmarks.zoo.frame.subject import Prepared, Subject
 from benchmarks.zoo.frame.table import as_markdown
@@ -125,6 +127,50 @@ def test_predicted_and_measured_time_are_compared(tmp_path):
     # Predicted are 10 % each time.
     assert "4 plans of 1 models: -10.0 points in the mean, 10.0 without its sign, -25.0 at worst (a, remat 40%)" in text
     assert "points in the mean" not in as_markdown("jax", [record_of(Failing())], "here")
+
+
+class PartlyCounted(Model):
+    """Its counter leaves out as much as it shows of every step."""
+
+    def prepared(self, peak_bytes, off=0.0):
+        return dataclasses.replace(super().prepared(peak_bytes, off), beside_bytes=peak_bytes << 20)
+
+
+def test_what_a_counter_leaves_out_is_shown_beside_it():
+    text = as_markdown("keras-tensorflow", [record_of(PartlyCounted())], "here")
+    assert f"| plain | 0.00 + {PLAIN_BYTES}.00 | 100% |" in text
+    assert "blocks below 256 KiB" in text
+    assert "blocks below 256 KiB" not in as_markdown("jax", [record_of(Model())], "here")
+
+
+IN_SMALL_BLOCKS = """
+import ctypes, json
+from benchmarks.zoo.frame.heap import most_in, most_in_small_blocks
+
+c = ctypes.CDLL(None)
+c.malloc.restype, c.malloc.argtypes, c.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+
+def step():
+    blocks = [c.malloc(size << 10) for size in (100, 200, 300, 400)]
+    for block in blocks:
+        c.free(block)
+
+print(json.dumps([most_in(step), most_in_small_blocks(step)]))
+"""
+
+
+def test_small_blocks_of_the_heap_are_told_apart():
+    done = subprocess.run(
+        [sys.executable, "-c", IN_SMALL_BLOCKS],
+        cwd=ROOT,
+        env=os.environ | heap.environment(),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    everything, small = json.loads(done.stdout)
+    assert everything == pytest.approx(1000 << 10, rel=0.05)
+    assert small == pytest.approx(300 << 10, rel=0.1)
 
 
 def test_what_was_told_is_not_without_a_word():

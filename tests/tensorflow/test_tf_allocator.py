@@ -155,6 +155,35 @@ def test_a_range_covers_heaps_with_holes():
     assert found.highest_bytes > EVERYTHING.peak_on_a_new_heap(graph, graph.plain_schedule)
 
 
+def assigning(kind):
+    """A step that makes two tensors, then a variable's new value beside a third one."""
+    sizes = [19, 20, 19, 11, 10, 9, 11]  # Tenths of a MiB; the last three are pinned, and the last is the variable.
+    first, second, third, value, *pinned = range(len(sizes))
+    ops = (
+        Op(outputs=(first,)),
+        Op(outputs=(second,)),
+        Op(inputs=(first, second)),
+        Op(outputs=(third,)),
+        Op(outputs=(value,)),
+        Op(inputs=(third,)),
+        Op(kind=kind, inputs=(pinned[-1], value)),
+    )
+    tensors = tuple(Tensor(size * MIB // 10 // 256 * 256) for size in sizes)
+    return Graph(ops, tensors, inputs=tuple(pinned), free_order=False)
+
+
+def test_what_is_assigned_to_a_variable_stays_where_it_was_made():
+    """The value of 1.1 MiB lies in a hole of 2.1, so that the next step has no room there for its second tensor."""
+    graph = assigning("AssignVariableOp")
+    first, second = (EVERYTHING.peak_on_a_new_heap(graph, graph.plain_schedule, steps) for steps in (1, 2))
+    assert first == pytest.approx(7.0 * MIB, abs=4096)
+    assert second == pytest.approx(7.9 * MIB, abs=4096)
+    assert EVERYTHING.peak_range(graph, graph.plain_schedule).highest_bytes >= second
+
+    elsewhere = assigning("AssignAddVariableOp")
+    assert EVERYTHING.peak_on_a_new_heap(elsewhere, elsewhere.plain_schedule, 2) == first
+
+
 def test_pinned_inputs_count_at_their_own_size():
     """What the allocator adds to them is in use before the step, and is counted with what else is resident."""
     graph = Graph((), (Tensor(600 * KIB),), inputs=(0,))

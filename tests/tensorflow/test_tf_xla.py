@@ -9,7 +9,7 @@ import tensorflow as tf
 import remat.tensorflow
 from remat.tensorflow import _private
 from remat.tensorflow.emit import xla_ties
-from remat.tensorflow.peak.candidates import program_memory
+from remat.tensorflow.peak.compiled_memory import program_memory
 from remat.tensorflow.peak.device import current_device
 
 LAYERS, WIDTH, BATCH = 24, 512, 4096

@@ -13,6 +13,10 @@
 
 static atomic_long in_use, most;
 
+/* Likewise of blocks below 256 KiB: TensorFlow's counter of a CPU's memory leaves these out. */
+enum { SMALL = 256 << 10 };
+static atomic_long small_in_use, small_most;
+
 /* dlsym itself may ask for memory before the real functions are known: such requests are served from here. */
 static char early[1 << 16];
 static size_t early_used;
@@ -26,11 +30,16 @@ static void *early_block(size_t bytes) {
     return early + start;
 }
 
-static void count(long bytes) {
-    long now = atomic_fetch_add(&in_use, bytes) + bytes;
-    long highest = atomic_load(&most);
-    while (now > highest && !atomic_compare_exchange_weak(&most, &highest, now)) {
+static void add(atomic_long *sum, atomic_long *highest_sum, long bytes) {
+    long now = atomic_fetch_add(sum, bytes) + bytes;
+    long highest = atomic_load(highest_sum);
+    while (now > highest && !atomic_compare_exchange_weak(highest_sum, &highest, now)) {
     }
+}
+
+static void count(long bytes) {
+    add(&in_use, &most, bytes);
+    if (-SMALL < bytes && bytes < SMALL) add(&small_in_use, &small_most, bytes);
 }
 
 static void *counted(void *block) {
@@ -99,4 +108,11 @@ long heap_in_use(void) { return atomic_load(&in_use); }
 
 long heap_most(void) { return atomic_load(&most); }
 
-void heap_start_again(void) { atomic_store(&most, atomic_load(&in_use)); }
+long heap_small_in_use(void) { return atomic_load(&small_in_use); }
+
+long heap_small_most(void) { return atomic_load(&small_most); }
+
+void heap_start_again(void) {
+    atomic_store(&most, atomic_load(&in_use));
+    atomic_store(&small_most, atomic_load(&small_in_use));
+}

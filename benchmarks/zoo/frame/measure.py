@@ -116,6 +116,7 @@ def _record(line: Line, times: dict[str, float], plain: Prepared | None, wanted:
         limit = int(plain.peak_bytes * float(line.budget.rstrip("%")) / 100)
     return record | {
         "peak_bytes": prepared.peak_bytes,
+        "beside_bytes": prepared.beside_bytes,
         "is_over": line.budget not in (None, 1) and prepared.peak_bytes > limit * (1 + TOLERANCE),
         "of_budget": None if line.budget in (None, 1) else prepared.peak_bytes / limit,
         "said": prepared.said,

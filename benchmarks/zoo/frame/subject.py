@@ -34,6 +34,7 @@ class Prepared:
         sensitivity: the difference of the plain step's results if its weights were others by rounding; None where that
             was not tried.
         clock: the processor seconds so far of the process that runs the step.
+        beside_bytes: the most at once of what the counter leaves out, where that is known; at another moment, maybe.
     """
 
     peak_bytes: int
@@ -48,6 +49,7 @@ class Prepared:
     mode: str = ""
     sensitivity: float | None = None
     clock: Callable[[], float] = time.process_time
+    beside_bytes: int = 0
 
 
 class Subject(abc.ABC):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Final
 
 from benchmarks.zoo.frame import heap
@@ -16,7 +17,14 @@ IS_APART: Final = True
 
 def environment(backend: str) -> dict[str, str]:
     """What a process needs that measures on this backend."""
-    return {**heap.environment(), "KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "2"}
+    found = {**heap.environment(), "KERAS_BACKEND": backend, "TF_CPP_MIN_LOG_LEVEL": "2"}
+    if backend == "tensorflow":
+        # The counter of a CPU's memory is there only with oneDNN, which some CPUs leave off.
+        return {**found, "TF_ENABLE_ONEDNN_OPTS": os.environ.get("TF_ENABLE_ONEDNN_OPTS", "1")}
+    if backend == "jax":
+        # Processor time is compared, so the work of one step stays on one thread.
+        return {**found, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false"}
+    return found
 
 
 __all__ = ["MODELS", "environment"]

@@ -1,10 +1,14 @@
-"""A model of Keras for the zoo: ``train_on_batch`` of a model and a batch, its memory counted from outside of remat."""
+"""A model of Keras for the zoo: ``train_on_batch`` of a model and a batch, its memory counted from outside of remat.
+
+On JAX the compiler says what a program takes: arrays of the step before are freed while the next one runs, so that no
+counter around a step tells them apart.
+"""
 
 from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
@@ -12,7 +16,7 @@ import keras
 import numpy as np
 
 import remat.keras
-from benchmarks.zoo.frame.heap import most_in
+from benchmarks.zoo.frame.heap import most_in, most_in_small_blocks
 from benchmarks.zoo.frame.listening import listening
 from benchmarks.zoo.frame.measure import difference
 from benchmarks.zoo.frame.subject import PLAIN, Array, Prepared, Subject
@@ -21,6 +25,9 @@ SCOPE: Final = "keras.RematScope"
 
 _STEPS: Final = 4
 """Steps of which the widest counts, since TensorFlow orders the operations of each as it likes."""
+
+_SMALL_BYTES: Final = 256 << 10
+"""Below which TensorFlow's counter of a CPU's memory leaves blocks out."""
 
 _ROUNDING: Final = 2.0**-23
 """By what share weights differ that differ by rounding."""
@@ -65,8 +72,12 @@ class KerasModel(Subject):
             jit_compile="auto" if keras.backend.backend() == "jax" else False,
         )
         model.optimizer.build(model.trainable_variables)
+        program = None
         if budget is not None:
             remat.keras.limit_memory(model, budget)
+        elif keras.backend.backend() == "jax":
+            program = _JaxProgram(model)
+            model.train_function = model._make_function(program)
         variables = {id(v): v for v in (*model.variables, *model.optimizer.variables)}.values()
         start = [keras.ops.convert_to_numpy(v).copy() for v in variables]
 
@@ -93,10 +104,16 @@ class KerasModel(Subject):
             first_s = time.process_time() - started
             from_the_start()
             step()  # Variables share the memory of the arrays that they were set from until they are written anew.
-            peak_bytes = _peak_bytes(step, sum(value.nbytes for value in start))
-        plan = None if budget is None else remat.keras.plan_of(model)
+            plan = None if budget is None else remat.keras.plan_of(model)
+            beside_bytes = 0
+            if keras.backend.backend() == "jax":
+                peak_bytes = _bytes_in_jax(plan, program)
+            else:
+                peak_bytes, beside_bytes = _peak_bytes(step, [value.nbytes for value in start])
+                plan = None if budget is None else remat.keras.plan_of(model)
         return Prepared(
             peak_bytes=peak_bytes,
+            beside_bytes=beside_bytes,
             run=step,
             results=results,
             planning_s=0.0 if plan is None else first_s,
@@ -109,8 +126,32 @@ class KerasModel(Subject):
         )
 
 
-def _peak_bytes(step: Callable[[], None], held_bytes: int) -> int:
-    """The most bytes of a step, those among them that the model holds.
+class _JaxProgram:
+    """Keras' step as one program of JAX, with what ``jax.checkpoint`` needs on a CPU."""
+
+    def __init__(self, model: Any) -> None:
+        import remat.jax
+
+        self._step = remat.jax.jit(model.train_step, donate_argnums=0)
+        self.peak_bytes = 0
+
+    def __call__(self, state: Any, data: Any) -> Any:
+        from remat.jax.peak import peak_of
+
+        if not self.peak_bytes:
+            self.peak_bytes = peak_of(self._step.lower(state, data).compile().memory_analysis())
+        return self._step(state, data)
+
+
+def _bytes_in_jax(plan: remat.Plan | None, program: _JaxProgram | None) -> int:
+    """What the compiler says of the program that ran."""
+    measured = plan.measured_peak_bytes if plan is not None else program.peak_bytes if program is not None else None
+    assert measured, "no program has run"
+    return measured
+
+
+def _peak_bytes(step: Callable[[], None], held: Sequence[int]) -> tuple[int, int]:
+    """The most bytes of a step, those among them that the model holds, and what the counter leaves out.
 
     With oneDNN TensorFlow keeps a heap of its own on a CPU, and counts it, without what is smaller than 256 KiB.
     """
@@ -120,7 +161,8 @@ def _peak_bytes(step: Callable[[], None], held_bytes: int) -> int:
         device = current_device()
         if device.has_counter:
             device.reset_peak()
-            for _ in range(_STEPS):
+            for _ in range(_STEPS - 1):
                 step()
-            return device.peak_bytes
-    return most_in(step) + held_bytes
+            small_bytes = most_in_small_blocks(step)
+            return device.peak_bytes, small_bytes + sum(size for size in held if size < _SMALL_BYTES)
+    return most_in(step) + sum(held), 0

@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import tensorflow as tf
@@ -463,6 +464,7 @@ def compiled_program(
     input_shapes: Mapping[str, Sequence[int]],
     change: Callable[[Callable[[str], tf.Tensor]], None],
     carried: Collection[str] = (),
+    handed: Mapping[str, tf.Tensor] = MappingProxyType({}),
 ) -> CompiledProgram:
     """What XLA compiles ``func_graph`` to.
 
@@ -473,6 +475,7 @@ def compiled_program(
             they have in ``func_graph``.
         carried: where the function is the body of a loop, the names of the inputs that it does not capture. They stand
             before all others and in the order of its outputs. The program is then a loop of two iterations.
+        handed: what a caller hands over for inputs, by their names: handles, whose variables the program needs.
     """
     definition = func_graph.as_graph_def()
     inputs = {t.op.name for t in func_graph.inputs}
@@ -481,7 +484,8 @@ def compiled_program(
     definition.node.extend(nodes)
     read = {name.partition(":")[0] for node in nodes for name in node.input}
     shapes = {t.name: tuple(input_shapes.get(t.name, t.shape)) for t in func_graph.inputs if t.dtype != tf.resource}
-    resolved = {inner.name: _outermost(outer) for outer, inner in func_graph.captures}
+    resolved = {name: _outermost(outer) for name, outer in handed.items()}
+    resolved |= {inner.name: _outermost(outer) for outer, inner in func_graph.captures}
     captured = {name: outer for name, outer in resolved.items() if outer is not None}
     given = [t for t in func_graph.inputs if t.name not in captured and t.name not in carried]
     handed_on = [t for t in func_graph.inputs if t.name in carried]
@@ -535,3 +539,9 @@ def _outermost(tensor: Any) -> Any:
 def function_of(op: tf.Operation, attribute: str) -> FuncGraph:
     """The function that an attribute of ``op`` names, such as the body of a loop."""
     return op.graph._get_function(op.get_attr(attribute).name).graph
+
+
+def asks_for_xla(call: tf.Operation) -> bool:
+    """Is the function that an operation calls compiled by XLA, whatever the function does that the call stands in?"""
+    name = "_XlaMustCompile"
+    return name in call.node_def.attr and bool(call.node_def.attr[name].b)

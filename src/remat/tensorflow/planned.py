@@ -187,7 +187,7 @@ def _traced(function: FunctionToPlan, bodies: Mapping[tf.Operation, FuncGraph] |
     device = current_device()
     allocator = device.allocator
     if function.in_xla:
-        allocator = dataclasses.replace(allocator, own_kernels="none")  # XLA brings kernels of its own.
+        allocator = dataclasses.replace(allocator, own_kernels="none", compiles_calls=False)  # XLA has its own kernels.
     step = trace_func_graph(
         function.func_graph,
         profile=_profile(),

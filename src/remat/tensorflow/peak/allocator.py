@@ -13,7 +13,7 @@ from __future__ import annotations
 import bisect
 import random
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
@@ -32,6 +32,19 @@ _HEAPS_TO_HOLD: Final = 16
 _ALLOCATE_SHARE: Final = 0.6  # Of the events of a past; the rest frees.
 _MOST_OTHERS: Final = 8  # Blocks of others that stay.
 
+_STEPS_WITH_MOVES: Final = 8
+"""Steps that are replayed one after the other where a step assigns new tensors to variables.
+
+What is assigned stays where it was made, in a chunk that may be larger, so that a step finds other holes than the one
+before. With fewer, small budgets break (docs/tensorflow.md); with more, planning takes longer.
+"""
+
+_MOVES: Final = "AssignVariableOp"
+"""The operation whose variable takes over the block of what it is assigned; others write into the variable's own."""
+
+_PAST: Final = (0, None)
+"""An event of a past in which a block comes or goes."""
+
 # Those of TensorFlow's bfc_allocator.h and bfc_allocator.cc: kMinAllocationSize, kDefaultMaxInternalFragmentation, and
 # kNumBins - 1. With other values the simulated chunks are not those of the device.
 _ALIGNMENT_BYTES: Final = 256
@@ -49,12 +62,15 @@ class AllocatorModel:
         first_region_bytes: what the allocator takes from the device at first; a GPU's takes all that there is.
         own_kernels: which operations run TensorFlow's own kernels for CPUs: all of them, or those that oneDNN has no
             kernels for, among them those of float64, or none.
+        compiles_calls: does XLA compile functions by themselves that a step calls and that ask for it? Not where it
+            compiles the step as a whole.
     """
 
     min_counted_bytes: int
     converts_half: bool = False
     first_region_bytes: int = 1 << 20
     own_kernels: Literal["all", "not in oneDNN", "none"] = "none"
+    compiles_calls: bool = True
 
     def runs_own_kernel(self, op: tf.Operation) -> bool:
         """Does TensorFlow's own kernel for CPUs run the operation, whose scratch memory is known?"""
@@ -84,26 +100,30 @@ class AllocatorModel:
         """As ``peak_range``, but only what the device's statistics show of it."""
         events = [event for event in self._events(graph, schedule) if not event.size_bytes or self._is_on_heap(event)]
         known = {event.block for event in events if event.size_bytes}
-        pinned = [self.counted(size) for size in self._pinned_bytes(graph)]
+        pinned = {root: self.counted(size) for root, size in self._pinned_bytes(graph).items()}
         return self._peak_range([event for event in events if event.block in known], pinned)
 
-    def _peak_range(self, events: Sequence[_Event], pinned: Sequence[int]) -> PeakRange:
+    def _peak_range(self, events: Sequence[_Event], pinned: Mapping[int, int]) -> PeakRange:
         sizes = [event.size_bytes for event in events if self._is_on_heap(event)]
+
+        steps = _STEPS_WITH_MOVES if any(event.moves_to is not None for event in events) else 1
 
         def added(heaps: int, pinned_first: bool) -> list[int]:
             return sorted(
-                self._added_by_a_step(self._heap_with_a_past(pinned, sizes, pinned_first, seed), events)
+                self._added_by_steps(self._heap_with_a_past(pinned, sizes, pinned_first, seed), events, steps)
                 for seed in range(heaps)
             )
 
         to_expect = added(_HEAPS_TO_EXPECT, pinned_first=True)
         highest = max(to_expect[-1], added(_HEAPS_TO_HOLD, pinned_first=False)[-1])
-        return PeakRange(sum(pinned) + to_expect[_HEAPS_TO_EXPECT // 2], sum(pinned) + highest)
+        pinned_bytes = sum(pinned.values())
+        return PeakRange(pinned_bytes + to_expect[_HEAPS_TO_EXPECT // 2], pinned_bytes + highest)
 
-    def peak_on_a_new_heap(self, graph: Graph, schedule: Sequence[int]) -> int:
-        """As ``peak_range`` for a step that is the first thing on the device."""
+    def peak_on_a_new_heap(self, graph: Graph, schedule: Sequence[int], steps: int = 1) -> int:
+        """As ``peak_range`` for some steps that are the first thing on the device."""
         pinned = self._pinned_bytes(graph)
-        return sum(pinned) + self._added_by_a_step(self._new_heap(pinned), list(self._events(graph, schedule)))
+        events = list(self._events(graph, schedule))
+        return sum(pinned.values()) + self._added_by_steps(self._new_heap(pinned), events, steps)
 
     def peak_with_blocks(self, graph: Graph, blocks: Sequence[int]) -> PeakRange:
         """The sum of chunks in use while a compiled program runs, which allocates its blocks at once.
@@ -121,26 +141,29 @@ class AllocatorModel:
                 heap.allocate(counted)
             else:
                 beside += size
-        return PeakRange.exactly(sum(pinned) + heap.in_use_bytes - before + beside)
+        return PeakRange.exactly(sum(pinned.values()) + heap.in_use_bytes - before + beside)
 
-    def _new_heap(self, pinned: Sequence[int]) -> Heap:
+    def _new_heap(self, pinned: Mapping[int, int]) -> Heap:
         heap = Heap(self.first_region_bytes)
-        for size in pinned:
+        for root, size in pinned.items():
             if self.counted(size):
-                heap.allocate(size)
+                heap.of_inputs[root] = heap.allocate(size)
         return heap
 
-    def _heap_with_a_past(self, pinned: Sequence[int], sizes: Sequence[int], pinned_first: bool, seed: int) -> Heap:
+    def _heap_with_a_past(self, pinned: Mapping[int, int], sizes: Sequence[int], pinned_first: bool, seed: int) -> Heap:
         """A heap after blocks of ``sizes`` have come and gone between ``pinned`` and a few other blocks, which stay."""
-        heap = self._new_heap(pinned if pinned_first else ())
+        heap = self._new_heap(pinned if pinned_first else {})
         draw = random.Random(seed)
-        events = [*(() if pinned_first else filter(self.counted, pinned)), *[0] * draw.randrange(len(sizes) + 1)]
-        events += draw.choices(sizes, k=draw.randrange(_MOST_OTHERS + 1)) if sizes else []
+        roots = [root for root, size in pinned.items() if not pinned_first and self.counted(size)]
+        events = [*((pinned[root], root) for root in roots), *[_PAST] * draw.randrange(len(sizes) + 1)]
+        events += [(size, None) for size in draw.choices(sizes, k=draw.randrange(_MOST_OTHERS + 1))] if sizes else []
         draw.shuffle(events)
         gone: list[int] = []
-        for size in events:
+        for size, root in events:
             if size:
-                heap.allocate(size)
+                address = heap.allocate(size)
+                if root is not None:
+                    heap.of_inputs[root] = address
             elif not gone or draw.random() < _ALLOCATE_SHARE:
                 gone.append(heap.allocate(draw.choice(sizes)))
             else:
@@ -149,9 +172,10 @@ class AllocatorModel:
             heap.free(address)
         return heap
 
-    def _pinned_bytes(self, graph: Graph) -> list[int]:
-        sizes = [graph.tensors[root].size_bytes for root in {graph.roots[t] for t in graph.inputs}]
-        return [size for size in sizes if size]
+    def _pinned_bytes(self, graph: Graph) -> dict[int, int]:
+        """The sizes of pinned inputs, by the tensor that owns the storage."""
+        sizes = {root: graph.tensors[root].size_bytes for root in {graph.roots[t] for t in graph.inputs}}
+        return {root: size for root, size in sizes.items() if size}
 
     def _events(self, graph: Graph, schedule: Sequence[int]) -> Iterator[_Event]:
         """Blocks coming and going, in the order of the schedule."""
@@ -166,7 +190,10 @@ class AllocatorModel:
             if sizes[number]:
                 births[birth].append(number)
                 deaths[len(schedule) if kept else last].append(number)
-        pieces = [_blocks(graph.tensors[tensor]) for tensor in lives.tensor.tolist()]
+        lives_of = lives.tensor.tolist()
+        pieces = [_blocks(graph.tensors[tensor]) for tensor in lives_of]
+        newest: dict[int, int] = {}  # tensor -> its newest storage
+        assigned: dict[int, int] = {}  # storage -> the variable whose it becomes when it would be freed
         owner: dict[int, int] = {}  # storage -> the storage whose block it has taken over
         for step in range(len(schedule) + 1):
             for number in births.get(step, ()):
@@ -178,43 +205,62 @@ class AllocatorModel:
                     yield _Event(owner.pop(source))
                 if owner[number] == number:
                     yield _Event(number, sizes[number] // pieces[number], pieces[number])
+                newest[lives_of[number]] = number
+            if step < len(schedule) and graph.ops[schedule[step]].kind == _MOVES:
+                assigned |= self._moved(graph, schedule[step], newest)
             if step < len(schedule) and (workspace := graph.ops[schedule[step]].workspace_bytes):
                 yield _Event(-1 - step, workspace, 1)
                 yield _Event(-1 - step)
             for number in deaths.get(step, ()):
                 if number in owner:
-                    yield _Event(owner.pop(number))
+                    yield _Event(owner.pop(number), moves_to=assigned.get(number))
+
+    @staticmethod
+    def _moved(graph: Graph, op: int, newest: Mapping[int, int]) -> dict[int, int]:
+        """The storage that an assignment makes that of a variable, and the variable."""
+        variable, value = (graph.roots[t] for t in graph.ops[op].inputs[:2])
+        if value not in newest or graph.tensors[value].size_bytes != graph.tensors[variable].size_bytes:
+            return {}
+        return {newest[value]: variable}
 
     def _is_on_heap(self, event: _Event) -> bool:
         return bool(event.size_bytes) and event.size_bytes >= self.min_counted_bytes
 
-    def _added_by_a_step(self, heap: Heap, events: Sequence[_Event]) -> int:
-        """The most that a step has in use beyond what was in use before, on the heap and beside it."""
+    def _added_by_steps(self, heap: Heap, events: Sequence[_Event], steps: int) -> int:
+        """The most that some steps have in use beyond what was in use before, on the heap and beside it."""
         before = peak = heap.in_use_bytes
-        beside = 0
-        held: dict[int, list[int]] = {}
-        held_beside: dict[int, int] = {}
-        for event in events:
-            if self._is_on_heap(event):
-                held[event.block] = [heap.allocate(event.size_bytes) for _ in range(event.count)]
-            elif event.size_bytes:
-                held_beside[event.block] = event.size_bytes * event.count
-                beside += held_beside[event.block]
-            else:
-                beside -= held_beside.pop(event.block, 0)
-                for address in held.pop(event.block, ()):
-                    heap.free(address)
-            peak = max(peak, heap.in_use_bytes + beside)
+        for _ in range(steps):
+            beside = 0
+            held: dict[int, list[int]] = {}
+            held_beside: dict[int, int] = {}
+            for event in events:
+                if self._is_on_heap(event):
+                    held[event.block] = [heap.allocate(event.size_bytes) for _ in range(event.count)]
+                elif event.size_bytes:
+                    held_beside[event.block] = event.size_bytes * event.count
+                    beside += held_beside[event.block]
+                else:
+                    beside -= held_beside.pop(event.block, 0)
+                    addresses = held.pop(event.block, ())
+                    if event.moves_to in heap.of_inputs and len(addresses) == 1:
+                        addresses = [heap.move_input(event.moves_to, addresses[0])]
+                    for address in addresses:
+                        heap.free(address)
+                peak = max(peak, heap.in_use_bytes + beside)
         return peak - before
 
 
 @dataclass(frozen=True)
 class _Event:
-    """``count`` blocks of ``size_bytes`` each are allocated, or, where that is 0, those of ``block`` are freed."""
+    """``count`` blocks of ``size_bytes`` each are allocated, or, where that is 0, those of ``block`` are freed.
+
+    Where ``moves_to`` is given, a block becomes that of this pinned input, whose own is freed in its place.
+    """
 
     block: int
     size_bytes: int = 0
     count: int = 0
+    moves_to: int | None = None
 
 
 def _blocks(tensor: Tensor) -> int:
@@ -237,10 +283,12 @@ class Heap:
     Attributes:
         region_bytes: of the first region; every further one is twice as large, or large enough.
         in_use_bytes: of the chunks handed out, which may be larger than the blocks asked for.
+        of_inputs: the addresses of pinned inputs, by the tensor that owns the storage.
     """
 
     region_bytes: int
     in_use_bytes: int = 0
+    of_inputs: dict[int, int] = field(default_factory=dict)
     _chunks: dict[int, _Chunk] = field(default_factory=dict)
     _free: list[tuple[int, int, int]] = field(default_factory=list)  # (bin, size, address), sorted
     _end: int = 0
@@ -273,6 +321,11 @@ class Heap:
             self._join(chunk.before, address)
             address = chunk.before
         self._add_free(address)
+
+    def move_input(self, root: int, address: int) -> int:
+        """Let a chunk be that of a pinned input from now on; the address of the one that was."""
+        before, self.of_inputs[root] = self.of_inputs[root], address
+        return before
 
     def _find(self, size: int) -> int:
         return bisect.bisect_left(self._free, (_bin(size), size, -1))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Final
 
 import tensorflow as tf
@@ -21,6 +20,7 @@ from remat.tensorflow import _private
 from remat.tensorflow.emit.emit import emit
 from remat.tensorflow.loops.variants import Variant
 from remat.tensorflow.peak.allocator import AllocatorModel
+from remat.tensorflow.peak.compiled_memory import program_memory
 from remat.tensorflow.trace.func_graph import FunctionToPlan, TracedStep
 
 _UNSEEN: Final = 0.04
@@ -185,34 +185,3 @@ class CompiledFunction(FunctionCandidate):
         if function.carried:
             memory = memory.in_one_block(_AROUND_A_LOOP)
         return self._allocator.peak_with_blocks(self.graph, [*memory.output_bytes, *memory.temporary_bytes])
-
-
-@dataclass(frozen=True)
-class CompiledMemory:
-    """Buffers that one call of a compiled function allocates, parameters left out.
-
-    Attributes:
-        output_bytes: one entry for each output that is not written into a parameter.
-        temporary_bytes: blocks for everything in between, allocated before the program runs; mostly one.
-    """
-
-    output_bytes: tuple[int, ...]
-    temporary_bytes: tuple[int, ...]
-
-    def in_one_block(self, more: float) -> CompiledMemory:
-        """The memory where outputs, too, are temporary, as in the middle of a larger program that adds ``more``."""
-        together = sum(self.output_bytes) + sum(self.temporary_bytes)
-        return CompiledMemory((), (int(together * (1 + more)),))
-
-
-def program_memory(compiled: _private.CompiledProgram) -> CompiledMemory:
-    """The buffers of a compiled program."""
-    allocations = [
-        a
-        for a in compiled.buffer_assignment.buffer_allocations
-        if not (a.is_entry_computation_parameter or a.is_constant or a.is_thread_local)
-    ]
-    return CompiledMemory(
-        output_bytes=tuple(a.size for a in allocations if a.maybe_live_out),
-        temporary_bytes=tuple(a.size for a in allocations if not a.maybe_live_out),
-    )

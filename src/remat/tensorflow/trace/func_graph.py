@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import tensorflow as tf
 
@@ -14,7 +14,8 @@ from remat.running.cost_model import DeviceProfile, op_time_s
 from remat.tensorflow import _private
 from remat.tensorflow.peak.allocator import AllocatorModel
 from remat.tensorflow.replicas import Replica
-from remat.tensorflow.trace import cpu_scratch, op_facts
+from remat.tensorflow.trace import calls, cpu_scratch, op_facts
+from remat.tensorflow.trace.calls import CALLS, Call
 from remat.tensorflow.trace.loop_memory import LoopMemory, loop_memory
 from remat.tensorflow.trace.sizes import (
     HANDLES,
@@ -177,6 +178,8 @@ class _Tracer:
         self.numbers: dict[tf.Operation, int] = {}
         self.loops: dict[tf.Operation, Loop] = {}
         self.memory: dict[tf.Operation, LoopMemory] = {}
+        self.bodies_called: dict[tf.Operation, tuple[Call, Graph]] = {}
+        self.unknown: list[str] = []  # What could not be told of the step, for people.
         self.most_elements: dict[str, int] = {}  # of tensors whose shape depends on values
         self.unsized: dict[str, tf.Tensor] = {}
 
@@ -196,7 +199,8 @@ class _Tracer:
                 self._add_op(op)
         self._warn_of_unsized()
         outputs = tuple(dict.fromkeys(self.ids[t.name] for t in self.outputs if t.name in self.ids))
-        notes = tuple(loop.assumed for loop in self.loops.values() if loop.known_iterations is None)
+        assumed = (loop.assumed for loop in self.loops.values() if loop.known_iterations is None)
+        notes = (*assumed, *self.unknown)
         graph = Graph(tuple(self.ops), tuple(self.tensors), tuple(self.pinned), outputs, False, notes)
         return TracedStep(graph, tuple(self.operations), tuple(self.handles))
 
@@ -258,10 +262,31 @@ class _Tracer:
             self.memory[op] = loop_memory(loop, tracer.run().graph, tracer.ids)
         return self.memory[op]
 
+    def _called(self, op: tf.Operation) -> tuple[Call, Graph]:
+        """A call of a function, and the graph of that function."""
+        if op not in self.bodies_called:
+            call = Call(op, self.sizes)
+            # XLA brings kernels of its own.
+            allocator = replace(self.allocator, own_kernels="none") if call.in_xla else self.allocator
+            tracer = _Tracer(call.body, call.sizes, self.profile, allocator, None)
+            self.bodies_called[op] = call, tracer.run().graph
+        return self.bodies_called[op]
+
+    def _bytes_of_call(self, op: tf.Operation) -> int:
+        call, body = self._called(op)
+        if not call.in_xla or not self.allocator.compiles_calls:
+            return calls.scratch_bytes(body)
+        compiled_bytes = call.compiled_bytes()
+        if compiled_bytes is None:
+            self.unknown.append(call.unknown)
+        return compiled_bytes or 0
+
     def _workspace_bytes(self, op: tf.Operation) -> int:
-        """What a kernel needs besides its inputs and outputs; for a loop what its iterations do."""
+        """What a kernel needs besides its inputs and outputs; for a loop or a call what its operations do."""
         if op.type in LOOPS:
             return self._memory(op).workspace_bytes
+        if op.type in CALLS:
+            return self._bytes_of_call(op)
         if self.allocator.runs_own_kernel(op):
             shapes = [[self.sizes.shape(t) for t in tensors] for tensors in (op.inputs, op.outputs)]
             return cpu_scratch.scratch_bytes(op, *shapes)
@@ -354,6 +379,8 @@ class _Tracer:
             return 0.0
         if op.type in LOOPS:
             return self._loop(op).iterations() * self._memory(op).time_s
+        if op.type in CALLS:
+            return self._called(op)[1].time_s
         work = op_facts.flops(op, [self.sizes.shape(t) for t in op.inputs], [self.sizes.shape(t) for t in op.outputs])
         moved = sum(self.tensors[self.ids[t.name]].size_bytes for t in op.inputs)
         moved += sum(self.tensors[number].size_bytes for number in outputs)
