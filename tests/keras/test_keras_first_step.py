@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+
 import keras
 import numpy as np
 import pytest
@@ -117,32 +121,47 @@ def test_a_training_that_runs_is_not_refused_its_budget(monkeypatch, caplog):
     assert len([line for line in said(caplog) if "more than the budget of" in line]) == 1
 
 
-def test_slots_that_move_are_in_the_prediction():
-    """Momentum is assigned anew in each step, wherever there is room: later steps take more than the first."""
-    units = np.random.default_rng(1).integers(300, 1100, 14)
+MOVING = """
+import json
+import keras, numpy as np
+import remat, remat.keras
+from remat.tensorflow.peak.device import current_device
 
-    def heavy() -> keras.Model:
-        layers = [keras.layers.Dense(int(one), "tanh") for one in units]
-        model = keras.Sequential([keras.Input((256,)), *layers, keras.layers.Dense(10)])
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(keras.optimizers.SGD(0.01, momentum=0.9), loss, jit_compile=False)
-        return model
+keras.utils.set_random_seed(0)
+units = [int(one) for one in np.random.default_rng(1).integers(300, 1100, 14)]
+layers = [keras.layers.Dense(one, "tanh") for one in units]
+model = keras.Sequential([keras.Input((256,)), *layers, keras.layers.Dense(10)])
+loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+model.compile(keras.optimizers.SGD(0.01, momentum=0.9), loss, jit_compile=False)
+model.optimizer.build(model.trainable_variables)
+x, y = np.zeros((512, 256), "float32"), np.zeros(512, "int32")
 
-    x, y = np.zeros((512, 256), "float32"), np.zeros(512, "int32")
-    model = heavy()
-    model.optimizer.build(model.trainable_variables)
-    device = current_device()
-    beside = device.in_use_bytes
-    with pytest.raises(remat.InfeasibleBudget) as error:
-        limit(model, 1, planner="peak_greedy", on_change="keep").train_on_batch(x, y)
+def within(budget):
     remat.keras.limit_memory(model, None)
-    limit(model, error.value.minimum_bytes, planner="peak_greedy", on_change="keep")
-    peaks = []
-    for _ in range(9):
-        device.reset_peak()
-        model.train_on_batch(x, y)
-        peaks.append(device.peak_bytes)
-    plan = remat.keras.plan_of(model)
-    assert max(peaks) > peaks[0], "no slot has moved"
-    assert max(peaks) - beside <= 1.03 * (plan.peak_bytes - beside)
-    assert max(peaks) <= plan.budget_bytes
+    remat.keras.limit_memory(model, budget, planner="peak_greedy", on_change="keep")
+    model.train_on_batch(x, y)
+
+try:
+    within(1)
+except remat.InfeasibleBudget as error:
+    smallest = error.minimum_bytes
+within(smallest)
+peaks, plan = [], remat.keras.plan_of(model)
+for _ in range(9):
+    current_device().reset_peak()
+    model.train_on_batch(x, y)
+    peaks.append(current_device().peak_bytes)
+print(json.dumps([peaks, plan.measured_peak_bytes, plan.peak_bytes, plan.budget_bytes]))
+"""
+
+
+def test_slots_that_move_are_in_the_prediction():
+    """Momentum is assigned anew in each step, wherever there is room: later steps take more than the first.
+
+    In a process of its own: 60 MiB of weights and slots would lie beside the steps of other tests.
+    """
+    run = subprocess.run([sys.executable, "-c", MOVING], capture_output=True, text=True, check=True)
+    peaks, first, predicted, budget = json.loads(run.stdout.splitlines()[-1])
+    assert max(peaks) > first, "no slot has moved"
+    assert max(peaks) <= 1.03 * predicted
+    assert max(peaks) <= budget
