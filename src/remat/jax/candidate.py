@@ -102,10 +102,11 @@ class FunctionCandidate(Candidate):
         return prove(plan, self.graph_of(plan), request.time_limit_s, most_samples=_SAMPLES_OF_BOUND)
 
     def suggestions(self) -> Iterator[Plan]:
-        """The user's own regions under ``jax.checkpoint``, and a cut between any two blocks of the step."""
+        """All bodies of loops as under ``jax.checkpoint``, the user's own regions, and a cut between any two blocks."""
         variant: Variant = self._variants[0]
         if variant.held:
             return  # These plans know nothing of what the user wants to be kept.
+        yield from map(self._variants.as_it_is, self._variants.suggested)
         graph, problem = variant.graph, Problem.of(variant.graph)
         own = [(at, again) for at, again in variant.program.regions if at > variant.turning_point]
         if own:

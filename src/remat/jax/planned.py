@@ -234,7 +234,8 @@ def plan_function(
             plan = splittable.planned(request)
         if plan in (request.plan, request.known):
             return plan
-        if plan.fingerprint in compilers:
+        if tie == "data" and plan.fingerprint in compilers:
+            # Under remat.jax.jit, whose ties are barriers, the program that runs is looked at before its first run.
             exact_bytes = compilers[plan.fingerprint].exact_peak_bytes(plan.schedule)
             plan = dataclasses.replace(plan, peak_bytes=exact_bytes)
         if moves_updates:
