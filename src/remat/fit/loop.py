@@ -67,6 +67,7 @@ def plan_within(
     real_peak: Callable[[Plan], PeakRange],
     rounds: Rounds,
     suggestions: Callable[[], Iterable[Plan]] = tuple,
+    likely: Callable[[], Iterable[Plan]] = tuple,
 ) -> Plan:
     """The cheapest plan found whose highest real peak is at most ``target_bytes``.
 
@@ -79,6 +80,7 @@ def plan_within(
         real_peak: plan -> what the device will show.
         rounds: how many plans may be tried.
         suggestions: plans that do not depend on the budget; asked for where nothing fits, or to be had at less time.
+        likely: the same, asked for as soon as a round fails: one that fits spares the search below it.
 
     Returns:
         The plan, its ``peak_bytes`` being the real one that is expected.
@@ -97,6 +99,8 @@ def plan_within(
         highest = one.peak.highest_bytes
         if highest <= target_bytes and (highest >= target_bytes * (1 - _CLOSE_ENOUGH) or one.plan.overhead == 0):
             break
+        if highest > target_bytes and len(tried) == 1:
+            _try_suggestions(target_bytes, likely, real_peak, tried)
         if not _may_gain(rounds.least_gain, target_bytes, tried):
             break
         guess = max(1, _next_guess(target_bytes, tried, rounds.aim))

@@ -102,11 +102,10 @@ class FunctionCandidate(Candidate):
         return prove(plan, self.graph_of(plan), request.time_limit_s, most_samples=_SAMPLES_OF_BOUND)
 
     def suggestions(self) -> Iterator[Plan]:
-        """All bodies of loops as under ``jax.checkpoint``, the user's own regions, and a cut between any two blocks."""
+        """The user's own regions under ``jax.checkpoint``, and a cut between any two blocks of the step."""
         variant: Variant = self._variants[0]
         if variant.held:
             return  # These plans know nothing of what the user wants to be kept.
-        yield from map(self._variants.as_it_is, self._variants.suggested)
         graph, problem = variant.graph, Problem.of(variant.graph)
         own = [(at, again) for at, again in variant.program.regions if at > variant.turning_point]
         if own:
@@ -121,6 +120,11 @@ class FunctionCandidate(Candidate):
             except TooManyRuns:
                 return  # What lies between two blocks reads so far back that the cut is no use.
             yield plan_for_schedule(graph, condensed.expand(cut.schedule), planner=cut.planner)
+
+    def likely(self) -> Iterator[Plan]:
+        """The bodies of all loops as under ``jax.checkpoint``."""
+        if not self._variants[0].held:
+            yield from map(self._variants.as_it_is, self._variants.suggested)
 
     def graph_of(self, plan: Plan) -> Graph:
         """The graph of the variant that a plan is for."""

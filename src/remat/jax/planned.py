@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import types
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -85,6 +86,10 @@ class Follower:
         self._newest: Any = None
         self._plans: dict[Any, Plan] = {}
         self._promised_bytes: int | None = None
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """As a function: a method of the class that it is defined in."""
+        return self if instance is None else types.MethodType(self, instance)  # type: ignore[arg-type]
 
     @property
     def plan(self) -> Plan | None:
