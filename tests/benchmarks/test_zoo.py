@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from benchmarks.zoo import __main__ as zoo
 from benchmarks.zoo.frame import heap
-from benchmarks.zoo.frame.measure import measured
+from benchmarks.zoo.frame.measure import difference, measured
 from benchmarks.zoo.frame.subject import Prepared, Subject
 from benchmarks.zoo.frame.table import as_markdown
 
@@ -104,6 +104,14 @@ def test_every_method_has_a_line():
         in text
     )
     assert "| remat 60% | 0.00 | 60% |" in text
+
+
+def test_rounding_of_a_gradient_that_is_zero_is_no_difference():
+    loss, zero = np.float32(3.0), np.array([5e-10, -2e-10], np.float32)
+
+    assert difference([loss, -zero], [loss, zero]) < 1e-9
+    assert difference([loss, zero + np.float32(3e-3)], [loss, zero]) == pytest.approx(1e-3, rel=1e-3)
+    assert difference([loss, np.float32(2e-6)], [loss, np.float32(1e-6)]) == pytest.approx(1.0)
 
 
 def test_plans_that_fail_are_counted():

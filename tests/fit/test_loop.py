@@ -182,3 +182,29 @@ def test_the_minimum_that_an_error_names_can_be_asked_for_though_the_planner_fin
     assert caught.value.minimum_bytes == 115
     found = plan_within(115, 115, never_the_same, real_peak, rounds=Rounds(1, 1))
     assert found.peak_bytes == 115
+
+
+@pytest.mark.parametrize("has_likely", [True, False])
+def test_a_likely_plan_that_fits_leaves_room_for_a_cheaper_one(has_likely):
+    """Of three ways to write a step, far apart in bytes, guesses often lead to one that is known to be too large."""
+
+    def way(name: str, size_bytes: int, time_s: float) -> Plan:
+        plan = plan_for_schedule(GRAPH, KEEP, planner="by hand")
+        return dataclasses.replace(plan, fingerprint=name, peak_bytes=size_bytes, time_s=time_s, overhead=time_s - 1)
+
+    large, middle, small = way("large", 70, 1.1), way("middle", 50, 1.2), way("small", 30, 1.9)
+    real = {"large": 110, "middle": 90, "small": 60}
+    asked = []
+
+    def plan(budget_bytes: int) -> Plan:
+        return large if budget_bytes >= 70 else middle if budget_bytes >= 50 else small
+
+    def real_peak(one: Plan) -> PeakRange:
+        asked.append(one.fingerprint)
+        return PeakRange.exactly(real[one.fingerprint])
+
+    likely = (lambda: [small]) if has_likely else tuple
+    found = plan_within(100, 130, plan, real_peak, Rounds(6, 4, 0.03), likely=likely)
+
+    assert found.fingerprint == "middle"
+    assert asked == (["large", "small", "middle"] if has_likely else ["large", "middle"])

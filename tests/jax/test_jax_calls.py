@@ -250,3 +250,24 @@ def test_the_example_of_the_readme_keeps_its_budget(jit):
     ours = remat.jax.measure(jit(gradients), weights, x, repeats=1).peak_bytes
 
     assert ours == gradients.plan.peak_bytes <= 0.7 * plain
+
+
+def test_methods():
+    """What stands in a class is bound to its objects, as a function is."""
+
+    class Model:
+        scale = 2.0
+
+        @functools.partial(remat.jax.jit, static_argnums=0, budget="70%", **GREEDY)
+        def step(self, weights, x):
+            return jax.value_and_grad(lambda own: self.scale * chain(own, x))(weights)
+
+    weights, x = [normal(n, 16, 16, scale=0.2) for n in range(6)], normal(9, 256, 16)
+
+    def chain(own, x):
+        for w in own:
+            x = jnp.tanh(jnp.sin(x @ w) + x)
+        return jnp.mean(x**2)
+
+    assert_close(Model().step(weights, x), jax.value_and_grad(lambda own: 2.0 * chain(own, x))(weights))
+    assert Model.step.plan.recomputed > 0

@@ -10,10 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from remat import Graph, Op, Tensor, simulate, validate
-from remat.planners import get_planner
+from remat.planners import auto, get_planner
+from remat.planners.methods.peak_greedy import peak_greedy
 from remat.planners.replay.improve import undrop, without_idle_runs
 from remat.planners.replay.rematerialize import rematerialize
 from remat.planners.replay.residents import TooManyRuns
+from remat.planners.search import Search
 from remat.planners.view.problem import Problem
 from remat.testing import chain, graphs, graphs_with_schedules, random_graph
 
@@ -167,3 +169,32 @@ def test_undrop_counts_the_bytes_of_a_longer_life() -> None:
     better = undrop(Problem(graph), schedule, 5)
     assert validate(graph, better) == 5
     assert len(better) - len(graph.ops) == count - 4
+
+
+@pytest.mark.parametrize(("thorough", "asked"), [(False, 1), (True, 2)])
+def test_a_quick_search_ends_near_the_bound(monkeypatch: pytest.MonkeyPatch, thorough: bool, asked: int) -> None:
+    """Within .3 % of the plain step above the bound; a thorough search goes on to 1 % of the bound."""
+    graph = chain(60, free_order=False)
+    problem = Problem.of(graph)
+    budget_bytes = problem.plain.peak_bytes * 6 // 10
+    alone = Search(problem, budget_bytes)
+    peak_greedy(alone)
+    calls: list[Search] = []
+
+    def counted(search: Search) -> None:
+        calls.append(search)
+        peak_greedy(search)
+
+    def other(search: Search) -> None:
+        calls.append(search)
+
+    bound_s = alone.best_time_s - graph.time_s - 0.0025 * graph.time_s
+    monkeypatch.setattr(auto, "chain_lower_bound_s", lambda *_args, **_options: bound_s)
+    for name in ("FOR_CHAINS", "FOR_ANY_GRAPH"):
+        monkeypatch.setattr(auto, name, (counted, other))
+    for name in ("QUICK", "QUICK_ON_SMALL"):
+        monkeypatch.setattr(auto, name, frozenset((counted, other)))
+    search = Search(problem, budget_bytes, thorough=thorough)
+    auto._search_fixed_order(search)
+
+    assert len(calls) == asked

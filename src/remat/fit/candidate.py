@@ -60,6 +60,10 @@ class Candidate(abc.ABC):
         """Plans that do not depend on the budget and are worth a look: what a user would do by hand."""
         return ()
 
+    def likely(self) -> Iterable[Plan]:
+        """Further suggestions, which are tried as soon as a round has failed: each may spare the rounds behind it."""
+        return ()
+
     def prove(self, plan: Plan, request: Request) -> Plan:
         """The plan with its proven bound."""
         return prove(plan, self.graph_of(plan), self.time_limit_of_a_round_s(request))

@@ -62,6 +62,7 @@ def fit(candidate: Candidate, request: Request, *, share_of_bytes: int | None = 
                 candidate.real_peak,
                 candidate.rounds,
                 candidate.suggestions,
+                candidate.likely,
             )
         except InfeasibleBudget as error:
             minimum_bytes = candidate.smallest_budget(min(error.minimum_bytes, plain.highest_bytes))

@@ -67,6 +67,7 @@ def plan_within(
     real_peak: Callable[[Plan], PeakRange],
     rounds: Rounds,
     suggestions: Callable[[], Iterable[Plan]] = tuple,
+    likely: Callable[[], Iterable[Plan]] = tuple,
 ) -> Plan:
     """The cheapest plan found whose highest real peak is at most ``target_bytes``.
 
@@ -79,6 +80,7 @@ def plan_within(
         real_peak: plan -> what the device will show.
         rounds: how many plans may be tried.
         suggestions: plans that do not depend on the budget; asked for where nothing fits, or to be had at less time.
+        likely: the same, asked for as soon as a round fails: one that fits spares the search below it.
 
     Returns:
         The plan, its ``peak_bytes`` being the real one that is expected.
@@ -89,14 +91,21 @@ def plan_within(
     find = functools.cache(find)  # The smallest plan is asked for several times.
     tried: list[_Found] = []
     guess = max(1, first_guess_bytes)
+    are_likely = False
     for _ in range(rounds.first):
         one = _try(guess, find, real_peak, tried)
         if one is None:
+            if are_likely and _narrow(target_bytes, guess, find, tried):
+                guess = max(1, _next_guess(target_bytes, tried, rounds.aim))
+                continue
             break
         tried.append(one)
         highest = one.peak.highest_bytes
         if highest <= target_bytes and (highest >= target_bytes * (1 - _CLOSE_ENOUGH) or one.plan.overhead == 0):
             break
+        if highest > target_bytes and len(tried) == 1:
+            _try_suggestions(target_bytes, likely, real_peak, tried)
+            are_likely = len(tried) > 1
         if not _may_gain(rounds.least_gain, target_bytes, tried):
             break
         guess = max(1, _next_guess(target_bytes, tried, rounds.aim))
@@ -156,6 +165,23 @@ def _try(
     if any(one.is_of(plan) for one in tried):
         return None
     return _Found(guess_bytes, plan, real_peak(plan))
+
+
+def _narrow(target_bytes: int, guess_bytes: int, find: Callable[[int], Plan], tried: list[_Found]) -> bool:
+    """Where a guess leads to a plan that was too large, the next guess lies below it; is that so?
+
+    A step of few variants has few plans, so that a guess far above a suggestion that fits often leads to a known one.
+    """
+    try:
+        plan = find(guess_bytes)
+    except InfeasibleBudget:
+        return False
+    fits = any(one.peak.highest_bytes <= target_bytes for one in tried)
+    for number, one in enumerate(tried):
+        if fits and one.is_of(plan) and one.peak.highest_bytes > target_bytes and guess_bytes < one.guess_bytes:
+            tried[number] = dataclasses.replace(one, guess_bytes=guess_bytes)
+            return True
+    return False
 
 
 def _try_suggestions(

@@ -9,7 +9,7 @@ from typing import Any, Final, Generic, Protocol, TypeVar
 
 from remat.core.errors import InfeasibleBudget
 from remat.core.graph import Graph
-from remat.core.plan import Plan
+from remat.core.plan import Plan, plan_for_schedule
 from remat.core.simulator import simulate
 from remat.fit.request import Request
 from remat.planning.find import find
@@ -37,10 +37,15 @@ class Variants(Sequence[_W], Generic[_W]):
 
     Args:
         makers: make the variants, in this order; each is called once at most.
+        suggested: numbers of variants that are tried as they are, whatever the trace says of their bytes.
+
+    Attributes:
+        suggested: as above.
     """
 
-    def __init__(self, makers: Sequence[Callable[[], _W]]) -> None:
+    def __init__(self, makers: Sequence[Callable[[], _W]], suggested: Sequence[int] = ()) -> None:
         self._makers = tuple(makers)
+        self.suggested = tuple(suggested)
         self._made: dict[int, _W] = {}
 
     def __len__(self) -> int:
@@ -56,7 +61,14 @@ class Variants(Sequence[_W], Generic[_W]):
 
     def changed(self, change: Callable[[_W], _W]) -> Variants[_W]:
         """The same variants, each changed when it is asked for."""
-        return Variants([partial(lambda place: change(self[place]), place) for place in range(len(self))])
+        makers = [partial(lambda place: change(self[place]), place) for place in range(len(self))]
+        return Variants(makers, self.suggested)
+
+    def as_it_is(self, number: int) -> Plan:
+        """The plan that runs a variant with nothing recomputed."""
+        graph: Graph = self[number].graph
+        plan = plan_for_schedule(graph, graph.plain_schedule, planner="none")
+        return plan if number == 0 else beside(plan, self[0].graph.time_s)
 
     def first_within(self, budget_bytes: int) -> int:
         """Number of the variant that keeps the most and fits as it is; the number of variants where none fits.
@@ -113,14 +125,7 @@ def cheapest_plan(
     def plan_with(variant: _W) -> Plan:
         plan = find(variant.graph_to_plan, budget_bytes, request.planner, time_limit_s, **options)
         plan = dataclasses.replace(plan, fingerprint=variant.graph.fingerprint)
-        if variant is first:
-            return plan
-        return dataclasses.replace(
-            plan,
-            baseline_time_s=plain_s,
-            overhead=(plan.time_s - plain_s) / max(plain_s, _SMALLEST_TIME_S),
-            lower_bound_meaning="none was sought over what loops may keep",
-        )
+        return plan if variant is first else beside(plan, plain_s)
 
     plans, errors = [], []
     for variant in _worth_planning(variants, budget_bytes):
@@ -131,6 +136,16 @@ def cheapest_plan(
     if not plans:
         raise min(errors, key=lambda error: error.minimum_bytes)
     return min(plans, key=lambda plan: plan.time_s)
+
+
+def beside(plan: Plan, plain_s: float) -> Plan:
+    """A plan for a variant, its overhead a share of the seconds of the step as it is."""
+    return dataclasses.replace(
+        plan,
+        baseline_time_s=plain_s,
+        overhead=(plan.time_s - plain_s) / max(plain_s, _SMALLEST_TIME_S),
+        lower_bound_meaning="none was sought over what loops may keep",
+    )
 
 
 def _worth_planning(variants: Variants[_W], budget_bytes: int) -> list[_W]:

@@ -121,6 +121,11 @@ class FunctionCandidate(Candidate):
                 return  # What lies between two blocks reads so far back that the cut is no use.
             yield plan_for_schedule(graph, condensed.expand(cut.schedule), planner=cut.planner)
 
+    def likely(self) -> Iterator[Plan]:
+        """The bodies of all loops as under ``jax.checkpoint``."""
+        if not self._variants[0].held:
+            yield from map(self._variants.as_it_is, self._variants.suggested)
+
     def graph_of(self, plan: Plan) -> Graph:
         """The graph of the variant that a plan is for."""
         return self.variant_of(plan).graph

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -73,7 +75,8 @@ class Gauge:
 
     The first program, which is the plain step, is compiled in both ways that are known (``_QUICK`` and ``_ROUGH``).
     Where they agree, the programs after it are compiled roughly, and what the plain step differed by is allowed for.
-    Where they differ by a few bytes, the plan that is chosen should be read once more (``Compiler.exact_peak_bytes``).
+    Where they differ by a few bytes, a plan whose program nobody looks at again should be read once more
+    (``Compiler.exact_peak_bytes``); ``remat.jax.first_run`` looks at those of ``remat.jax.jit``.
     """
 
     def __init__(self) -> None:
@@ -90,15 +93,15 @@ class Gauge:
     def peak_bytes(self, lowered: Lowered) -> int:
         """The peak of a program, or a little more."""
         if self._first is None or jax.default_backend() != "cpu":
-            exact_bytes = peak_of(lowered.compiled().memory_analysis())
+            exact_bytes = peak_of(lowered.memory())
             self._first = lowered, exact_bytes
             return exact_bytes
         first, first_bytes = self._first
         if self._excess_bytes is None:
-            self._excess_bytes = peak_of(first.compiled(is_rough=True).memory_analysis()) - first_bytes
+            self._excess_bytes = peak_of(first.memory(is_rough=True)) - first_bytes
         if abs(self._excess_bytes) > _NEAR * first_bytes:
-            return peak_of(lowered.compiled().memory_analysis())
-        return peak_of(lowered.compiled(is_rough=True).memory_analysis()) + 2 * max(0, -self._excess_bytes)
+            return peak_of(lowered.memory())
+        return peak_of(lowered.memory(is_rough=True)) + 2 * max(0, -self._excess_bytes)
 
 
 class Compiler:
@@ -152,7 +155,7 @@ class Compiler:
         """The peak of a schedule that ``peak`` was asked for, to the byte. Compiles where that figure was rough."""
         if self._gauge.is_exact:
             return self.peak(schedule).expected_bytes
-        return peak_of(self.compile(schedule).memory_analysis())
+        return peak_of(self._lowered(schedule).memory())
 
     def compile(self, schedule: Schedule) -> Any:
         """The compiled program of a schedule, as ``jax.stages.Compiled``."""
@@ -209,10 +212,37 @@ class Lowered:
         Args:
             is_rough: is a peak that may differ a little good enough?
         """
+        return self._lowered.compile(compiler_options=self._options(is_rough))
+
+    def memory(self, *, is_rough: bool = False) -> Any:
+        """What the compiler says of the program's memory; remembered, so that equal programs are compiled once.
+
+        Args:
+            is_rough: as in ``compiled``.
+        """
+        text = repr((self._options(is_rough), jax.devices(), self._lowered.as_text()))
+        key = hashlib.sha256(text.encode()).digest()
+        if key not in _known:
+            _known[key] = self.compiled(is_rough=is_rough).memory_analysis()
+        _known.move_to_end(key)
+        while len(_known) > _MOST_KNOWN:
+            _known.popitem(last=False)
+        return _known[key]
+
+    def _options(self, is_rough: bool) -> dict[str, Any]:
         options: dict[str, Any] = dict(compiler_options(self._tie))
         if jax.default_backend() == "cpu":
             options |= _ROUGH if is_rough else _QUICK
-        return self._lowered.compile(compiler_options=options)
+        return options
+
+
+_known: OrderedDict[bytes, Any] = OrderedDict()
+"""What the compiler said of programs, by the hash of their text and options. A step that is planned for a second
+budget, as after a refusal, compiles its plain form twice less, which is .9 of the plain program's compile time."""
+
+_MOST_KNOWN: Final = 256
+"""A judgement: some ten programs a budget, of which a few hundred bytes each are kept. With fewer, a step that is
+planned for many budgets is compiled anew."""
 
 
 def compile_quickly(

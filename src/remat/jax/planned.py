@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import types
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -85,6 +86,10 @@ class Follower:
         self._newest: Any = None
         self._plans: dict[Any, Plan] = {}
         self._promised_bytes: int | None = None
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """As a function: a method of the class that it is defined in."""
+        return self if instance is None else types.MethodType(self, instance)  # type: ignore[arg-type]
 
     @property
     def plan(self) -> Plan | None:
@@ -234,7 +239,8 @@ def plan_function(
             plan = splittable.planned(request)
         if plan in (request.plan, request.known):
             return plan
-        if plan.fingerprint in compilers:
+        if tie == "data" and plan.fingerprint in compilers:
+            # Under remat.jax.jit, whose ties are barriers, the program that runs is looked at before its first run.
             exact_bytes = compilers[plan.fingerprint].exact_peak_bytes(plan.schedule)
             plan = dataclasses.replace(plan, peak_bytes=exact_bytes)
         if moves_updates:

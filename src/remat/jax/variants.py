@@ -68,8 +68,10 @@ def variants_of_jaxpr(
         graph = graph_of_program(program, profile)
         return Variant(program, graph, Problem.of(graph).turning_point)
 
-    makers: list[Callable[[], Any]] = [lambda: closed, *scan_variants(closed, profile, find_received)]
-    return Variants([partial(variant_of, make) for make in makers])
+    loops = scan_variants(closed, profile, find_received)
+    makers: list[Callable[[], Any]] = [lambda: closed, *loops.makers]
+    suggested = () if loops.checkpointed is None else (1 + loops.checkpointed,)
+    return Variants([partial(variant_of, make) for make in makers], suggested)
 
 
 def variants_of(

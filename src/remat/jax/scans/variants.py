@@ -8,6 +8,7 @@ of the backward loop is planned as any step is. A variant is traced when somebod
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, TypeAlias
 
@@ -51,10 +52,24 @@ _BODY_PLANNER: Final = "peak_greedy"
 """Plans the bodies. It needs no time limit, so the variants come out the same each time: a saved plan is for one."""
 
 
+@dataclass(frozen=True)
+class ScanVariants:
+    """A function with pairs of loops that leave less and less behind.
+
+    Attributes:
+        makers: trace the variants, in this order.
+        checkpointed: number of the one whose loops make everything again in each iteration, as with ``jax.checkpoint``
+            around their bodies; None where there is none.
+    """
+
+    makers: Sequence[Maker]
+    checkpointed: int | None = None
+
+
 def scan_variants(
     closed: ClosedJaxpr, profile: DeviceProfile, find_received: FindReceived | None = None
-) -> list[Maker]:
-    """The function with pairs of loops that leave less and less behind; nothing where it has no such pair.
+) -> ScanVariants:
+    """The function with pairs of loops that leave less and less behind; no variant where it has no such pair.
 
     Args:
         closed: the function.
@@ -71,7 +86,7 @@ def scan_variants(
     equations = alive(flattener.equations, outputs)
     pairs = find_pairs(equations, outputs)
     if not pairs:
-        return []
+        return ScanVariants(())
     bodies = [_forward_program(pair) for pair in pairs]
     graphs = [graph_of_program(body, profile) for body in bodies]
     shapes = [_shape(flattener.avals[value]) for value in inputs]
@@ -90,11 +105,13 @@ def scan_variants(
             for pair, body, graph in zip(pairs, bodies, graphs, strict=True)
         ]
         rows = [tuple(loop.cheapest(share).way for loop in loops) for share in _SHARES_OVER_DEVICES]
-        return [partial(traced, row) for row in dict.fromkeys(rows)]
+        return ScanVariants([partial(traced, row) for row in dict.fromkeys(rows)])
     rows = merged([menu_of(pair, body, graph) for pair, body, graph in zip(pairs, bodies, graphs, strict=True)])
     thinned = [rows[number * (len(rows) - 1) // max(1, _MOST_VARIANTS - 1)] for number in range(_MOST_VARIANTS)]
     rows = rows if len(rows) <= _MOST_VARIANTS else list(dict.fromkeys(thinned))
-    return [*(partial(traced, row) for row in rows), *(partial(traced, rows[-1], share) for share in _BODY_SHARES)]
+    whole = [number for number, row in enumerate(rows) if not any(choice.chunks for choice in row)]
+    makers = [*(partial(traced, row) for row in rows), *(partial(traced, rows[-1], share) for share in _BODY_SHARES)]
+    return ScanVariants(makers, max(whole, default=None))
 
 
 def _as_it_is(body: Body, carry: Any, stacked: Any) -> Body:
