@@ -39,8 +39,8 @@ Too small, a step breaks its budget; too large, it recomputes more than it has t
 _BOOKKEEPING_BYTES: Final = 1200
 """For each op of the forward pass, what autograd's nodes and tensors' headers take, and under a plan the recipes.
 
-Measured: 980 bytes an op in the plain step of a T5 of transformers, 1,200 under a plan at its smallest. It counts where it
-is more than the reserve: in steps of many small tensors. Too small, these break their budgets by a few percent.
+Measured: 980 bytes an op in the plain step of a T5 of transformers, 1,200 under a plan at its smallest. It counts where
+it is more than the reserve: in steps of many small tensors. Too small, these break their budgets by a few percent.
 """
 
 
