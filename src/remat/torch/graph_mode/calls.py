@@ -75,7 +75,7 @@ class _WithGradients:
 
 
 def viewed(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """``aten.view``, or a copy where the tensor does not lie as tracing supposed: eager PyTorch's ``reshape`` copies it.
+    """``aten.view``, or a copy where the tensor does not lie as tracing supposed, as eager PyTorch's ``reshape`` makes.
 
     PyTorch's shape rules suppose, for one, that a batch normalisation's results lie as what it reads; its kernel on a
     CPU makes them contiguous.
