@@ -18,7 +18,11 @@ import remat
 import remat.torch
 from remat.core.schedule import recomputed_ops
 from remat.planning.checkpoints import plan_with_checkpoints
+from remat.torch.api.plan import EagerCandidate
 from remat.torch.emit import recipes
+from remat.torch.emit.first_step import StorageMeter
+from remat.torch.trace import cpu_scratch
+from remat.torch.trace.fake_step import record_step
 
 
 def check(case, schedule=made_again_once):
@@ -565,6 +569,39 @@ def test_a_strict_step_over_its_budget_is_an_error():
     case = Case(module, module, (torch.randn(256, 64),))
     with pytest.raises(remat.PlanMismatch, match="more than the budget of"):
         run(case, remat.torch.apply(planned(case).plan, strict=True))
+
+
+def test_scratch_memory_that_no_trace_knows_is_heard_of(monkeypatch):
+    monkeypatch.setattr(cpu_scratch, "workspace_bytes", lambda func, args, out: 0)
+    layer, x = nn.Linear(4, 4), torch.randn(64, 4096)
+
+    def loss():
+        return layer(x.t().softmax(-1)[:4, :4]).sum()  # The kernel of softmax copies what is not contiguous.
+
+    plan = remat.torch.plan(loss, budget="100%", planner="store_all")
+    with remat.torch.apply(plan, strict=True):
+        value = loss()
+    with pytest.raises(remat.PlanMismatch, match=r"_softmax takes 1\.0\d MiB of scratch memory .* 0 B were predicted"):
+        value.backward()
+    assert plan.measured_peak_bytes >= plan.peak_bytes + x.nbytes
+
+
+def test_scratch_memory_is_left_to_a_profiler_that_runs_already():
+    with torch.autograd.profiler.profile(profile_memory=True), StorageMeter() as meter:
+        torch.ones(1000).add(1)
+    assert meter.peak_bytes >= 8000
+
+
+def test_a_step_of_many_small_tensors_leaves_room_for_their_bookkeeping():
+    def loss(x):
+        for _ in range(300):
+            x = x.tanh()
+        return x.sum()
+
+    candidate = EagerCandidate(record_step(loss, (torch.randn(64, requires_grad=True),)))
+    peak = candidate.real_peak(remat.plan(candidate.graph, budget="100%", planner="store_all"))
+    assert peak.highest_bytes - peak.expected_bytes > 300 * 1000
+    assert candidate.first_guess(peak.highest_bytes) == peak.expected_bytes
 
 
 def test_backward_passes_are_left_alone_once_the_first_step_was_measured():

@@ -319,6 +319,29 @@ def test_what_is_written_into_a_part_of_a_tensor_keeps_its_layout(under):
     assert torch.equal(found[0][1], found[1][1])
 
 
+class NormedAlongTime(nn.Module):
+    """A batch normalisation of each feature, whose kernel on a CPU returns another layout than tracing supposes."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(32, 32), nn.Linear(32, 48)
+        self.norm = nn.BatchNorm1d(32)
+
+    def forward(self, x):
+        x = torch.tanh(self.first(x))
+        return self.last(self.norm(x.transpose(1, 2)).transpose(1, 2)).square().mean()
+
+
+def test_what_does_not_lie_as_traced_is_copied_as_in_eager_pytorch(under):
+    module = NormedAlongTime()
+    x = torch.randn(16, 24, 32)
+    plain = outcome(module, module, x)
+    planned = under(module, made_again_once)
+    for _ in range(2):
+        module.norm.reset_running_stats()
+        assert outcome(module, planned, x).same_as(plain)
+
+
 def test_recurrent_layers(under):
     module = Recurrent()
     x = torch.randn(4, 6, 16)

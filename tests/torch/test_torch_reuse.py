@@ -163,6 +163,19 @@ def test_a_tensor_waits_only_where_there_is_room(rows):
     assert count == (1 if rows == 4 else 0)
 
 
+def test_all_results_of_an_operator_are_there_while_it_runs():
+    """Attention's backward kernel makes three gradients beside all that it reads: nothing else may wait then."""
+    one = Pass()
+    widest = one.call(aten.sum.default, one.call(aten.clone.default, one.placeholder("wide", 4 * SHAPE[0], SHAPE[1])))
+    total = one.call(aten.sum.default, one.call(aten.mm.default, one.x, one.w))
+    read = one.call(aten.clone.default, one.placeholder("other", 2 * SHAPE[0], SHAPE[1]))
+    normed = one.call(aten.native_layer_norm.default, read, [SHAPE[1]], None, None, 1e-5)
+    between = one.call(aten.sum.default, one.call(operator.getitem, normed, 0))
+    again = one.call(aten.sum.default, one.call(aten.mm.default, one.x, one.w))
+    count, _ = one.reused(widest, total, between, again)
+    assert count == 0
+
+
 def test_what_is_returned_or_still_seen_through_a_view_is_not_written_over():
     one = Pass()
     returned = one.call(aten.mm.default, one.x, one.w)

@@ -517,26 +517,34 @@ def allocations(run: Callable[[], object]) -> list[int]:
     It runs in a thread of its own, where no dispatch mode, autocast or profiler of the caller's is on. This is the
     profiler of old, which prints nothing; ``torch.profiler`` of 2.13 writes two lines at each use.
     """
-    profiler: Any = torch._C._autograd
-    how: Any = torch._C._profiler
-    what = how.ProfilerConfig(how.ProfilerState.CPU, False, True, False, False, False, how._ExperimentalConfig())
-
     number = torch.get_num_threads()
 
     def profiled() -> list[int]:
         # OpenMP has a number of threads for each thread that asks.
         torch.set_num_threads(number)
-        profiler._enable_profiler_legacy(what)
-        try:
-            result = run()
-        finally:
-            threads = profiler._disable_profiler_legacy()
+        result, changes = with_allocations(run)
         del result
-        events = (event for events in threads for event in events)
-        return [event.cpu_memory_usage() for event in events if event.kind() == "memory_alloc"]
+        assert changes is not None, "no profiler is on in a new thread"
+        return changes
 
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(profiled).result()
+
+
+def with_allocations(run: Callable[[], Any]) -> tuple[Any, list[int] | None]:
+    """What a call returns, and the same of it, called in this thread; None in place of the bytes under a profiler."""
+    profiler: Any = torch._C._autograd
+    if profiler._profiler_enabled():
+        return run(), None
+    how: Any = torch._C._profiler
+    what = how.ProfilerConfig(how.ProfilerState.CPU, False, True, False, False, False, how._ExperimentalConfig())
+    profiler._enable_profiler_legacy(what)
+    try:
+        result = run()
+    finally:
+        threads = profiler._disable_profiler_legacy()
+    events = (event for events in threads for event in events)
+    return result, [event.cpu_memory_usage() for event in events if event.kind() == "memory_alloc"]
 
 
 def weak(storage: Storage) -> Callable[[], Storage | None]:

@@ -193,7 +193,7 @@ class Applied:
         if not exceeds(plan, measured):
             return
         self.excess_bytes = measured - (plan.peak_bytes - self._uncounted_bytes)
-        message = broken_budget(plan, measured, self.first_difference)
+        message = broken_budget(plan, measured, self.first_difference or meter.unpredicted)
         if self._plans_again:
             _log.info("%s. The next step is planned again.", message)
         else:

@@ -5,29 +5,40 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from functools import partial
+from itertools import accumulate
+from typing import Any, Final
 
 import torch
 
+from remat.core.budget import format_bytes
 from remat.torch import _private
 from remat.torch.emit.planned_step import unpack
 from remat.torch.emit.recipes import new_storages, tensors_in
-from remat.torch.trace import cpu_scratch
+from remat.torch.trace import cpu_scratch, op_facts
+
+_WORTH_SAYING_BYTES: Final = 1 << 16
+"""Scratch memory that was not predicted is named as a reason from so many bytes on. A judgement: what kernels keep for
+themselves, such as partial sums, is less. With a larger one a small model's budget is broken without a reason."""
 
 
 class StorageMeter(_private.TorchDispatchMode):
     """Counts the storages that are made while this is entered, which may be several times, as long as they live.
 
-    Storages are seen as operators return them, and gone when PyTorch frees them. To these come the scratch memory that
-    ``trace.cpu_scratch`` knows.
+    Storages are seen as operators return them, and gone when PyTorch frees them. To these comes scratch memory: what
+    PyTorch's allocator on a CPU hands out while a kernel runs, and what ``trace.cpu_scratch`` knows beyond that.
 
     Attributes:
         peak_bytes: the most that lived at once; of what was there before, that of which it was told.
+        unpredicted: the kernel that took the most scratch memory of which ``trace.cpu_scratch`` does not know, in
+            words; None where none took much.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.peak_bytes = 0
+        self.unpredicted: str | None = None
+        self._unpredicted_bytes = _WORTH_SAYING_BYTES
         self._bytes = 0
         self._alive: dict[int, weakref.ref[Any]] = {}
         # Bytes of storages that live on without their memory, which ``fully_shard`` took.
@@ -36,17 +47,35 @@ class StorageMeter(_private.TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
         if func.is_view or self._is_over:
-            return out
+            return func(*args, **kwargs)
+        before_bytes = self._bytes
+        given = tensors_in((*args, *kwargs.values()))
+        changes: list[int] | None = None
+        if given and given[0].device.type != "cpu":
+            out = func(*args, **kwargs)
+        else:
+            out, changes = _private.with_allocations(partial(func, *args, **kwargs))
         outputs = tensors_in(out if isinstance(out, list | tuple) else (out,))
-        for place in new_storages(outputs, tensors_in((*args, *kwargs.values()))):
+        for place in new_storages(outputs, given):
             self._add(outputs[place].untyped_storage())
         scratch = 0
         if outputs and outputs[0].device.type == "cpu" and func.namespace == "aten":
             scratch = cpu_scratch.workspace_bytes(func, args, out)
         self.peak_bytes = max(self.peak_bytes, self._bytes + scratch)
+        if changes:
+            most = max(accumulate(changes))
+            self.peak_bytes = max(self.peak_bytes, before_bytes + most)
+            self._note_scratch(func, most - max(0, sum(changes)), scratch)
         return out
+
+    def _note_scratch(self, func: Any, taken_bytes: int, known_bytes: int) -> None:
+        if taken_bytes - known_bytes > self._unpredicted_bytes:
+            self._unpredicted_bytes = taken_bytes - known_bytes
+            self.unpredicted = (
+                f"{op_facts.kind(func)} takes {format_bytes(taken_bytes)} of scratch memory while it runs, of which "
+                f"{format_bytes(known_bytes)} were predicted"
+            )
 
     def _add(self, storage: Any, size_bytes: int | None = None) -> None:
         key = _private.storage_key(storage)

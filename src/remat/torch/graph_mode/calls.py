@@ -7,7 +7,7 @@ operator with those arguments and nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import torch
@@ -74,6 +74,18 @@ class _WithGradients:
             _private.enable_grad(before)
 
 
+def viewed(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """``aten.view``, or a copy where the tensor does not lie as tracing supposed, as eager PyTorch's ``reshape`` makes.
+
+    PyTorch's shape rules suppose, for one, that a batch normalisation's results lie as what it reads; its kernel on a
+    CPU makes them contiguous.
+    """
+    try:
+        return tensor.view(shape)
+    except RuntimeError:
+        return tensor.reshape(shape)
+
+
 class Calls:
     """The function for each call of a graph."""
 
@@ -87,6 +99,8 @@ class Calls:
             return func  # type: ignore[no-any-return]
         if op_facts.base_name(func) in _ASK_FOR_GRADIENTS:
             return _WithGradients(func._op)
+        if func is torch.ops.aten.view.default:
+            return viewed
         args, kwargs = nodes.arguments(node)
         key = (func, _kinds(args), tuple((name, _kinds(value)) for name, value in kwargs.items()))
         if key not in self._known:

@@ -330,7 +330,7 @@ class _PlannedStep:
         plan.set_measured_peak(measured_bytes)
         if not exceeds(plan, measured_bytes):
             return
-        message = broken_budget(plan, measured_bytes, None)
+        message = broken_budget(plan, measured_bytes, meter.unpredicted)
         if self._over_budget is not None:
             _log.info("%s. The next step is planned again.", message)
             self._over_budget(plan, measured_bytes - plan.peak_bytes)

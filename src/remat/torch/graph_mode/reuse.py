@@ -115,12 +115,17 @@ class _Reuse:
     def _count_bytes(self, given: Collection[str]) -> list[int]:
         """What each node finds on the device and adds to it."""
         changes = [0] * (len(self._order) + 1)
+        places = {node: place for place, node in enumerate(self._order)}
         for place, node in enumerate(self._order):
-            is_one = isinstance(node.meta.get("val"), torch.Tensor)
-            if node in self._last and is_one and not (node.op == "placeholder" and node.name in given):
-                size_bytes = nodes.size_bytes(node)
-                changes[place] += size_bytes
-                changes[self._last[node] + 1] -= size_bytes
+            if node not in self._last or (node.op == "placeholder" and node.name in given):
+                continue
+            # All results of an operator with several are there from its own place on, also those that nobody reads.
+            start = places[node.all_input_nodes[0]] if nodes.is_part(node) else place
+            size_bytes = nodes.size_bytes(node)
+            if not isinstance(node.meta.get("val"), torch.Tensor):
+                size_bytes -= sum(nodes.size_bytes(part) for part in node.users if nodes.is_part(part))
+            changes[start] += max(0, size_bytes)
+            changes[self._last[node] + 1] -= max(0, size_bytes)
         scratch = map(nodes.scratch_bytes, self._order)
         return [held + beside for held, beside in zip(accumulate(changes[:-1]), scratch, strict=True)]
 

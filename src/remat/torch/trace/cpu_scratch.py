@@ -15,7 +15,7 @@ import torch
 
 from remat.torch import _private
 from remat.torch._private import OpOverload
-from remat.torch.trace import onednn_scratch
+from remat.torch.trace import cpu_attention, onednn_scratch
 from remat.torch.trace.op_facts import base_name
 
 _ELEMENTS_FOR_ONEDNN: Final = 20480
@@ -34,12 +34,25 @@ _WANT_CONTIGUOUS: Final = frozenset(
     {
         "aten::native_layer_norm",
         "aten::native_layer_norm_backward",
-        "aten::native_group_norm",
-        "aten::native_group_norm_backward",
         "aten::embedding_dense_backward",
         "aten::max_pool2d_with_indices_backward",
+        "aten::_softmax",
+        "aten::_log_softmax",
+        "aten::_softmax_backward_data",
+        "aten::_log_softmax_backward_data",
     }
 )
+
+_BLOCK_BYTES: Final = 128 * 1024
+"""Over another dimension than the last one, softmax kernels work on so many bytes at a time in each thread:
+``BLOCK_SIZE`` in ``SoftMaxKernel.cpp``."""
+
+# What such a kernel notes beside them: numbers for each place of a block, and in half precision copies of the block.
+_SOFTMAX_NOTES: Final = {
+    "aten::_log_softmax": (2, 1),
+    "aten::_softmax_backward_data": (1, 2),
+    "aten::_log_softmax_backward_data": (1, 1),
+}
 
 
 def workspace_bytes(func: OpOverload, args: tuple[Any, ...], out: Any) -> int:
@@ -73,9 +86,14 @@ def workspace_bytes(func: OpOverload, args: tuple[Any, ...], out: Any) -> int:
         scratch = onednn_scratch.of_recurrence(args, backward).workspace_bytes(args[0].shape[0])
         # With batch_first the outputs' gradient comes transposed, and is copied first.
         return scratch + _bytes(args[10]) if backward and not args[10].is_contiguous() else scratch
+    if name in cpu_attention.FORWARD or name in cpu_attention.BACKWARD:
+        return cpu_attention.workspace_bytes(name, tensors)
+    copied = 0
     if name in _WANT_CONTIGUOUS:
-        return sum(_bytes(t) for t in tensors if not t.is_contiguous())
-    return 0
+        copied = sum(_bytes(t) for t in tensors if not t.is_contiguous())
+    if name in _SOFTMAX_NOTES:
+        return copied + _noted_by_softmax(name, tensors[0], args[2 if name.endswith("data") else 1])
+    return copied
 
 
 def real_sizes(func: OpOverload, args: tuple[Any, ...], made: Sequence[int]) -> dict[int, int]:
@@ -92,6 +110,21 @@ def real_sizes(func: OpOverload, args: tuple[Any, ...], made: Sequence[int]) -> 
 def _bytes(tensor: torch.Tensor) -> int:
     size: int = math.prod(tensor.shape) * tensor.element_size()
     return size
+
+
+def _noted_by_softmax(name: str, tensor: torch.Tensor, dim: int) -> int:
+    """What a softmax kernel takes past PyTorch's allocator, which only the process' heap shows."""
+    dim %= max(1, tensor.dim())
+    inner = math.prod(tensor.shape[dim + 1 :])
+    if dim >= tensor.dim() - 1 or not tensor.numel():
+        return 0
+    along, outer = int(tensor.shape[dim]), math.prod(tensor.shape[:dim])
+    places = min(max(1, _BLOCK_BYTES // along // tensor.element_size()), inner)
+    threads = min(torch.get_num_threads(), outer * -(-inner // places))
+    numbers, copies = _SOFTMAX_NOTES[name]
+    if tensor.element_size() >= torch.float32.itemsize:
+        copies = 0
+    return threads * places * (numbers + copies * along) * max(tensor.element_size(), torch.float32.itemsize)
 
 
 def _has_channels_last(tensor: torch.Tensor) -> bool:

@@ -67,7 +67,7 @@ def of_convolution(inputs: torch.Tensor, weight: torch.Tensor, has_bias: bool, h
         x, w = _example(images, dtype, samples), _example(weights, dtype)
         outputs = weights[0][0] if not frozen[3] else weights[0][1] * frozen[5]
         bias = torch.zeros(outputs, dtype=dtype) if has_bias else None
-        return _scratch_of(partial(_CONVOLUTION, x, w, bias, *frozen))
+        return scratch_of(partial(_CONVOLUTION, x, w, bias, *frozen))
 
     images, weights, dtype, frozen = _layout(inputs), _layout(weight), inputs.dtype, _frozen(how)
     key = "forward", images[0][1:], images[1], weights, dtype, has_bias, frozen
@@ -81,7 +81,7 @@ def of_convolution_backward(
 
     def run(samples: int) -> int:
         tensors = _example(gradients, dtype, samples), _example(images, dtype, samples), _example(weights, dtype)
-        return _scratch_of(partial(_CONVOLUTION_BACKWARD, *tensors, bias, *frozen))
+        return scratch_of(partial(_CONVOLUTION_BACKWARD, *tensors, bias, *frozen))
 
     gradients, images, weights = _layout(gradient), _layout(inputs), _layout(weight)
     dtype, frozen = inputs.dtype, _frozen(how)
@@ -126,7 +126,7 @@ def _product(func: OpOverload, layouts: Any, dtype: torch.dtype) -> int:
             is_vector = len(layouts[0][0]) == 1
             added = (columns,) if is_vector else (*leading, rows, columns)
             examples.insert(0, torch.zeros(added, dtype=dtype))
-        return _scratch_of(partial(func, *examples))
+        return scratch_of(partial(func, *examples))
 
 
 def _matrices_bytes(sizes: Sequence[int], dtype: torch.dtype) -> int:
@@ -216,10 +216,11 @@ def _recurrence(
                     *(inputs, *weights, *states, outputs, *last, *gradients, False),
                     *(mode, hidden, 1, True, True, False, [], False, workspace),
                 )
-            scratch.append(_scratch_of(run))
+            scratch.append(scratch_of(run))
     return Line(lengths, kept, scratch)
 
 
-def _scratch_of(run: Callable[[], Any]) -> int:
+def scratch_of(run: Callable[[], Any]) -> int:
+    """Bytes that a call takes from PyTorch's allocator and gives back while it runs."""
     changes = _private.allocations(run)
     return max(accumulate(changes, initial=0)) - sum(changes)
