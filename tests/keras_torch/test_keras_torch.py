@@ -296,7 +296,8 @@ def test_what_fits_is_left_alone():
 def test_the_smallest_budget_of_all_choices():
     """What the error names is kept by the choice that is then made."""
     result = result_of("chosen, at its smallest")
-    check_training(result)
+    # Of a step of 100 kB: kernels note sums of their own, 72 bytes here, which the meter counts and no plan does.
+    check_training(result, reserve=1e-3)
     assert result["choice"]["micro_batches"] > 1
     assert result["peak_bytes"] <= result["budget_bytes"] == result["choice"]["budget_bytes"]
     assert "does not fit: the smallest budget is" in result["printed"]
