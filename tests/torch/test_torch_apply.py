@@ -601,7 +601,7 @@ def test_a_step_of_many_small_tensors_leaves_room_for_their_bookkeeping():
     candidate = EagerCandidate(record_step(loss, (torch.randn(64, requires_grad=True),)))
     peak = candidate.real_peak(remat.plan(candidate.graph, budget="100%", planner="store_all"))
     assert peak.highest_bytes - peak.expected_bytes > 300 * 1000
-    assert candidate.first_guess(peak.highest_bytes) == peak.expected_bytes
+    assert candidate.first_guess(peak.highest_bytes) == pytest.approx(peak.expected_bytes, abs=2)
 
 
 def test_backward_passes_are_left_alone_once_the_first_step_was_measured():

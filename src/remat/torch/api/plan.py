@@ -39,8 +39,8 @@ Too small, a step breaks its budget; too large, it recomputes more than it has t
 _BOOKKEEPING_BYTES: Final = 1200
 """For each op of the forward pass, what autograd's nodes and tensors' headers take, and under a plan the recipes.
 
-Measured: 980 bytes an op in the plain step of a T5 of transformers, 1,200 under a plan at its smallest. It counts where
-it is more than the reserve: in steps of many small tensors. Too small, these break their budgets by a few percent.
+Measured: 980 bytes an op in the plain step of a T5 of transformers, 1,200 under a plan at its smallest. It is
+worth counting in steps of many small tensors. Too small, these break their budgets by a few percent.
 """
 
 
@@ -204,7 +204,7 @@ class EagerCandidate(Candidate):
         """The peak of the schedule in the order in which eager PyTorch runs it."""
         order = in_eager_order(self.step, plan.schedule, self._units)
         peak_bytes = self._peak_bytes(order)
-        return PeakRange(peak_bytes, peak_bytes + max(int(peak_bytes * _RESERVE), self._bookkeeping_bytes))
+        return PeakRange(peak_bytes, int(peak_bytes * (1 + _RESERVE)) + self._bookkeeping_bytes)
 
     def _peak_bytes(self, order: EagerOrder) -> int:
         """The peak of a schedule, parameters counted that a recomputation gathers before their time."""
@@ -222,7 +222,7 @@ class EagerCandidate(Candidate):
 
     def first_guess(self, target_bytes: int) -> int:
         """The planner counts what eager PyTorch does, but for the reserve."""
-        return min(int(target_bytes / (1 + _RESERVE)), target_bytes - self._bookkeeping_bytes)
+        return int((target_bytes - self._bookkeeping_bytes) / (1 + _RESERVE))
 
     @property
     def _bookkeeping_bytes(self) -> int:
