@@ -64,7 +64,8 @@ class FunctionProgram:
         made.shapes = [self.shapes[value] for value in layers.value_origin]
         made.program = layers.program
         # Copies stand behind what they are copies of.
-        made.copies = frozenset(i for i, origin in enumerate(layers.origin) if origin in layers.origin[:i])
+        first = {origin: number for number, origin in reversed(list(enumerate(layers.origin)))}
+        made.copies = frozenset(number for number, origin in enumerate(layers.origin) if first[origin] != number)
         return made
 
     def value(self, tensor: tf.Tensor) -> int:
