@@ -363,12 +363,9 @@ def in_sequence(module, mesh):
             "norm": parallel.SequenceParallel(sequence_dim=0, use_local_output=True),
         }
         parallel.parallelize_module(block, mesh, cuts)
-    inputs = parallel.PrepareModuleInput(
-        input_layouts=(whole,), desired_input_layouts=(sharded,), use_local_output=True
-    )
-    parallel.parallelize_module(module[0], mesh, inputs)
-    head = parallel.PrepareModuleInput(input_layouts=(sharded,), desired_input_layouts=(whole,), use_local_output=True)
-    parallel.parallelize_module(module[-1], mesh, head)
+    for layer, given, wanted in ((module[0], whole, sharded), (module[-1], sharded, whole)):
+        layouts = {"input_layouts": (given,), "desired_input_layouts": (wanted,)}
+        parallel.parallelize_module(layer, mesh, parallel.PrepareModuleInput(**layouts, use_local_output=True))
 
 
 def matrices(module, mesh):
