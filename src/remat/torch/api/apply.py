@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
+from contextlib import ExitStack
 from types import TracebackType
-from typing import Any
 
 import torch
 
@@ -92,7 +92,7 @@ class Applied:
         self._planned = PlannedForward(plan.step.recording, plan.directions)
         self._is_agreed = False
         self._came_without = 0
-        self._open: list[tuple[ForwardWatcher, Any, StepMeter | None]] = []
+        self._open: list[tuple[ForwardWatcher, ExitStack, StepMeter | None]] = []
 
     def __enter__(self) -> Applied:
         if not self._is_agreed:
@@ -108,12 +108,16 @@ class Applied:
             meter = self._meter = StepMeter(self._measured)
             meter.count_from_the_start(self._whole_gradients)
             meter.__enter__()  # type: ignore[no-untyped-call]
-        hooks = torch.autograd.graph.saved_tensors_hooks(watcher.pack, meter.unpack if meter is not None else unpack)
+        inside = ExitStack()
+        if self.plan.step.recording.is_distributed:
+            inside.enter_context(_private.distribution_unseen(sends=True))
         if (sharded := _private.sharding()) is not None:
             sharded.observe(watcher)
-        watcher.__enter__()  # type: ignore[no-untyped-call]
-        hooks.__enter__()
-        self._open.append((watcher, hooks, meter))
+            inside.callback(sharded.ignore, watcher)
+        inside.enter_context(watcher)
+        unpacks = meter.unpack if meter is not None else unpack
+        inside.enter_context(torch.autograd.graph.saved_tensors_hooks(watcher.pack, unpacks))
+        self._open.append((watcher, inside, meter))
         return self
 
     def _agree(self) -> None:
@@ -158,11 +162,8 @@ class Applied:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        watcher, hooks, meter = self._open.pop()
-        hooks.__exit__(kind, error, trace)
-        watcher.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
-        if (sharded := _private.sharding()) is not None:
-            sharded.ignore(watcher)
+        watcher, inside, meter = self._open.pop()
+        inside.__exit__(kind, error, trace)
         if meter is not None:
             meter.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         if kind is None:

@@ -65,6 +65,8 @@ class ForwardWatcher(_private.TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if types and _private.runs_on_parts(types):
+            return NotImplemented  # What runs on the parts of distributed tensors comes here.
         if func.is_view or self._own_code_depth:
             return func(*args, **kwargs)
         planned = self._next
@@ -293,6 +295,9 @@ class ForwardWatcher(_private.TorchDispatchMode):
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Called by autograd for each tensor that it saves."""
+        if type(tensor) is not torch.Tensor and (part := _private.local(tensor)) is not tensor:
+            packed = self.pack(part)
+            return kept(tensor) if type(packed) is tuple else PackedPart(packed, _private.placement(tensor))
         if self._unmatched:
             # Where the plan goes on, and whether it makes this tensor again, is not known yet.
             saved = SavedOutOfStep(tensor)
@@ -343,6 +348,25 @@ class ForwardWatcher(_private.TorchDispatchMode):
         self._held[_private.storage_key(storage)] = storage.nbytes()
         if self._lost is None:
             self._lost = self._planned.makers[number]
+
+
+class PackedPart:
+    """What stands in autograd's graph for a distributed tensor whose part the plan may make again.
+
+    Args:
+        part: what stands for the part.
+        placement: how the tensor is distributed.
+    """
+
+    __slots__ = ("_part", "_placement")
+
+    def __init__(self, part: MadeAgain | SavedOutOfStep, placement: Any) -> None:
+        self._part = part
+        self._placement = placement
+
+    def read(self) -> torch.Tensor:
+        """The distributed tensor; called when a backward activation needs it."""
+        return _private.distributed(self._part.read(), self._placement)
 
 
 def unpack(packed: Any) -> Any:

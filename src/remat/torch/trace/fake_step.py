@@ -102,6 +102,7 @@ def _recorded(
 ) -> Recording:
     resident, resident_bytes = beside
     with undisturbed(), sharding_traced(watcher) as sharded, ExitStack() as stack:
+        stack.enter_context(_private.distribution_unseen(sends=False))
         stack.enter_context(watcher)
         watcher.pin([t for t in _private.tree_leaves(args) if isinstance(t, torch.Tensor)], "batch")
         watcher.pin(resident, "optimizer_state")

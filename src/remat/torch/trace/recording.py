@@ -129,6 +129,7 @@ class Recording:
         updated: by the address of a parameter that is updated inside of the backward pass: its storage, and the ops of
             the update.
         accumulates_into: the parameters whose gradients are expected to exist before the step, as weak references.
+        is_distributed: did operators run on distributed tensors?
         is_sharded: did a module under ``fully_shard`` run?
         accumulation: what such modules do with gradients, a ``remat.torch._fsdp.Accumulation``; None where there are
             none.
@@ -146,6 +147,7 @@ class Recording:
     notes: tuple[str, ...] = ()
     updated: dict[int, tuple[int, range]] = field(default_factory=dict)
     accumulates_into: list[Callable[[], torch.Tensor | None]] = field(default_factory=list)
+    is_distributed: bool = False
     is_sharded: bool = False
     accumulation: Any = None
     gathered_again: dict[int, int] = field(default_factory=dict)
