@@ -82,8 +82,8 @@ def jit(
     ``jax.checkpoint`` and remat's cheaper ties; this compiles with that pass disabled. Elsewhere nothing is added.
 
     With ``budget``, ``plan`` or ``checkpoints`` the whole function is planned, whatever it computes: pass a training
-    step, gradients and optimizer's update included, written with plain ``jax.value_and_grad``. Under ``vmap`` the budget
-    is one of the whole batch.
+    step, gradients and optimizer's update included, written with plain ``jax.value_and_grad``. Under ``vmap`` the
+    budget is one of the whole batch. A step that is one call of ``shard_map`` is planned inside, for one device.
 
     Args:
         fun: the function to compile; None to use this as a decorator with arguments: ``@remat.jax.jit(budget="60%")``.
