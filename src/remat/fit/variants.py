@@ -16,8 +16,8 @@ from remat.planning.find import find
 
 _AROUND: Final = 8
 """So many variants before the first that fits are looked at, too. A menu is ordered by the bytes of a model, and real
-peaks rise and fall along it: of two layers of an LSTM at 40 and 30 %, variants three and six places before the first found
-to fit fit, too, and take 5 and 11 % less time. A judgement; each takes a trace of some 20 ms."""
+peaks rise and fall along it: of two layers of an LSTM at 40 and 30 %, variants three and six places before the first
+that was found fit, too, and take 5 and 11 % less time. A judgement; each takes a trace of some 20 ms."""
 
 _SMALLEST_TIME_S: Final = 1e-300  # In place of a plain step that takes no time, by which nothing can be divided.
 
