@@ -165,20 +165,6 @@ def test_a_guess_falls_by_the_share_where_a_device_needs_twice_the_tensors(by_sh
     assert planner.asked == asked
 
 
-@pytest.mark.parametrize("by_share", [False, True])
-def test_two_peaks_that_hardly_differ_do_not_lead_far_below_the_target(by_share: bool):
-    planner = SmoothPlanner()
-    guesses: list[int] = []
-
-    def real_peak(plan: Plan) -> PeakRange:
-        guesses.append(plan.peak_bytes)
-        return PeakRange.exactly(140 + plan.peak_bytes // 7 if plan.peak_bytes > 120 else plan.peak_bytes + 20)
-
-    plan_within(150, 140, planner.plan, real_peak, rounds=Rounds(6, 0, by_share=by_share))
-
-    assert (min(guesses) >= 115) == by_share
-
-
 def test_between_the_smallest_plan_and_one_that_failed_a_cheaper_one_is_looked_for():
     def real_peak(plan: Plan) -> PeakRange:
         return PeakRange(*[plan.peak_bytes if plan.peak_bytes < 90 else 300] * 2)
