@@ -31,7 +31,7 @@ _SMALLEST_RATE: Final = 0.4
 # While nothing fits, the next guess is at least this share of the last one. A compiler's peak may hardly move over a
 # stretch of budgets, and then falls at once; a line through two such points leads to a budget that nothing keeps.
 _LARGEST_STEP: Final = 0.6
-# A compiled peak that is so many times what its tensors say falls with them by as large a share, and by more bytes. Of a
+# A compiled peak so many times above what its tensors say falls with them by as large a share, and by more bytes. Of a
 # Mamba at 40 %, whose peak is 1.76 times its tensors, a guess by bytes passed by plans at +24 % that fit, and nothing
 # was found. Below this, at 1.35 to 1.47 times, guesses by share led to plans that are up to 1.1 % dearer.
 _FAR_ABOVE: Final = 1.5
