@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, overload
@@ -212,8 +213,10 @@ class Jitted(Follower):
             with contextlib.suppress(PlanMismatch):
                 return self._inner(*args, **kwargs)
 
+        shape = dataclasses.replace(call, leaves=[])  # What is remembered holds no value of a trace.
+
         def function(*flat: Any) -> Any:
-            own, named = call.arguments(flat)
+            own, named = shape.arguments(flat)
             return self._fun(*own, **named)
 
         # A function that captures values of another trace cannot be handed to JAX's rules for batches.
