@@ -50,8 +50,11 @@ def test_no_choice_of_samples_proves_too_much(graph: Graph, share: float, data: 
 @given(graph=graphs(min_ops=2, max_ops=12, max_size_bytes=16, free_order=False), data=st.data())
 def test_the_plain_schedule_needs_what_the_simulator_says(graph: Graph, data: st.DataObject) -> None:
     """With everything kept that a later op of the plain schedule reads, and nothing run again."""
+    ops = tuple(Op(**{**vars(op), "in_place": ()}) for op in graph.ops)
+    graph = Graph(ops, graph.tensors, graph.inputs, graph.outputs, free_order=False)
     problem = Problem.of(graph)
-    assume(problem.storages and not any(problem.small) and not any(problem.takeovers))
+    assume(problem.storages)
+    vars(problem)["small"] = [False] * len(graph.tensors)  # Small storages are not followed.
     chosen = data.draw(st.sets(st.integers(0, len(graph.ops) - 1), min_size=1))
     model = WindowModel(problem, 0, len(chosen), chosen=tuple(sorted(chosen)))
     values = np.zeros(len(model.linear.cost))
@@ -60,7 +63,7 @@ def test_the_plain_schedule_needs_what_the_simulator_says(graph: Graph, data: st
     assert needed_bytes(model, values).tolist() == list(simulate(graph, graph.plain_schedule).bytes)
 
 
-@pytest.mark.parametrize(("seed", "times"), [(1, 2.0), (2, 2.0), (3, 1.2)])
+@pytest.mark.parametrize(("seed", "times"), [(1, 1.5), (2, 1.5), (3, 1.1)])
 def test_samples_chosen_where_the_solution_needs_too_much_prove_more(
     seed: int, times: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

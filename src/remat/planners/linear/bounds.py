@@ -25,8 +25,8 @@ _NEAR: Final = 0.98
 _FAR: Final = 0.015
 """Of the plain step: where the bound is so much below a schedule, the samples are chosen anew. A judgement; lower, and
 plans that are near enough take seconds longer."""
-_CHOICES: Final = 4
-"""How often they are chosen. On the graphs of ``benchmarks`` a fifth time proves nothing more."""
+_CHOICES: Final = 2
+"""How often they are chosen. On the graphs of ``benchmarks`` two times more bring .2 points at most, for 1 to 4 s."""
 _FIRST_CHOICE: Final = SAMPLES[1]
 """The samples of the model whose solution the first choice rests on: a small one, since the model of the chosen samples
 has a window between every two of them."""
