@@ -122,6 +122,8 @@ class Recording:
         storages: of the tensors that the ops read and make.
         saved: the tensors that autograd saved.
         forward_ops: how many ops the forward pass has.
+        forward_calls: how many operators it calls, views among them.
+        forward_results: how many tensors they return.
         loss: its storage.
         device: the type of the device.
         marked: storages of tensors that were given to ``mark``, by what they were marked with.
@@ -141,6 +143,8 @@ class Recording:
     storages: list[RecordedStorage] = field(default_factory=list)
     saved: list[SavedTensor] = field(default_factory=list)
     forward_ops: int = 0
+    forward_calls: int = 0
+    forward_results: int = 0
     loss: int | None = None
     device: str = "cpu"
     marked: dict[Hashable, list[int]] = field(default_factory=dict)

@@ -289,6 +289,9 @@ class StepWatcher(_private.TorchDispatchMode):
         index = len(recording.ops)
         made: list[int] = []
         outputs = [t for t in _private.tree_leaves(out) if isinstance(t, torch.Tensor)]
+        if self.phase == "forward":
+            recording.forward_calls += 1
+            recording.forward_results += len(outputs)
         for tensor in outputs:
             if has_storage(tensor) and not self.storages.is_known(tensor):
                 made.append(self.storages.made(tensor, index))
