@@ -86,12 +86,58 @@ def test_what_asks_for_values_runs_in_pieces(caplog):
     with caplog.at_level(logging.WARNING, "remat"):
         assert outcome(module, planned, x).same_as(expected)
         assert outcome(module, planned, x).same_as(expected)
-    assert any("in pieces" in one.getMessage() for one in caplog.records)
+    (message,) = [one.getMessage() for one in caplog.records if one.name == "remat"]
+    assert "runs in pieces" in message
+    assert "runs eagerly" not in message
+    assert message.count("test_torch_graph_mode_capture.py:") == 2  # Where each of both ways broke.
+    assert planned.reason in message
     assert len(planned.plans) == 2
     assert all(plan.mode == "graph" and plan.recomputed for plan in planned.plans)
     fixed = remat.torch.compile(loss_fn, budget=10**6, backend="aten", **QUICK)
+    caplog.clear()
     with pytest.raises(remat.UnsupportedStep, match="share"):
         fixed(x)
+    assert not [one for one in caplog.records if one.name == "remat"]
+
+
+def test_a_number_of_the_step_that_it_only_computes_with_stays_in_the_graph():
+    body = [m for _ in range(4) for m in (nn.Linear(64, 64), nn.Tanh())]
+    module = nn.Sequential(*body)
+
+    def loss_fn(x):
+        y = module(x)
+        return (module(y) / y.abs().mean().item()).square().mean()
+
+    planned = remat.torch.compile(loss_fn, budget="70%", backend="aten", **QUICK)
+    for scale in (1.0, 3.0):
+        x = scale * torch.randn(512, 64)
+        assert outcome(module, planned, x).same_as(outcome(module, loss_fn, x))
+    (plan,) = planned.plans
+    assert plan.mode == "graph"
+    assert plan.recomputed > 0
+
+
+def test_a_branch_on_what_the_model_computes_is_planned_as_it_was_taken(caplog):
+    """Nobody knows beforehand which branch a step takes. The first step tells which one it took."""
+    module = nn.Sequential(*[m for _ in range(6) for m in (nn.Linear(64, 64), nn.Tanh())])
+
+    def loss_fn(x):
+        y = module(x)
+        if y.abs().sum() > 0:  # Traced as no.
+            y = y.tanh()
+        if y.abs().sum() < 0:
+            y = y.exp()
+        return module(y).square().mean()
+
+    planned = remat.torch.compile(loss_fn, budget="60%", backend="aten", **QUICK)
+    x = torch.randn(512, 64)
+    expected = outcome(module, loss_fn, x)
+    for _ in range(4):
+        assert outcome(module, planned, x).same_as(expected)
+    guessed, as_taken = planned.plans
+    assert guessed.mode == as_taken.mode == "eager"
+    assert as_taken.measured_peak_bytes <= as_taken.budget_bytes
+    assert sum("departs from the plan" in one.getMessage() for one in caplog.records) == 1
 
 
 def test_a_step_that_counts_its_calls_runs_eagerly_in_the_end(caplog):

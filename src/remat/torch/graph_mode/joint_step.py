@@ -120,7 +120,11 @@ class _Builder:
     ) -> None:
         for node in joint.graph.nodes:
             if any(isinstance(leaf, torch.SymInt) for leaf in tree_leaves(node.meta.get("val"))):
-                raise UnsupportedStep(f"the shape of {node.name} is not known when it is traced; shapes must be fixed")
+                place = aot_notes.source_of(node)
+                raise UnsupportedStep(
+                    f"the shape of {node.name} is not known when it is traced; shapes must be fixed"
+                    + (f" ({place})" if place else "")
+                )
         self._profile = profile
         self._roles = aot_notes.roles_of(joint, static)
         placeholders = joint.graph.find_nodes(op="placeholder")
