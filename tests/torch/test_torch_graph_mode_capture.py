@@ -34,6 +34,24 @@ def test_each_combination_of_shapes_has_a_plan():
     assert len(planned.plans) == 2
 
 
+def test_a_compiled_module_has_the_attributes_of_the_module():
+    module = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1))
+    inductor = remat.torch.compile(module)
+    for planned in (
+        remat.torch.compile(module, budget="1GiB", backend="aten"),
+        remat.torch.limit_memory(module, "1GiB"),
+        inductor,
+    ):
+        assert [id(one) for one in planned.parameters()] == [id(one) for one in module.parameters()]
+        planned.eval()
+        assert not module.training
+        planned.train()
+        assert planned.state_dict().keys() == module.state_dict().keys()
+        assert planned.plans == []
+        with pytest.raises(AttributeError, match="no_such"):
+            _ = planned.no_such
+
+
 def test_captures_may_come_before_backward_passes(under):
     layer = nn.Linear(16, 16)
     loss_fn = lambda x: (layer(x) + 1).relu().square().mean()  # noqa: E731
@@ -100,13 +118,22 @@ def test_what_asks_for_values_runs_in_pieces(caplog):
     assert not [one for one in caplog.records if one.name == "remat"]
 
 
-def test_a_number_of_the_step_that_it_only_computes_with_stays_in_the_graph():
+def by_a_number(z, number):
+    return z / number
+
+
+def by_what_is_made_of_a_number(z, number):
+    return z * torch.full_like(z, 2 * number) + torch.clamp(z, -number, number)
+
+
+@pytest.mark.parametrize("use", [by_a_number, by_what_is_made_of_a_number])
+def test_a_number_of_the_step_that_it_only_computes_with_stays_in_the_graph(use):
     body = [m for _ in range(4) for m in (nn.Linear(64, 64), nn.Tanh())]
     module = nn.Sequential(*body)
 
     def loss_fn(x):
         y = module(x)
-        return (module(y) / y.abs().mean().item()).square().mean()
+        return use(module(y), y.abs().mean().item()).square().mean()
 
     planned = remat.torch.compile(loss_fn, budget="70%", backend="aten", **QUICK)
     for scale in (1.0, 3.0):

@@ -206,6 +206,10 @@ class GraphCompiled:
         self._optimizer_bytes: int | None = None
         functools.update_wrapper(self, fn, updated=())  # A module has attributes that are not for this object.
 
+    def __getattr__(self, name: str) -> Any:
+        """An attribute of ``fn``, so that what was a module still has parameters."""
+        return _attribute_of(self, name)
+
     @property
     def plan(self) -> GraphPlan | StepPlan | None:
         """The newest plan; None before the first call."""
@@ -311,6 +315,18 @@ def reason_not_captured(error: Exception) -> str:
     return " ".join(why.split()) + place
 
 
+def _attribute_of(compiled: Compiled | GraphCompiled, name: str) -> Any:
+    """An attribute that a compiled function does not have itself: that of the function.
+
+    Raises:
+        AttributeError: if the function has none of this name either.
+    """
+    fn = vars(compiled).get("_fn")
+    if fn is None or name.startswith("__"):
+        raise AttributeError(f"{type(compiled).__name__!r} object has no attribute {name!r}")
+    return getattr(fn, name)
+
+
 def _optimizer_bytes(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], optimizer: torch.optim.Optimizer
 ) -> int:
@@ -339,6 +355,7 @@ class Compiled:
         from remat.torch.compiled import _inductor
 
         self.plans: list[CompiledPlan] = []
+        self._fn = fn
         self._request = request
         self._resident_bytes = resident_bytes
         self._device = device
@@ -347,6 +364,10 @@ class Compiled:
         self._failed: type[Exception] = _inductor.BackendCompilerFailed
         backend = _inductor.backend(self._partition)
         self._compiled = torch.compile(fn, backend=backend, fullgraph=True, dynamic=False)
+
+    def __getattr__(self, name: str) -> Any:
+        """An attribute of ``fn``, so that what was a module still has parameters."""
+        return _attribute_of(self, name)
 
     @property
     def plan(self) -> CompiledPlan | None:
