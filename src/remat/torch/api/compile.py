@@ -87,7 +87,9 @@ def compile(
         resident_bytes: what lies on the device beside the step and counts too.
         planner: a planner's name.
         time_limit_s: wall seconds for each round of planning; there are up to seven for each combination of shapes.
-        device: profile for the predicted times; None means that of the device of the tensors.
+        device: profile for the predicted times; None means that of the device of the tensors. With ``backend="aten"``,
+            "measured" times the calls of the step on this machine before it is planned, each kind of call by itself:
+            the predicted extra time is then close, and the plan takes what is cheap here.
         first_share: with ``backend="aten"``: is a share one of the first plan's plain step, also for other shapes?
         levers: with ``backend="aten"``: what a plan may do. "recompute" runs operators again. "split" runs the widest
             region of the step in slices, the head of a language model from its logits to their gradients say; sums over

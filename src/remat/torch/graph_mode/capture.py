@@ -30,6 +30,7 @@ from remat.torch.graph_mode.calls import Calls
 from remat.torch.graph_mode.candidate import GraphCandidate
 from remat.torch.graph_mode.source import function_of
 from remat.torch.graph_mode.taken_gradients import Updates
+from remat.torch.graph_mode.timed_calls import TimedCalls
 from remat.torch.trace import aot_notes
 
 _log = logging.getLogger("remat")
@@ -108,6 +109,7 @@ class Captured:
         self._replans = replans and request.plan is None and not in_pieces  # Pieces promise no budget.
         self._first_share = first_share
         self._calls = Calls()
+        self._timed = TimedCalls()
         self._error: RematError | None = None
         self._steps: list[_PlannedStep] = []
         self._fn = fn
@@ -172,7 +174,7 @@ class Captured:
         self, joint: fx.GraphModule, joint_inputs: Any, **options: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         try:
-            candidate = GraphCandidate(joint, options, self._resident_bytes, self._device, self._early)
+            candidate = GraphCandidate(joint, options, self._resident_bytes, self._device, self._early, self._timed)
             plan = self._plan_for(candidate)
             program = candidate.program(plan)
             takers = {taker for _, taker in aot_notes.takers_of(joint, options["num_fwd_outputs"]).values()}
