@@ -79,25 +79,25 @@ def written(tables: dict[str, dict[str, list[dict[str, float]]]]) -> str:
         "",
         f"{where['system']} {where['processor']}, {where['cores']} cores; {versions}.",
         "",
-        f"Medians of {PROCESSES} processes, and the least and the most of them.",
+        "Medians of the processes, and the least and the most of them. Apart: in points, where memory is kept.",
         "",
-        "| model | peak MiB | predicted | measured | with memory kept: predicted | measured | apart, points |",
-        "|---|---|---|---|---|---|---|",
+        "| model | peak MiB | processes | memory kept: predicted | measured | apart | as it is: predicted | measured |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for name, by_memory in tables.items():
-        figures = [
-            _range([one[what] for one in by_memory[memory]])
-            for memory in ("as it is", "kept")
-            for what in ("predicted", "measured")
-        ]
-        middle = [statistics.median(one[what] for one in by_memory["kept"]) for what in ("predicted", "measured")]
-        apart = f"{100 * (middle[1] - middle[0]):+.1f}"
-        peak = statistics.median(one["peak_bytes"] for one in by_memory["kept"]) / 2**20
-        text.append(f"| {name} | {peak:.2f} | {' | '.join(figures)} | {apart} |")
+        kept, as_is = by_memory["kept"], by_memory["as it is"]
+        figures = [_range([one[what] for one in runs]) for runs in (kept, as_is) for what in ("predicted", "measured")]
+        middle = [statistics.median(one[what] for one in kept) for what in ("predicted", "measured")]
+        figures.insert(2, f"{100 * (middle[1] - middle[0]):+.1f}")
+        peak = statistics.median(one["peak_bytes"] for one in kept) / 2**20
+        count = f"{len(kept)}, {len(as_is)}"
+        text.append(f"| {name} | {peak:.2f} | {count} | {' | '.join(figures)} |")
     return "\n".join(text) + "\n"
 
 
 def _range(values: list[float]) -> str:
+    if not values:
+        return ""
     return f"{100 * statistics.median(values):.1f} % ({100 * min(values):.1f} to {100 * max(values):.1f})"
 
 
