@@ -48,8 +48,10 @@ class TimedCalls:
         """
         found: dict[fx.Node, float] = {}
         seen: set[fx.Node] = set()
-        with _private.no_modes(), torch.random.fork_rng(), torch.no_grad(), _aot.below_autograd():
-            for node in filter(nodes.is_call, joint.graph.nodes):
+        calls = [node for node in joint.graph.nodes if nodes.is_call(node)]
+        gpus = {device.index or 0 for device in map(nodes.device_of, calls) if device.type == "cuda"}
+        with _private.no_modes(), torch.random.fork_rng(sorted(gpus)), torch.no_grad(), _aot.below_autograd():
+            for node in calls:
                 seconds = self._seconds(node, most_bytes)
                 if seconds is not None:
                     views = [one for one in _views_read(node) if one not in seen]
