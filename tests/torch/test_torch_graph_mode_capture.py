@@ -186,6 +186,23 @@ def test_a_step_that_counts_its_calls_runs_eagerly_in_the_end(caplog):
     assert sum("runs eagerly" in record.getMessage() for record in caplog.records) == 1
 
 
+def test_a_number_that_changes_is_captured_once_more(caplog):
+    """The weight of a loss, say, that is another at each step."""
+    module = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh())
+
+    def loss_fn(x, weight):
+        return (module(x) * weight).square().mean() + weight * module[0].weight.abs().sum()
+
+    planned = remat.torch.compile(loss_fn, budget="100%", backend="aten", **QUICK)
+    x = torch.randn(512, 64)
+    for step in range(6):
+        weight = 0.1 * step
+        expected = outcome(module, loss_fn, x, weight)
+        assert outcome(module, planned, x, weight).same_as(expected)
+    assert [plan.mode for plan in planned.plans] == ["graph", "graph"]
+    assert not [one for one in caplog.records if one.name == "remat"]
+
+
 def test_a_sharded_module_runs_eagerly():
     layer = nn.Linear(4, 4)
     layer.__class__ = type("FSDPLinear", (FSDPModule, nn.Linear), {})

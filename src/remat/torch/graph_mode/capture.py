@@ -101,6 +101,7 @@ class Captured:
         self._early = early
         self._in_pieces = in_pieces
         self._answers = Answers()
+        self._numbers = _aot.ChangingNumbers()
         self._plans = plans
         self._request = request
         self._resident_bytes = resident_bytes
@@ -160,7 +161,7 @@ class Captured:
             self._compiled = self._captured_anew()
         uncollected = _aot.without_collections() if self._is_new else nullcontext()
         try:
-            with _aot.capturing(self._answers), uncollected:
+            with _aot.capturing(self._answers, self._numbers), uncollected:
                 result = self._compiled(*args, **kwargs)
             self._is_new = False
             return result
