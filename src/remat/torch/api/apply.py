@@ -74,6 +74,7 @@ class Applied:
         departures: how many forward passes did not follow it.
         excess_bytes: what a measured step took more than predicted, where it was over its budget; else 0.
         first_difference: the first operator of a measured step that the plan does not have; None where there is none.
+        answers: what Python heard in the newest step that was another one, where it asked for truth values.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Applied:
         self._plans_again = plans_again
         self._meter: StepMeter | None = None
         self.first_difference: str | None = None
+        self.answers: list[bool] = []
         self._measures_next = False
         self._has_measured_a_branch = False
         self._planned = PlannedForward(plan.step.recording, plan.directions)
@@ -170,6 +172,8 @@ class Applied:
             if self.plan.optimizer is not None and self.plan.early:
                 updater_of(self.plan.optimizer).arm(self.plan.early)
             watcher.finish(TOLERANCE * self.plan.budget_bytes)
+            if watcher.first_difference is not None:
+                self.answers = watcher.answers
             if meter is not None:
                 self.first_difference = watcher.first_difference
             elif watcher.first_difference is not None and not self._has_measured_a_branch:

@@ -59,6 +59,8 @@ class ForwardWatcher(_private.TorchDispatchMode):
         # What operators made that the plan does not have.
         self._unplanned_made: dict[int, Callable[[], Any]] = {}
         self.first_difference: str | None = None
+        # What Python heard where it asked for truth values.
+        self.answers: list[bool] = []
         self._own_code_depth = 0
         self._position = 0
         self._advance_to(0)
@@ -100,6 +102,11 @@ class ForwardWatcher(_private.TorchDispatchMode):
         """Run a call of which the plan keeps something, or which is not the one that the plan has here."""
         if _private.is_silent(func):
             return func(*args, **kwargs)
+        if func is _ITEM:  # Python asks for a value, which is no operator of the plan.
+            value = func(*args, **kwargs)
+            if isinstance(value, bool):
+                self.answers.append(value)
+            return value
         if planned is None:
             self._protect(func, args, kwargs)
             return func(*args, **kwargs)
@@ -129,8 +136,6 @@ class ForwardWatcher(_private.TorchDispatchMode):
         writes: bool = False,
     ) -> None:
         """After a call: if it is the one that the plan has here, remember what the plan keeps of it, and go on."""
-        if func is _ITEM:
-            return  # Python asks for a value, which is no operator of the plan.
         outputs = tensors_in((out,))
         places = new_storages(outputs, tensors_in((*args, *kwargs.values())))
         if outputs and not places and not writes:

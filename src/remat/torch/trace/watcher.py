@@ -34,6 +34,7 @@ _ITEM: Final = torch.ops.aten._local_scalar_dense.default
 
 Take: TypeAlias = Callable[[torch.Tensor, Hashable], None]
 _take: ContextVar[Take | None] = ContextVar("take", default=None)
+_answers: ContextVar[Sequence[bool]] = ContextVar("answers", default=())
 
 
 def mark(tensor: torch.Tensor, as_what: Hashable) -> None:
@@ -45,6 +46,16 @@ def mark(tensor: torch.Tensor, as_what: Hashable) -> None:
 def is_tracing() -> bool:
     """Does this code run in a step that is being traced, whose tensors have no values?"""
     return _take.get() is not None
+
+
+@contextmanager
+def answered_as(answers: Sequence[bool]) -> Iterator[None]:
+    """Inside, a step that is traced hears what a real step heard where Python asked for truth values, in turn."""
+    token = _answers.set(answers)
+    try:
+        yield
+    finally:
+        _answers.reset(token)
 
 
 class _Packed:
@@ -88,7 +99,7 @@ class StepWatcher(_private.TorchDispatchMode):
     """Sees every operator below autograd and autocast, and notes it in a recording. It keeps no tensor alive.
 
     Args:
-        guess: what Python hears where it asks for a truth value that nobody knows.
+        guess: what Python hears where it asks for a truth value that nobody knows, nor ``answered_as`` tells.
         on_gpu: are the kernels those of a GPU, wherever the tensors are?
         axes: of a step on a mesh that is only simulated: the axis for the name of each process group. Collectives are
             recorded, and operators on distributed tensors are those on their local parts. None for any other step.
@@ -108,6 +119,7 @@ class StepWatcher(_private.TorchDispatchMode):
         self._axes = axes
         self.guesses = 0
         self._guess = guess
+        self._asked = 0
         self.recording = Recording()
         self.storages = KnownStorages(self.recording)
         self.modules = RunningModules()
@@ -142,6 +154,7 @@ class StepWatcher(_private.TorchDispatchMode):
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[torch.Tensor]) -> Any:
         """What the operator returns in the real step: values where they are known, else tensors without memory."""
         values, stand_ins = self.storages.values, self.storages.stand_ins
+        self._asked += func is _ITEM and inputs[0].dtype is torch.bool
         if func.is_view and all(is_plain(tensor) for tensor in inputs):
             if op_facts.base_name(func) == "aten::lift_fresh":
                 values.pin(inputs[0])  # Python made it of numbers.
@@ -162,7 +175,8 @@ class StepWatcher(_private.TorchDispatchMode):
                 return func(value)
             if inputs[0].dtype is torch.bool:
                 self.guesses += 1
-                return self._guess
+                answers = _answers.get()
+                return answers[self._asked - 1] if self._asked <= len(answers) else self._guess
             out = stand_ins.run(func, args, kwargs)
         else:
             shapes = result_shapes.shapes_of(func, args, self._lengths_in)
