@@ -151,6 +151,20 @@ def test_a_guess_below_the_target_is_met_though_the_peak_grows_by_leaps(aim: flo
     assert planner.asked == asked
 
 
+@pytest.mark.parametrize(("by_share", "asked"), [(False, 3), (True, 2)])
+def test_a_guess_falls_by_the_share_where_a_device_needs_twice_the_tensors(by_share: bool, asked: int):
+    """By the bytes that are too many the second guess would be 140 - 66."""
+    planner = SmoothPlanner()
+
+    def real_peak(plan: Plan) -> PeakRange:
+        return PeakRange.exactly(2 * plan.peak_bytes)
+
+    found = plan_within(214, 140, planner.plan, real_peak, rounds=Rounds(6, 0, by_share=by_share))
+
+    assert 204 <= found.peak_bytes <= 214
+    assert planner.asked == asked
+
+
 def test_between_the_smallest_plan_and_one_that_failed_a_cheaper_one_is_looked_for():
     def real_peak(plan: Plan) -> PeakRange:
         return PeakRange(*[plan.peak_bytes if plan.peak_bytes < 90 else 300] * 2)

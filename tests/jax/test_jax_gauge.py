@@ -13,13 +13,16 @@ from jax_models import GREEDY, assert_close, mlp, transformer
 
 import remat
 import remat.jax
+from remat.core.simulator import simulate
 from remat.jax import candidate
+from remat.jax.candidate import FunctionCandidate
 from remat.jax.peak import Gauge, Lowered, peak_of
 from remat.jax.scans.menu import menu_of
 from remat.jax.scans.pairs import find_pairs
 from remat.jax.scans.variants import _forward_program
 from remat.jax.trace.graph import graph_of_program
 from remat.jax.trace.program import Flattener, alive
+from remat.jax.variants import variants_of
 from remat.planners.replay.residents import TooManyRuns
 from remat.running.cost_model import get_profile
 
@@ -131,6 +134,28 @@ def test_a_cut_at_blocks_that_takes_too_many_runs_is_left_out(monkeypatch):
     assert_close(ours(*case.args), jax.jit(jax.value_and_grad(case.loss))(*case.args))
     assert asked
     assert ours.plan.measured_peak_bytes <= ours.plan.budget_bytes
+
+
+def test_blocks_that_read_far_back_are_tried_as_under_checkpoint():
+    """Three blocks with ``lax.associative_scan``: a cut between them has no end, ``jax.checkpoint`` has."""
+    width = 8
+
+    def combine(left, right):
+        return left[0] * right[0], right[0] * left[1] + right[1]
+
+    def loss(blocks, x):
+        for decay, drive, out in blocks:
+            _, states = lax.associative_scan(combine, (jax.nn.sigmoid(x @ decay), x @ drive), axis=1)
+            x = x + jnp.tanh(states * x) @ out
+        return jnp.mean(x**2)
+
+    flat, structure = jax.tree.flatten(([(jnp.ones((width, width)),) * 3] * 3, jnp.ones((2, 64, width))))
+    variants, _ = variants_of(lambda *own: jax.value_and_grad(loss)(*jax.tree.unflatten(structure, own)), flat)
+    graph = variants[0].graph
+
+    (found,) = FunctionCandidate(variants, lambda plan: pytest.fail("nothing is compiled")).suggestions()
+    assert found.peak_bytes < 0.6 * simulate(graph, graph.plain_schedule).peak_bytes
+    assert found.overhead < 0.6
 
 
 def test_the_menu_of_a_loop_has_no_wide_gaps():

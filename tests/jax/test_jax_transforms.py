@@ -141,6 +141,26 @@ def test_under_vmap():
     assert_close(found, jax.jit(jax.vmap(jax.value_and_grad(loss), in_axes=(None, 0)))(weights, batches))
 
 
+def test_a_jitted_step_under_vmap():
+    """The budget is one of the whole batch: called at once, and inside of another function."""
+    weights, x = arguments()
+    step = jax.value_and_grad(stack(lambda x, w: jnp.tanh(x @ w)))
+    batches = jnp.stack([x, 2 * x, -x])
+    ours = remat.jax.jit(step, budget="70%", planner="peak_greedy")
+    plain = remat.jax.jit(jax.vmap(step, in_axes=(None, 0)))
+    wanted = plain(weights, batches)
+
+    assert_close(jax.vmap(ours, in_axes=(None, 0))(weights, batches), wanted)
+    assert ours.plan.budget_bytes == pytest.approx(0.7 * peak_of(plain, weights, batches), rel=1e-3)
+    jitted = remat.jax.jit(jax.vmap(ours, in_axes=(None, 0)))
+    assert_close(jitted(weights, batches), wanted)
+    assert peak_of(jitted, weights, batches) <= ours.plan.budget_bytes
+
+
+def peak_of(jitted, *args):
+    return remat.jax.peak.peak_of(jitted.lower(*args).compile().memory_analysis())
+
+
 def test_in_a_loop_over_steps():
     loss = stack(lambda x, w: jnp.tanh(x @ w))
     weights, x = arguments()

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
+from collections import OrderedDict
 from pathlib import Path
 
 import pytest
 
 from remat import Graph, Op, Tensor, load_graph, simulate, validate
 from remat.planners import get_planner
+from remat.planners.chain import programme
 from remat.planners.chain.blocks import find_blocks
-from remat.planners.chain.menus import block_menu, option_of, squeezed
+from remat.planners.chain.menus import Option, block_menu, option_of, squeezed
 from remat.planners.chain.programme import BlockChain
 from remat.planners.replay.rematerialize import rematerialize
 from remat.planners.view.board import Board, Condensed
@@ -37,6 +40,30 @@ def test_layers_of_a_traced_transformer_share_their_menus() -> None:
     blocks = find_blocks(Board(Condensed.of(Problem.of(graph)).problem, whole=False))
     assert len(blocks) >= 48
     assert len({block.structure for block in blocks}) <= 8
+
+
+def test_menus_are_worked_out_once_for_equal_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a step is traced anew for another budget; blocks that take other seconds have menus of their own."""
+    asked: list[int] = []
+
+    def counted(graph: Graph, turn: int) -> list[Option]:
+        asked.append(turn)
+        return block_menu(graph, turn)
+
+    monkeypatch.setattr(programme, "block_menu", counted)
+    monkeypatch.setattr(programme, "_menus", OrderedDict())
+
+    def scheduled(factor: float) -> tuple[int, ...] | None:
+        plain = residual_blocks(12)
+        ops = tuple(dataclasses.replace(op, time_s=factor * op.time_s) for op in plain.ops)
+        problem = Problem.of(dataclasses.replace(plain, ops=ops))
+        return BlockChain.of(problem).schedule(problem.plain.peak_bytes // 2)
+
+    first, once = scheduled(1.0), len(asked)
+    assert scheduled(1.0) == first is not None
+    assert len(asked) == once > 0
+    scheduled(2.0)
+    assert len(asked) == 2 * once
 
 
 def test_options_are_what_the_simulator_says() -> None:

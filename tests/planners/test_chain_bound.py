@@ -7,14 +7,16 @@ import random
 import numpy as np
 import pytest
 from brute_force import least_time_s
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from remat import Graph, Op, Tensor, simulate
 from remat.planners import overhead_lower_bound
+from remat.planners.linear import bounds
+from remat.planners.linear.binding_steps import binding_steps, needed_bytes
 from remat.planners.linear.bounds import chain_lower_bound_s
 from remat.planners.linear.gap import build_gap_model, solve_gap_model
-from remat.planners.linear.highs import LinearModel, proven_minimum, row_multipliers
+from remat.planners.linear.highs import LinearModel, interior_point, proven_minimum, row_multipliers
 from remat.planners.linear.window import WindowModel
 from remat.planners.view.problem import Problem
 from remat.testing import exhaustive, graphs, layered, random_graph
@@ -27,6 +29,64 @@ def test_never_above_brute_force_with_views_and_overwritten_inputs(graph: Graph,
     least = least_time_s(graph, budget_bytes, extra_runs=3)
     if least is not None:
         assert chain_lower_bound_s(Problem.of(graph), budget_bytes) <= least - graph.time_s + 1e-9
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    graph=graphs(min_ops=3, max_ops=5, max_size_bytes=6, free_order=False), share=st.floats(0.3, 1.0), data=st.data()
+)
+def test_no_choice_of_samples_proves_too_much(graph: Graph, share: float, data: st.DataObject) -> None:
+    budget_bytes = int(share * simulate(graph, graph.plain_schedule).peak_bytes)
+    least = least_time_s(graph, budget_bytes, extra_runs=3)
+    chosen = data.draw(st.sets(st.integers(0, len(graph.ops) - 1), min_size=1))
+    model = WindowModel(Problem.of(graph), budget_bytes, len(chosen), chosen=tuple(sorted(chosen)))
+    if least is not None and len(model.linear.cost):
+        multipliers = row_multipliers(model.linear, time_limit_s=10)
+        assert multipliers is not None
+        assert proven_minimum(model.linear, multipliers) * model.time_unit_s <= least - graph.time_s + 1e-9
+
+
+@settings(max_examples=100, deadline=None)
+@given(graph=graphs(min_ops=2, max_ops=12, max_size_bytes=16, free_order=False), data=st.data())
+def test_the_plain_schedule_needs_what_the_simulator_says(graph: Graph, data: st.DataObject) -> None:
+    """With everything kept that a later op of the plain schedule reads, and nothing run again."""
+    ops = tuple(Op(**{**vars(op), "in_place": ()}) for op in graph.ops)
+    graph = Graph(ops, graph.tensors, graph.inputs, graph.outputs, free_order=False)
+    problem = Problem.of(graph)
+    assume(problem.storages)
+    vars(problem)["small"] = [False] * len(graph.tensors)  # Small storages are not followed.
+    chosen = data.draw(st.sets(st.integers(0, len(graph.ops) - 1), min_size=1))
+    model = WindowModel(problem, 0, len(chosen), chosen=tuple(sorted(chosen)))
+    values = np.zeros(len(model.linear.cost))
+    for (s, sample), column in model.kept.items():
+        values[column] = problem.uses[s][-1] > model.places[sample]
+    assert needed_bytes(model, values).tolist() == list(simulate(graph, graph.plain_schedule).bytes)
+
+
+@pytest.mark.parametrize(("seed", "times"), [(1, 1.5), (2, 1.5), (3, 1.1)])
+def test_samples_chosen_where_the_solution_needs_too_much_prove_more(
+    seed: int, times: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = Problem.of(layered(80, seed, free_order=False))
+    budget_bytes = problem.plain.peak_bytes // 2
+    chosen_s = chain_lower_bound_s(problem, budget_bytes)
+    monkeypatch.setattr(bounds, "_CHOICES", 0)
+    assert chosen_s >= times * chain_lower_bound_s(problem, budget_bytes)
+
+
+def test_a_sample_stays_while_it_binds_and_new_ones_exceed_the_budget() -> None:
+    problem = Problem.of(layered(80, 1, free_order=False))
+    model = WindowModel(problem, problem.plain.peak_bytes // 2, 4)
+    solution = interior_point(model.linear, time_limit_s=10)
+    assert solution is not None
+    chosen = binding_steps(model, *solution)
+    needed = needed_bytes(model, solution[0])
+    new = set(chosen) - set(model.places.tolist())
+    assert chosen == tuple(sorted(chosen))
+    assert 0 < len(new) <= 4
+    assert all(needed[op] > model.budget_bytes for op in new)
+    binding = np.abs(solution[1][model.memory_rows])
+    assert int(model.places[binding.argmax()]) in chosen
 
 
 def test_never_above_exhaustive_search_and_often_equal() -> None:

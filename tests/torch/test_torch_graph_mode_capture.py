@@ -34,6 +34,24 @@ def test_each_combination_of_shapes_has_a_plan():
     assert len(planned.plans) == 2
 
 
+def test_a_compiled_module_has_the_attributes_of_the_module():
+    module = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1))
+    inductor = remat.torch.compile(module)
+    for planned in (
+        remat.torch.compile(module, budget="1GiB", backend="aten"),
+        remat.torch.limit_memory(module, "1GiB"),
+        inductor,
+    ):
+        assert [id(one) for one in planned.parameters()] == [id(one) for one in module.parameters()]
+        planned.eval()
+        assert not module.training
+        planned.train()
+        assert planned.state_dict().keys() == module.state_dict().keys()
+        assert planned.plans == []
+        with pytest.raises(AttributeError, match="no_such"):
+            _ = planned.no_such
+
+
 def test_captures_may_come_before_backward_passes(under):
     layer = nn.Linear(16, 16)
     loss_fn = lambda x: (layer(x) + 1).relu().square().mean()  # noqa: E731
@@ -86,12 +104,67 @@ def test_what_asks_for_values_runs_in_pieces(caplog):
     with caplog.at_level(logging.WARNING, "remat"):
         assert outcome(module, planned, x).same_as(expected)
         assert outcome(module, planned, x).same_as(expected)
-    assert any("in pieces" in one.getMessage() for one in caplog.records)
+    (message,) = [one.getMessage() for one in caplog.records if one.name == "remat"]
+    assert "runs in pieces" in message
+    assert "runs eagerly" not in message
+    assert message.count("test_torch_graph_mode_capture.py:") == 2  # Where each of both ways broke.
+    assert planned.reason in message
     assert len(planned.plans) == 2
     assert all(plan.mode == "graph" and plan.recomputed for plan in planned.plans)
     fixed = remat.torch.compile(loss_fn, budget=10**6, backend="aten", **QUICK)
+    caplog.clear()
     with pytest.raises(remat.UnsupportedStep, match="share"):
         fixed(x)
+    assert not [one for one in caplog.records if one.name == "remat"]
+
+
+def by_a_number(z, number):
+    return z / number
+
+
+def by_what_is_made_of_a_number(z, number):
+    return z * torch.full_like(z, 2 * number) + torch.clamp(z, -number, number)
+
+
+@pytest.mark.parametrize("use", [by_a_number, by_what_is_made_of_a_number])
+def test_a_number_of_the_step_that_it_only_computes_with_stays_in_the_graph(use):
+    body = [m for _ in range(4) for m in (nn.Linear(64, 64), nn.Tanh())]
+    module = nn.Sequential(*body)
+
+    def loss_fn(x):
+        y = module(x)
+        return use(module(y), y.abs().mean().item()).square().mean()
+
+    planned = remat.torch.compile(loss_fn, budget="70%", backend="aten", **QUICK)
+    for scale in (1.0, 3.0):
+        x = scale * torch.randn(512, 64)
+        assert outcome(module, planned, x).same_as(outcome(module, loss_fn, x))
+    (plan,) = planned.plans
+    assert plan.mode == "graph"
+    assert plan.recomputed > 0
+
+
+def test_a_branch_on_what_the_model_computes_is_planned_as_it_was_taken(caplog):
+    """Nobody knows beforehand which branch a step takes. The first step tells which one it took."""
+    module = nn.Sequential(*[m for _ in range(6) for m in (nn.Linear(64, 64), nn.Tanh())])
+
+    def loss_fn(x):
+        y = module(x)
+        if y.abs().sum() > 0:  # Traced as no.
+            y = y.tanh()
+        if y.abs().sum() < 0:
+            y = y.exp()
+        return module(y).square().mean()
+
+    planned = remat.torch.compile(loss_fn, budget="60%", backend="aten", **QUICK)
+    x = torch.randn(512, 64)
+    expected = outcome(module, loss_fn, x)
+    for _ in range(4):
+        assert outcome(module, planned, x).same_as(expected)
+    guessed, as_taken = planned.plans
+    assert guessed.mode == as_taken.mode == "eager"
+    assert as_taken.measured_peak_bytes <= as_taken.budget_bytes
+    assert sum("departs from the plan" in one.getMessage() for one in caplog.records) == 1
 
 
 def test_a_step_that_counts_its_calls_runs_eagerly_in_the_end(caplog):
@@ -111,6 +184,23 @@ def test_a_step_that_counts_its_calls_runs_eagerly_in_the_end(caplog):
     assert "captured 4 times" in limited.reason
     assert limited.plan.mode == "eager"
     assert sum("runs eagerly" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_a_number_that_changes_is_captured_once_more(caplog):
+    """The weight of a loss, say, that is another at each step."""
+    module = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh())
+
+    def loss_fn(x, weight):
+        return (module(x) * weight).square().mean() + weight * module[0].weight.abs().sum()
+
+    planned = remat.torch.compile(loss_fn, budget="100%", backend="aten", **QUICK)
+    x = torch.randn(512, 64)
+    for step in range(6):
+        weight = 0.1 * step
+        expected = outcome(module, loss_fn, x, weight)
+        assert outcome(module, planned, x, weight).same_as(expected)
+    assert [plan.mode for plan in planned.plans] == ["graph", "graph"]
+    assert not [one for one in caplog.records if one.name == "remat"]
 
 
 def test_a_sharded_module_runs_eagerly():

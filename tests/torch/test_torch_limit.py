@@ -150,7 +150,7 @@ def held_beside(case, size):
 
 def test_a_step_over_its_budget_is_planned_again_for_what_it_took(caplog):
     case = mlp(layers=8)
-    limited = remat.torch.limit_memory(held_beside(case, 1 << 16), "90%", mode="eager", **QUICK)
+    limited = remat.torch.limit_memory(held_beside(case, 1 << 17), "90%", mode="eager", **QUICK)
     for _ in range(3):
         gradients(case.module, limited, *case.args)
     first, second = limited.plans[:2]

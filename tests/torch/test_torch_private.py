@@ -221,7 +221,7 @@ def test_while_aotautograd_traces_no_kernel_in_python_stands_in_for_pytorchs_own
         return [_answers.functions_of_torch.tracing_state_functions()[question] for question in _answers.QUESTIONS]
 
     assert answers() == [True] * len(_answers.QUESTIONS)
-    with _aot.capturing(_answers.Answers()):
+    with _aot.capturing(_answers.Answers(), _aot.ChangingNumbers()):
         assert answers() == [False] * len(_answers.QUESTIONS)
         assert all(getattr(_aot.dynamo_config, name) == value for name, value in _aot._WHILE_CAPTURING.items())
     assert answers() == [True] * len(_answers.QUESTIONS)

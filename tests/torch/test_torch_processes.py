@@ -83,6 +83,27 @@ def test_a_plan_over_two_processes(scenario, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("scenario", ["tensor", "tensor_autocast", "tensor_sequence", "tensor_limited", "tensor_fsdp"])
+def test_tensor_parallelism(scenario, tmp_path):
+    """Matrices cut over two processes, rows between them too, and over four what remains of each matrix."""
+    for found in run(scenario, tmp_path, ranks=4 if scenario == "tensor_fsdp" else 2):
+        assert found["same"]
+        assert found["recomputed"] > 0
+        assert found["departures"] == 0
+        assert found["mode"] == "eager"
+        plain_calls, planned_calls = found["calls"]
+        assert planned_calls == plain_calls
+        assert plain_calls
+        # gloo's threads let go of what they reduced, and in half precision of a copy of it, when they get to it.
+        plain_predicted, plain_measured = found["plain"]
+        assert plain_measured == pytest.approx(plain_predicted, rel=0.03)
+        predicted, measured, budget = found["peak"]
+        assert measured <= budget
+        assert measured == pytest.approx(predicted, rel=0.06)
+        assert found["measured"] <= 1.01 * budget
+
+
+@pytest.mark.slow
 def test_a_limited_step_under_fully_shard(tmp_path):
     for found in run("fsdp_limited", tmp_path):
         assert found["mode"] == "eager"

@@ -11,7 +11,7 @@ from steps import QUICK
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import parallel
 from two_processes import batch, model
 
 import remat
@@ -197,13 +197,62 @@ def test_what_other_modules_do_with_their_gradients_needs_no_plan(sharded):
     assert len(limited.plans) == 1
 
 
-def test_tensor_parallelism_is_refused():
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(16, 64), nn.Linear(64, 16), nn.LayerNorm(16)
+
+    def forward(self, x):
+        return self.norm(x + torch.dropout(self.down(torch.tanh(self.up(x))), 0.1, train=True))
+
+
+def cut_over_processes():
+    """A model whose matrices are cut over a mesh, here of one process."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Residual() for _ in range(4)])
     mesh = init_device_mesh("cpu", (1,))
-    layer = nn.Linear(8, 8, bias=False)
-    layer.weight = nn.Parameter(distribute_tensor(layer.weight, mesh, [Shard(0)]))
-    x = distribute_tensor(torch.ones(2, 8), mesh, [Shard(0)])
-    with pytest.raises(remat.UnsupportedStep, match=r"distributed tensors \(DTensor\).*Tensor parallelism"):
-        remat.torch.plan(lambda: layer(x).sum().to_local(), **QUICK)
+    for block in model:
+        parallel.parallelize_module(block, mesh, {"up": parallel.ColwiseParallel(), "down": parallel.RowwiseParallel()})
+    return model
+
+
+def gradients_of(model, loss, x):
+    model.zero_grad()
+    torch.manual_seed(7)
+    loss(x).backward()
+    return [_private.local(p.grad).clone() for p in model.parameters()]
+
+
+def test_parts_of_distributed_tensors_are_planned():
+    model, x = cut_over_processes(), torch.randn(256, 16)
+    loss = lambda x: model(x).square().mean()  # noqa: E731
+    expected = gradients_of(model, loss, x)
+    plan = remat.torch.plan(loss, x, budget="65%", **QUICK)
+    applied = remat.torch.apply(plan)
+
+    def planned(x):
+        with applied:
+            return loss(x)
+
+    for _ in range(2):
+        found = gradients_of(model, planned, x)
+        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    assert applied.departures == 0
+    again = {plan.graph.ops[op].kind for op in plan.schedule if plan.schedule.count(op) > 1}
+    assert "tanh" in again
+    assert plan.measured_peak_bytes == pytest.approx(plan.peak_bytes, rel=0.01)
+    assert plan.measured_peak_bytes <= plan.budget_bytes
+
+
+def test_distributed_parameters_are_not_captured(caplog):
+    model, x = cut_over_processes(), torch.randn(256, 16)
+    loss = lambda x: model(x).square().mean()  # noqa: E731
+    expected = gradients_of(model, loss, x)
+    limited = remat.torch.limit_memory(loss, "65%", **QUICK)
+    found = gradients_of(model, limited, x)
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    assert [plan.mode for plan in limited.plans] == ["eager"]
+    assert "Linear has parameters that are cut over processes (DTensor)" in caplog.text
 
 
 def test_ranks_that_disagree_name_both(sharded, monkeypatch):

@@ -16,7 +16,8 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import parallel
+from torch.distributed.tensor import Replicate, Shard, parallel
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -352,6 +353,99 @@ def fsdp_limited(rank):
     }
 
 
+def in_sequence(module, mesh):
+    """Cut the rows of what stands between the matrices, too, and send what that takes."""
+    sharded, whole = Shard(0), Replicate()
+    for block in module[:-1]:
+        cuts = {
+            "one": parallel.ColwiseParallel(input_layouts=sharded),
+            "two": parallel.RowwiseParallel(output_layouts=sharded),
+            "norm": parallel.SequenceParallel(sequence_dim=0, use_local_output=True),
+        }
+        parallel.parallelize_module(block, mesh, cuts)
+    for layer, given, wanted in ((module[0], whole, sharded), (module[-1], sharded, whole)):
+        layouts = {"input_layouts": (given,), "desired_input_layouts": (wanted,)}
+        parallel.parallelize_module(layer, mesh, parallel.PrepareModuleInput(**layouts, use_local_output=True))
+
+
+def matrices(module, mesh):
+    """Cut the matrices of each block."""
+    cuts = {"one": parallel.ColwiseParallel(), "two": parallel.RowwiseParallel()}
+    for block in module[:-1]:
+        parallel.parallelize_module(block, mesh, cuts)
+
+
+def tensor(rank, cut=matrices, shards=1, limited=False, dtype=None):
+    """Matrices cut over processes (and what remains of each over others), plain and under a plan."""
+    mesh = init_device_mesh("cpu", (shards, 2), mesh_dim_names=("fsdp", "tensor"))
+    args = batch(mesh.get_local_rank("fsdp"), rows=1024)
+
+    def step_of():
+        module = model()
+        cut(module, mesh["tensor"])
+        if shards > 1:
+            for block in module:
+                fully_shard(block, mesh=mesh["fsdp"])
+            fully_shard(module, mesh=mesh["fsdp"])
+        optimizer = torch.optim.AdamW(module.parameters(), 1e-3)
+        autocast = torch.autocast("cpu", torch.bfloat16, enabled=dtype is not None)
+
+        def loss(x, y):
+            with autocast:
+                return nn.functional.cross_entropy(local(module(x)).float(), y)
+
+        return module, optimizer, loss
+
+    def run(context, module, optimizer, loss):
+        torch.manual_seed(7)
+        for _ in range(2):
+            value = loss(*args) if context is None else within(context, loss, args)
+            value.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with CommDebugMode() as seen:
+            (loss(*args) if context is None else within(context, loss, args)).backward()
+        optimizer.zero_grad()
+        calls = {str(kind): count for kind, count in seen.get_comm_counts().items()}
+        return {name: local(p).detach().clone() for name, p in module.named_parameters()}, calls
+
+    def peak(context, optimizer, loss):
+        def step(*a):
+            (loss(*a) if context is None else within(context, loss, a)).backward()
+            optimizer.zero_grad()
+
+        return least_peak(step, *args)
+
+    module, optimizer, loss = step_of()
+    plain, plain_calls = run(None, module, optimizer, loss)
+    plain_peak = peak(None, optimizer, loss)
+    module, optimizer, loss = step_of()
+    if limited:
+        loss = remat.torch.limit_memory(loss, "65%", **QUICK)
+        found, found_calls = run(None, module, optimizer, loss)
+        (plan,) = loss.plans
+        planned_peak, departures = peak(None, optimizer, loss), 0
+    else:
+        plan = planned(loss, args)
+        applied = remat.torch.apply(plan)
+        found, found_calls = run(applied, module, optimizer, loss)
+        planned_peak, departures = peak(applied, optimizer, loss), applied.departures
+    return {
+        "same": same(plain, found),
+        "calls": [plain_calls, found_calls],
+        "recomputed": plan.recomputed,
+        "departures": departures,
+        "mode": plan.mode,
+        "plain": [plan.baseline_peak_bytes, plain_peak],
+        "peak": [plan.peak_bytes, planned_peak, plan.budget_bytes],
+        "measured": plan.measured_peak_bytes,
+    }
+
+
+def local(tensor):
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
 def on_mesh(rank, cut, mesh):
     """What a step on a mesh was predicted to need, and what it needs.
 
@@ -491,6 +585,11 @@ SCENARIOS = {
     "fsdp_accumulates_replicated": lambda rank: fsdp_accumulates(rank, mesh=(2, 2)),
     "fsdp_accumulates_over_replicas": lambda rank: fsdp_accumulates(rank, mesh=(2, 2), over_replicas_only=True),
     "fsdp_accumulates_two": lambda rank: fsdp_accumulates(rank, steps=2),
+    "tensor": tensor,
+    "tensor_autocast": lambda rank: tensor(rank, dtype=torch.bfloat16),
+    "tensor_sequence": lambda rank: tensor(rank, cut=in_sequence),
+    "tensor_fsdp": lambda rank: tensor(rank, shards=2),
+    "tensor_limited": lambda rank: tensor(rank, limited=True),
     "mesh_fsdp": lambda rank: on_mesh(rank, shard_blocks, "fsdp=2"),
     "mesh_tensor": lambda rank: on_mesh(rank, cut_matrices, "tensor=2"),
     "hugging_face": hugging_face,

@@ -86,6 +86,7 @@ _ALSO_KNOWN = frozenset(
         "add_any",
         "name",
         "optimization_barrier",
+        "pvary",
         "random_unwrap",
         "random_wrap",
         "remat2",
@@ -131,6 +132,19 @@ def is_plain_call(eqn: JaxprEqn) -> bool:
 def names_devices() -> bool:
     """Does the trace under way name axes of devices or of a batch, as ``shard_map`` does?"""
     return bool(core.nonempty_axis_env())
+
+
+def varying_axes(aval: Any) -> frozenset[str]:
+    """Inside of ``shard_map``, the axes over which a value differs from device to device, as far as JAX tracks them."""
+    # Since JAX 0.10 this stands in ``mat``, before in ``vma``.
+    kind = getattr(aval, "mat", None)
+    return frozenset(getattr(aval, "vma", None) or () if kind is None else kind.varying)
+
+
+def manual_axes(eqn: JaxprEqn) -> frozenset[str]:
+    """The axes that a call of ``shard_map`` maps over."""
+    # By another name before JAX 0.10.
+    return frozenset(eqn.params["newly_manual_axes" if "newly_manual_axes" in eqn.params else "manual_axes"])
 
 
 def is_traced(value: Any) -> bool:

@@ -59,7 +59,7 @@ class FunctionCandidate(Candidate):
         traced: the variants before donation. A plan made from a trace, which knows of no donation, is for one of them.
     """
 
-    rounds = Rounds(5, 4, _LEAST_GAIN, _AIM)
+    rounds = Rounds(5, 4, _LEAST_GAIN, _AIM, by_share=True)
     is_compiled = True
 
     def __init__(
@@ -102,7 +102,7 @@ class FunctionCandidate(Candidate):
         return prove(plan, self.graph_of(plan), request.time_limit_s, most_samples=_SAMPLES_OF_BOUND)
 
     def suggestions(self) -> Iterator[Plan]:
-        """The user's own regions under ``jax.checkpoint``, and a cut between any two blocks of the step."""
+        """The user's own regions under ``jax.checkpoint``, and those of the blocks of the step."""
         variant: Variant = self._variants[0]
         if variant.held:
             return  # These plans know nothing of what the user wants to be kept.
@@ -111,15 +111,10 @@ class FunctionCandidate(Candidate):
         if own:
             schedule = without_idle_runs(problem, _with_regions(graph, own))
             yield plan_for_schedule(graph, schedule, planner="jax.checkpoint")
-        condensed = Condensed.of(problem)
-        blocks = BlockChain.of(condensed.problem).blocks
-        if blocks:
-            cuts = {storage for block in blocks for storage in block.checkpoint}
-            try:
-                cut = plan_with_checkpoints(condensed.problem.graph, cuts)
-            except TooManyRuns:
-                return  # What lies between two blocks reads so far back that the cut is no use.
-            yield plan_for_schedule(graph, condensed.expand(cut.schedule), planner=cut.planner)
+        plans = _plans_of_blocks(graph, problem)
+        for plan in plans:
+            if not any(_is_beaten(plan, other) for other in plans if other is not plan):
+                yield plan
 
     def likely(self) -> Iterator[Plan]:
         """The bodies of all loops as under ``jax.checkpoint``."""
@@ -213,6 +208,29 @@ class FunctionCandidate(Candidate):
             budget_bytes=peak.highest_bytes,
             baseline_peak_bytes=self.plain_peak.expected_bytes if share_of_bytes is None else share_of_bytes,
         )
+
+
+def _plans_of_blocks(graph: Graph, problem: Problem) -> list[Plan]:
+    """A cut between any two blocks of a step, and ``jax.checkpoint`` around each of them."""
+    condensed = Condensed.of(problem)
+    inner = condensed.problem
+    blocks = BlockChain.of(inner).blocks
+    if not blocks:
+        return []
+    # As under jax.checkpoint around each block: all that a block reads again is made at once, and held until then.
+    regions = [(block.backward[0], block.forward) for block in blocks if block.backward]
+    schedule = condensed.expand(without_idle_runs(inner, _with_regions(inner.graph, regions)))
+    plans = [plan_for_schedule(graph, schedule, planner="blocks")]
+    # What lies between two blocks may read so far back that this cut is no use.
+    with contextlib.suppress(TooManyRuns):
+        cut = plan_with_checkpoints(inner.graph, {storage for block in blocks for storage in block.checkpoint})
+        plans.append(plan_for_schedule(graph, condensed.expand(cut.schedule), planner=cut.planner))
+    return plans
+
+
+def _is_beaten(plan: Plan, other: Plan) -> bool:
+    """Does another plan take fewer bytes, or as many, in less time?"""
+    return other.peak_bytes <= plan.peak_bytes and other.time_s < plan.time_s
 
 
 def _with_regions(graph: Graph, regions: Sequence[tuple[int, Sequence[int]]]) -> list[int]:

@@ -15,7 +15,8 @@ from remat.core.schedule import Schedule
 from remat.fit.peaks import PeakRange
 from remat.jax import _private
 from remat.jax.context import Tie
-from remat.jax.emit.evaluate import emit
+from remat.jax.emit.evaluate import FlatFunction, emit
+from remat.jax.mapped import MappedFunction
 from remat.jax.trace.program import Program
 
 KEEP_BARRIERS: Final = {"xla_disable_hlo_passes": "cse_barrier_expander"}
@@ -116,6 +117,7 @@ class Compiler:
         accept: takes a compiled program; the peak of one that it does not accept is ``REFUSED``.
         returned: where the results go; None leaves that to the compiler.
         gauge: reads the peaks; it is shared by all ways to write the function.
+        mapped: where the program is the body of a ``shard_map``, the function around it, which is what is compiled.
     """
 
     def __init__(
@@ -128,6 +130,7 @@ class Compiler:
         accept: Callable[[Any], bool] | None = None,
         returned: Returned | None = None,
         gauge: Gauge | None = None,
+        mapped: MappedFunction | None = None,
     ) -> None:
         self._accept = accept
         self._program = program
@@ -137,6 +140,7 @@ class Compiler:
         self._donated = tuple(donated)
         self._returned = returned
         self._gauge = Gauge() if gauge is None else gauge
+        self._mapped = mapped
         self._known: dict[Schedule, PeakRange] = {}
 
     def peak(self, schedule: Schedule) -> PeakRange:
@@ -162,16 +166,35 @@ class Compiler:
         return self._lowered(schedule).compiled()
 
     def _lowered(self, schedule: Schedule) -> Lowered:
-        run = emit(self._program, schedule, self._turning_point, self._tie)
+        run, whole = emitted(self._program, schedule, self._turning_point, self._tie, self._mapped)
         count = len(self._arguments)
 
         def function(*arrays: Any) -> Any:
             results = run(arrays[:count], arrays[count:])
             return results if self._returned is None else jax.tree.unflatten(self._returned.structure, results)
 
-        captured = tuple(self._program.constants.values())
+        captured = tuple(whole.constants.values())
         shardings = None if self._returned is None else self._returned.shardings
         return Lowered(function, (*self._arguments, *captured), self._tie, self._donated, shardings)
+
+
+def emitted(
+    program: Program, schedule: Schedule, turning_point: int, tie: Tie, mapped: MappedFunction | None = None
+) -> tuple[FlatFunction, Program]:
+    """The function that evaluates a program by a schedule, and the program whose arguments and constants it takes.
+
+    Args:
+        program: the traced function, or the body of a ``shard_map``.
+        schedule: as in ``emit``.
+        turning_point: likewise.
+        tie: likewise.
+        mapped: the function around that body.
+    """
+    run = emit(program, schedule, turning_point, tie)
+    if mapped is None:
+        return run, program
+    constants = tuple(program.constants.values())
+    return mapped.with_body(lambda *own: run(own, constants)), mapped.program
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,9 @@ from remat.jax._private import ClosedJaxpr
 from remat.jax.candidate import FunctionCandidate
 from remat.jax.context import Tie
 from remat.jax.early_updates import EarlyUpdatesOf
-from remat.jax.emit.evaluate import FlatFunction, emit
-from remat.jax.peak import Compiler, Gauge, Returned
+from remat.jax.emit.evaluate import FlatFunction
+from remat.jax.mapped import MappedFunction
+from remat.jax.peak import Compiler, Gauge, Returned, emitted
 from remat.jax.ranks import planned_for_all
 from remat.jax.sharding import arrays_sent, is_sharded, on_one_device, received_in_bodies
 from remat.jax.split.choose import SplittableFunction
@@ -183,11 +184,16 @@ def plan_function(
     Raises:
         InfeasibleBudget: where no schedule fits; it names the smallest budget.
         PlanMismatch: where ``request.plan`` is for another function.
-        UnsupportedStep: where a shape is unknown, or where slices are asked for over several devices.
+        UnsupportedStep: where a shape is unknown, or where slices are asked for over several devices; where it calls
+            ``shard_map`` several times.
     """
-    is_over_devices = is_sharded(shapes)
     refuse_slices_over_devices(request, shapes)
     closed, structure = trace_jaxpr(function, arguments)
+    mapped = MappedFunction.of(closed)
+    if mapped is not None:
+        _refuse_levers_of_whole_steps(request)
+        closed = mapped.body
+    is_over_devices = is_sharded(shapes) and mapped is None
     find_received = functools.partial(received_in_bodies, shapes=shapes, tie=tie) if is_over_devices else None
     returned = None if out_shardings is None else Returned(structure, out_shardings)
     accept: Callable[[Any], bool] | None = None
@@ -195,7 +201,7 @@ def plan_function(
     compilers: dict[str, Compiler] = {}
 
     def compiler_of(one: Variant) -> Compiler:
-        return Compiler(one.program, one.turning_point, tie, shapes, donated, accept, returned, gauge)
+        return Compiler(one.program, one.turning_point, tie, shapes, donated, accept, returned, gauge, mapped)
 
     given = request.plan if request.plan is not None else request.known
     moves_updates = "update" in request.levers or (given is not None and given.update is not None)
@@ -203,7 +209,7 @@ def plan_function(
 
     def candidate_of(one: ClosedJaxpr, slices: int) -> FunctionCandidate:
         nonlocal accept
-        variants = variants_of_jaxpr(one, find_received, request.checkpoints or ())
+        variants = variants_of_jaxpr(one, find_received, request.checkpoints or (), loops=mapped is None)
         if moves_updates:
             variants = variants.changed(updates.moved)
         if find_received is not None:
@@ -216,7 +222,7 @@ def plan_function(
 
             accept = sends_no_more
         traced = variants
-        if donated:
+        if donated and mapped is None:
             variants = variants.changed(
                 lambda one: dataclasses.replace(one, graph=after_donation(one.graph, one.program, donated))
             )
@@ -251,8 +257,21 @@ def plan_function(
     if plan not in (request.plan, request.known):
         _log.info("%s", plan)
     chosen = splittable.candidate_for(plan).variant_of(plan)
-    run = emit(chosen.program, plan.schedule, chosen.turning_point, tie)
-    return Planned(chosen.program, chosen.graph, plan, run, structure)
+    run, whole = emitted(chosen.program, plan.schedule, chosen.turning_point, tie, mapped)
+    return Planned(whole, chosen.graph, plan, run, structure)
+
+
+def _refuse_levers_of_whole_steps(request: Request) -> None:
+    """Inside of ``shard_map`` operations run again, and nothing else.
+
+    Raises:
+        UnsupportedStep: where slices or early updates are asked for.
+    """
+    if others := sorted({"split", "update"}.intersection(request.levers)):
+        raise UnsupportedStep(
+            f"a step under shard_map is planned inside, and there only 'recompute' is known: leave {', '.join(others)} "
+            "out of levers="
+        )
 
 
 def refuse_slices_over_devices(request: Request, shapes: Sequence[jax.ShapeDtypeStruct]) -> None:

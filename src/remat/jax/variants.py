@@ -13,7 +13,7 @@ import jax
 from remat.core.graph import Graph
 from remat.fit.variants import Variants
 from remat.jax._private import ClosedJaxpr
-from remat.jax.scans.variants import FindReceived, scan_variants
+from remat.jax.scans.variants import FindReceived, ScanVariants, scan_variants
 from remat.jax.trace.graph import graph_of_program
 from remat.jax.trace.program import Program, program_of, trace_jaxpr
 from remat.planners.view.problem import Problem
@@ -49,7 +49,11 @@ class Variant:
 
 
 def variants_of_jaxpr(
-    closed: ClosedJaxpr, find_received: FindReceived | None = None, kept_names: Sequence[str] = ()
+    closed: ClosedJaxpr,
+    find_received: FindReceived | None = None,
+    kept_names: Sequence[str] = (),
+    *,
+    loops: bool = True,
 ) -> Variants[Variant]:
     """A traced function as it is, then with loops that keep less and less.
 
@@ -57,6 +61,7 @@ def variants_of_jaxpr(
         closed: the function.
         find_received: as in ``scan_variants``, where the arguments lie on several devices.
         kept_names: as in ``program_of``.
+        loops: may its loops be written again?
 
     Raises:
         UnsupportedStep: where a shape is unknown.
@@ -68,9 +73,9 @@ def variants_of_jaxpr(
         graph = graph_of_program(program, profile)
         return Variant(program, graph, Problem.of(graph).turning_point)
 
-    loops = scan_variants(closed, profile, find_received)
-    makers: list[Callable[[], Any]] = [lambda: closed, *loops.makers]
-    suggested = () if loops.checkpointed is None else (1 + loops.checkpointed,)
+    written = scan_variants(closed, profile, find_received) if loops else ScanVariants(())
+    makers: list[Callable[[], Any]] = [lambda: closed, *written.makers]
+    suggested = () if written.checkpointed is None else (1 + written.checkpointed,)
     return Variants([partial(variant_of, make) for make in makers], suggested)
 
 

@@ -34,7 +34,7 @@ adds 10.7 % where the clock said 20 % (the Transformer of benchmarks/micro_batch
 1.20 s. Too small, the best option is not timed; too large, more options are planned than needed."""
 
 _MOST_TIMED: Final = 3
-"""Options that are timed with their plans in force, besides the best one without recomputation. A judgement: each of
+"""Options that are timed with their plans in force, besides the best one that is run as it is. A judgement: each of
 them is traced and written anew, which takes seconds."""
 
 _TIMED_SIZES: Final = 3
@@ -178,7 +178,7 @@ def choose(
         only_whole: why the batch cannot be cut; empty where it can.
         times_are_measured: is ``piece_time_s`` measured, not predicted by the cost model?
         measure: times options with their plans in force. It is called once at most, and only where an option that
-            recomputes comes close to the best; None chooses by prediction.
+            recomputes or runs in slices comes close to the best; None chooses by prediction.
 
     Raises:
         InfeasibleBudget: where no option fits; ``minimum_bytes`` is the smallest budget among them.
@@ -202,7 +202,7 @@ def choose(
             looked_at.append(replace(option, minimum_bytes=error.minimum_bytes))
             continue
         looked_at.append(planned)
-        doubt = _DOUBT if measure is not None and planned.recomputes else 0.0
+        doubt = _DOUBT if measure is not None and planned.is_rewritten else 0.0
         limit_s = min(limit_s, planned.time_s * (1 - _EQUAL) * (1 + doubt))
     fitting = [option for option in looked_at if option.plan is not None]
     if not fitting:
@@ -254,8 +254,8 @@ def _timed(fitting: Sequence[Option], measure: Measure, times_are_measured: bool
     by_time = sorted(fitting, key=lambda option: option.time_s)
     close = [option for option in by_time if option.time_s <= by_time[0].time_s * (1 + _DOUBT)][:_MOST_TIMED]
     # Its plain time is measured already. It is timed beside the others, so that the same disturbances hit all of them.
-    close += [option for option in by_time if not option.recomputes and option not in close][:1]
-    if len(close) < 2 or not any(option.recomputes for option in close):
+    close += [option for option in by_time if not option.is_rewritten and option not in close][:1]
+    if len(close) < 2 or not any(option.is_rewritten for option in close):
         return list(fitting)
     found_s = measure(close)
     if not found_s or (len(found_s) < len(close) and not times_are_measured):

@@ -50,6 +50,11 @@ class Option:
         """Does its plan run anything twice?"""
         return self.overhead > 0
 
+    @property
+    def is_rewritten(self) -> bool:
+        """Does its plan run anything twice or in slices, so that its time is not that of plain micro-batches?"""
+        return self.recomputes or (self.plan is not None and self.plan.split is not None)
+
     def described(self, least_time_s: float) -> str:
         """The option in a line.
 

@@ -338,13 +338,41 @@ def placement(tensor: Any) -> Any:
     return tensor._spec
 
 
+def distributed_tensors() -> Any:
+    """The module ``remat.torch._dtensor`` where there are distributed tensors; else None."""
+    if "torch.distributed.tensor" not in sys.modules:
+        return None
+    from remat.torch import _dtensor
+
+    return _dtensor
+
+
+def runs_on_parts(types: Iterable[type]) -> bool:
+    """Is one of these types that of a tensor which runs operators on others? See ``_dtensor``."""
+    if not types:
+        return False
+    used = distributed_tensors()
+    return used is not None and used.runs_on_parts(types)
+
+
+@contextmanager
+def distribution_unseen(*, sends: bool) -> Iterator[None]:
+    """Inside, modes see of distributed tensors what runs on their parts, and nothing that only finds out shapes.
+
+    Args:
+        sends: are results of collectives waited for? They are not where nothing is sent.
+    """
+    used = distributed_tensors()
+    shapes = nullcontext() if used is None else used.shapes_unseen()
+    with shapes, nullcontext() if used is None or sends else used.results_at_once():
+        yield
+
+
 def distributed(part: torch.Tensor, placement: Any) -> torch.Tensor:
     """A distributed tensor of its local part."""
-    from torch.distributed.tensor import DTensor
+    from remat.torch import _dtensor
 
-    make: Any = DTensor
-    found: torch.Tensor = make(part, placement, requires_grad=False)
-    return found
+    return _dtensor.whole(part, placement)
 
 
 _COLLECTIVES: Final = {
@@ -380,8 +408,8 @@ def collective_kind(func: OpOverload) -> str | None:
 
 
 def is_silent(func: OpOverload) -> bool:
-    """Is it no computation on tensors of the step: a query, a marker for a profiler, a collective?"""
-    return func.namespace in _SILENT_NAMESPACES
+    """Is it no operator of the step: a query, a marker for a profiler, a wait, a collective that makes no tensor?"""
+    return func.namespace in _SILENT_NAMESPACES and not collective_kind(func)
 
 
 def flop_formula(func: OpOverload) -> Callable[..., Any] | None:

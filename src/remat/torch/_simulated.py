@@ -10,20 +10,14 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import torch.distributed as dist
-import torch.distributed._functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from remat.core.errors import UnsupportedStep
 from remat.running.network import Mesh
-from remat.torch import _private
-
-_own_shapes: Any = ShardingPropagator._propagate_tensor_meta_non_cached
+from remat.torch import _dtensor
 
 
 @contextmanager
@@ -38,29 +32,14 @@ def simulated(mesh: Mesh) -> Iterator[Any]:
             "a mesh is simulated in a process of its own, and this one belongs to a process group; call "
             "torch.distributed.destroy_process_group() before, or plan in another process"
         )
-    _forget_groups()
+    _dtensor.forget_meshes()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=mesh.devices)
     try:
-        # Results of collectives are plain tensors, as under torch.compile: nothing is sent that could be waited for.
-        with (
-            mock.patch.object(functional, "_are_we_tracing", return_value=True),
-            mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", _shapes),
-        ):
+        with _dtensor.results_at_once(), _dtensor.shapes_unseen():
             sizes, names = tuple(size for _, size in mesh.axes), tuple(name for name, _ in mesh.axes)
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
                 yield init_device_mesh("cpu", sizes, mesh_dim_names=names)
     finally:
         dist.destroy_process_group()
-        _forget_groups()
-
-
-def _forget_groups() -> None:
-    """DTensor keeps how operators run on a mesh, and PyTorch 2.9 finds it again on a later mesh of the same shape."""
-    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
-
-
-def _shapes(propagator: Any, *args: Any, **kwargs: Any) -> Any:
-    """The shapes of a distributed operator's results, which DTensor finds by running it: no operator of the step."""
-    with _private.no_modes():
-        return _own_shapes(propagator, *args, **kwargs)
+        _dtensor.forget_meshes()

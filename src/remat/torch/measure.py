@@ -130,6 +130,8 @@ class _ResidentWatcher(_private.TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if types and _private.runs_on_parts(types):
+            return NotImplemented
         for tensor in _private.tree_leaves((args, kwargs)):
             if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
                 self.is_on_gpu = self.is_on_gpu or tensor.is_cuda

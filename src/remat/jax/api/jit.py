@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, overload
 
 import jax
 
+from remat.core.errors import PlanMismatch
 from remat.core.plan import Plan
 from remat.fit.first_step import OnChange, replans
 from remat.fit.request import FIT_LEVERS, WHOLE_STEP_LEVERS, Request
+from remat.jax import _private
 from remat.jax.api.arguments import (
     Call,
     checked_levers,
@@ -80,7 +83,8 @@ def jit(
     ``jax.checkpoint`` and remat's cheaper ties; this compiles with that pass disabled. Elsewhere nothing is added.
 
     With ``budget``, ``plan`` or ``checkpoints`` the whole function is planned, whatever it computes: pass a training
-    step, gradients and optimizer's update included, written with plain ``jax.value_and_grad``.
+    step, gradients and optimizer's update included, written with plain ``jax.value_and_grad``. Under ``vmap`` the
+    budget is one of the whole batch. A step that is one call of ``shard_map`` is planned inside, for one device.
 
     Args:
         fun: the function to compile; None to use this as a decorator with arguments: ``@remat.jax.jit(budget="60%")``.
@@ -164,6 +168,8 @@ class Jitted(Follower):
         own_options = dict(options.pop("compiler_options", None) or {})
         options |= {**jit_options_of("static", self._static), **jit_options_of("donate", self._donated)}
         self._shapes: tuple[jax.ShapeDtypeStruct, ...] | None = None
+        self._on_broken = on_broken
+        self._of_batches: dict[Any, Jitted] = {}
 
         @functools.wraps(fun)
         def with_barriers(*args: Any, **kwargs: Any) -> Any:
@@ -187,6 +193,8 @@ class Jitted(Follower):
         """Call the compiled function; the first call with new shapes traces, plans and compiles."""
         call = Call.of(args, kwargs, self._static)
         if is_any_traced(call.leaves):
+            if self._request.plans and any(map(_private.is_batched, call.leaves)) and not _private.names_devices():
+                return self._call_on_a_batch(call, args, kwargs)
             return self._inner(*args, **kwargs)  # Compiler options are for the outermost function only.
         refuse_shapes(call.leaves, "remat.jax.jit")
         with self._shapes_of(call):
@@ -198,6 +206,37 @@ class Jitted(Follower):
                     self._outermost.clear_cache,
                 )
             return self._outermost(*args, **kwargs)
+
+    def _call_on_a_batch(self, call: Call, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Under ``vmap`` the function of the whole batch keeps the budget, as a function of its own."""
+        if self._request.plan is not None:  # It may be for one example.
+            with contextlib.suppress(PlanMismatch):
+                return self._inner(*args, **kwargs)
+
+        shape = dataclasses.replace(call, leaves=[])  # What is remembered holds no value of a trace.
+
+        def function(*flat: Any) -> Any:
+            own, named = shape.arguments(flat)
+            return self._fun(*own, **named)
+
+        # A function that captures values of another trace cannot be handed to JAX's rules for batches.
+        if is_any_traced(jax.make_jaxpr(function)(*shapes_of(call.leaves)).consts):
+            return self._inner(*args, **kwargs)
+        one_example = jax.custom_batching.custom_vmap(function)
+
+        @one_example.def_vmap
+        def of_a_batch(axis_size: int, in_batched: Sequence[bool], *flat: Any) -> tuple[Any, Any]:
+            axes = tuple(0 if is_batched else None for is_batched in in_batched)
+            key = call.structure, repr(sorted(call.static.items(), key=repr)), axis_size, axes
+            if key not in self._of_batches:
+                whole = jax.vmap(function, in_axes=axes, axis_size=axis_size)
+                self._of_batches[key] = Jitted(whole, self._request, {}, self._on_broken)
+            batched = self._of_batches[key]
+            results = batched(*flat)
+            self._newest = batched._newest
+            return results, jax.tree.map(lambda _: True, results)
+
+        return one_example(*call.leaves)
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """As in ``jax.jit``: arguments are arrays or ``jax.ShapeDtypeStruct``. A function with a budget is planned."""
@@ -218,6 +257,7 @@ class Jitted(Follower):
         for jitted in (self._outermost, self._inner, self._plain):
             jitted.clear_cache()
         self._plans.clear()
+        self._of_batches.clear()
         if self._first_run is not None:
             self._first_run.forget()
 

@@ -67,7 +67,7 @@ def emit(program: Program, schedule: Schedule, turning_point: int, tie: Tie) -> 
     if len(schedule) > len(program.instructions):
         holds = {hold.position: hold for hold in _find_holds(program, schedule, turning_point, tie)}
         shardings = program.shardings
-        if not shardings and jax.default_backend() == "cpu":
+        if not shardings and not _common_axes(program) and jax.default_backend() == "cpu":
             apart = tie
     last_read: dict[int, int] = {}
     for position, number in enumerate(schedule):
@@ -203,6 +203,7 @@ class _Finder:
         self.schedule = schedule
         self.turning_point = turning_point
         self.barriers = tie == "barrier"
+        self.axes = _common_axes(program)
         self.depth = _depths(program)
         self.size = [op_facts.size_bytes(aval) for aval in program.avals]
         self.made_forward = {
@@ -248,14 +249,22 @@ class _Finder:
                 if self.is_first[at]:
                     self._remember(newest, outputs)
                     if at in self.frees and self.schedule[at] > self.turning_point:
-                        freeing += [value for value in outputs if ties.can_trigger(self.program.avals[value])]
+                        freeing += filter(self._can_trigger, outputs)
                 held.update(outputs)
             position = stop
         return holds
 
+    def _can_trigger(self, value: int) -> bool:
+        aval = self.program.avals[value]
+        return ties.can_trigger(aval) and _private.varying_axes(aval) == self.axes
+
+    def _can_tie(self, value: int) -> bool:
+        aval = self.program.avals[value]
+        return ties.can_tie(aval) and _private.varying_axes(aval) == self.axes
+
     def _remember(self, newest: list[int], outputs: tuple[int, ...]) -> None:
         for value in outputs:
-            if ties.can_trigger(self.program.avals[value]) and value in self.last_read:
+            if self._can_trigger(value) and value in self.last_read:
                 newest.append(value)
         if len(newest) > _MOST_TRIGGERS:
             newest.sort(key=lambda v: self.depth[v])
@@ -269,7 +278,7 @@ class _Finder:
     def _forward_reads(self, position: int) -> list[int]:
         """What a backward instruction reads of the forward part."""
         reads = dict.fromkeys(self.program.instructions[self.schedule[position]].reads)
-        return [v for v in reads if v in self.made_forward and ties.can_tie(self.program.avals[v])]
+        return [v for v in reads if v in self.made_forward and self._can_tie(v)]
 
     def _forward_reads_ahead(self, position: int) -> list[int]:
         """What the backward instructions at the next positions read of the forward part, up to a recomputation."""
@@ -287,14 +296,26 @@ class _Finder:
         chosen: dict[int, None] = {}
         for position in range(start, stop):
             instruction = self.program.instructions[self.schedule[position]]
-            outside = [
-                v for v in dict.fromkeys(instruction.reads) if v not in made and ties.can_tie(self.program.avals[v])
-            ]
+            outside = [v for v in dict.fromkeys(instruction.reads) if v not in made and self._can_tie(v)]
             chosen.update(dict.fromkeys(v for v in outside if self.barriers or v not in self.arguments))
             if outside and not any(v in made or v in chosen for v in instruction.reads):
                 chosen[min(outside, key=lambda v: self.size[v])] = None
             made.update(instruction.outputs)
         return list(chosen)
+
+
+def _common_axes(program: Program) -> frozenset[str]:
+    """Inside of ``shard_map``, the axes over which most bytes of the program differ from device to device; else none.
+
+    A tie makes all that it ties differ over the axes of one another. What is the same on all devices, such as a sum
+    over them, may have to stay so; hence only values that differ over the same axes are tied.
+    """
+    sizes: dict[frozenset[str], int] = {}
+    for instruction in program.instructions:
+        for value in instruction.outputs:
+            axes = _private.varying_axes(program.avals[value])
+            sizes[axes] = sizes.get(axes, 0) + op_facts.size_bytes(program.avals[value])
+    return max(sizes, key=lambda axes: (sizes[axes], sorted(axes)), default=frozenset())
 
 
 def _freeing_positions(program: Program, schedule: Schedule) -> frozenset[int]:

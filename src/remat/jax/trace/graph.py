@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final
 
@@ -197,8 +198,22 @@ def _body_bytes(jaxpr: Jaxpr, profile: DeviceProfile) -> int:
 
 def graph_of_jaxpr(jaxpr: Jaxpr, profile: DeviceProfile) -> Graph:
     """The graph of a body whose captured arrays do not matter."""
-    closed = ClosedJaxpr(jaxpr, [object() for _ in jaxpr.constvars])
-    return graph_of_program(program_of(closed), profile)
+    key = id(jaxpr), id(profile)
+    if key not in _bodies:
+        closed = ClosedJaxpr(jaxpr, [object() for _ in jaxpr.constvars])
+        _bodies[key] = jaxpr, profile, graph_of_program(program_of(closed), profile)
+    _bodies.move_to_end(key)
+    while len(_bodies) > _MOST_BODIES:
+        _bodies.popitem(last=False)
+    return _bodies[key][2]
+
+
+_bodies: OrderedDict[tuple[int, int], tuple[Jaxpr, DeviceProfile, Graph]] = OrderedDict()
+"""Graphs of bodies, with what they were made of, so that no identity is given to another object. A loop asks for its
+body twice, for its seconds and for its bytes, and loops that no variant writes again are the same in all of them."""
+
+_MOST_BODIES: Final = 128
+"""A judgement: a function has tens of bodies, and each graph of one takes some 10 kB. Fewer, and they are made anew."""
 
 
 def label_graph(graph: Graph, program: Program, roles: Sequence[str] = ()) -> Graph:

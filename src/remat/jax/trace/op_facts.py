@@ -42,6 +42,7 @@ _VIEWS = frozenset(
         "device_put",
         "expand_dims",
         "name",
+        "pvary",
         "random_unwrap",
         "random_wrap",
         "reshape",

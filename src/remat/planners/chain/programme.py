@@ -6,8 +6,10 @@ several options for each block as in Rockmate (Zhao et al. 2023, arXiv:2307.0123
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -73,7 +75,7 @@ class BlockChain:
             return
         for block, structure in zip(self.blocks, self._structures, strict=True):
             if structure not in self._menus:
-                self._menus[structure] = block_menu(block.graph, block.turn)
+                self._menus[structure] = _remembered(block, (), partial(block_menu, block.graph, block.turn))
         self._prepare()
 
     def _prepare(self) -> None:
@@ -144,7 +146,8 @@ class BlockChain:
                 break
             self._squeezed.add(structure)
             menu = self._menus[structure]
-            self._menus[structure] = undominated([*menu, *squeezed(block.graph, block.turn, menu)])
+            more = _remembered(block, ("squeezed",), partial(squeezed, block.graph, block.turn, menu))
+            self._menus[structure] = undominated([*menu, *more])
             self._prepare()
 
     def smallest(self) -> tuple[int, ...] | None:
@@ -168,6 +171,26 @@ class BlockChain:
         """The dynamic programme for budgets up to this one."""
         self._ask_for_menus()
         return ChainProgram(self, budget_bytes)
+
+
+_menus: OrderedDict[tuple[object, ...], list[Option]] = OrderedDict()
+"""Options of blocks by all that they depend on. Menus take most of the time of a search over blocks, and a step is
+often planned for several budgets, such as the smallest one that an error has named."""
+
+_MOST_MENUS: Final = 64
+"""A judgement: a step has a few structures of block, and a menu of them takes some 100 kB at most."""
+
+
+def _remembered(block: Block, kind: tuple[str, ...], make: Callable[[], list[Option]]) -> list[Option]:
+    """Options that were worked out before for an equal block, or those that ``make`` works out."""
+    # The structure rounds seconds. What is found must not depend on a step that differs by less.
+    key = (*block.structure, tuple(op.time_s for op in block.graph.ops), *kind)
+    if key not in _menus:
+        _menus[key] = make()
+    _menus.move_to_end(key)
+    while len(_menus) > _MOST_MENUS:
+        _menus.popitem(last=False)
+    return _menus[key]
 
 
 class ChainProgram:

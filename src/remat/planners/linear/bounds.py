@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Final
 
 from remat.core.graph import Graph
+from remat.planners.linear.binding_steps import binding_steps
 from remat.planners.linear.gap import build_gap_model, solve_gap_model
-from remat.planners.linear.highs import proven_minimum, row_multipliers
+from remat.planners.linear.highs import interior_point, proven_minimum
 from remat.planners.linear.window import WindowModel
-from remat.planners.view.problem import Problem
+from remat.planners.view.problem import FloatArray, Problem
 
 SAMPLES: Final = (1, 4, 16)
 """How many samples to try, one after another: each gives a tighter bound and takes longer."""
@@ -21,6 +22,14 @@ _MOST_ENTRIES: Final = 100_000
 """Of a model: a larger one would take longer than planning does."""
 _NEAR: Final = 0.98
 """Of what a schedule costs: a bound so near is good enough."""
+_FAR: Final = 0.015
+"""Of the plain step: where the bound is so much below a schedule, the samples are chosen anew. A judgement; lower, and
+plans that are near enough take seconds longer."""
+_CHOICES: Final = 2
+"""How often they are chosen. On the graphs of ``benchmarks`` two times more bring .2 points at most, for 1 to 4 s."""
+_FIRST_CHOICE: Final = SAMPLES[1]
+"""The samples of the model whose solution the first choice rests on: a small one, since the model of the chosen samples
+has a window between every two of them."""
 _LIMIT_S: Final = 60.0
 """For both bounds together, where the caller gives no limit."""
 
@@ -103,23 +112,63 @@ def chain_lower_bound_s(
         budget_bytes: peak bytes of the step.
         reached_s: extra seconds of a schedule; once the bound is near it, no more samples are tried.
         time_limit_s: for the LPs together; None for no end. Models with more than 100,000 entries are left out.
+        most_samples: models with more are left out, too. With all of them, a bound that is far below ``reached_s`` is
+            made better with samples where its own solution needs too much (:mod:`remat.planners.linear.binding_steps`).
 
-        most_samples: models with more are left out, too.
-
-    Complexity: LPs with O(reads samples) entries, by interior point.
+    Complexity: LPs with O(reads samples) entries, O(reads samples^2) where samples are chosen, by interior point.
     """
     deadline_s = math.inf if time_limit_s is None else time.monotonic() + time_limit_s
     best_s = 0.0
+    first: tuple[WindowModel, _Solved] | None = None
     for samples in SAMPLES:
-        left_s = deadline_s - time.monotonic()
-        if left_s <= 0 or samples > most_samples or best_s >= _NEAR * reached_s:
+        if samples > most_samples or best_s >= _NEAR * reached_s:
             break
         model = WindowModel(problem, budget_bytes, samples)
-        linear = model.linear
-        if not len(linear.cost) or len(linear.values) > _MOST_ENTRIES:
+        solved = _solved(model, deadline_s)
+        if solved is None:
             break
-        multipliers = row_multipliers(linear, time_limit_s=min(left_s, _LIMIT_S))
-        if multipliers is None:
-            break
-        best_s = max(best_s, proven_minimum(linear, multipliers) * model.time_unit_s)
+        best_s = max(best_s, solved.bound_s)
+        if samples == _FIRST_CHOICE:
+            first = model, solved
+    if first is not None and most_samples >= SAMPLES[-1]:
+        best_s = _with_chosen_samples(*first, best_s, reached_s - _FAR * problem.graph.time_s, deadline_s)
     return best_s
+
+
+def _with_chosen_samples(
+    model: WindowModel, solved: _Solved, best_s: float, enough_s: float, deadline_s: float
+) -> float:
+    """The best bound of models whose samples are chosen by the solution of the model before; at least ``best_s``."""
+    chosen: tuple[int, ...] = ()
+    for _ in range(_CHOICES):
+        before, chosen = chosen, binding_steps(model, solved.values, solved.multipliers)
+        if best_s >= enough_s or chosen in ((), before):
+            break
+        model = WindowModel(model.problem, model.budget_bytes, len(chosen), chosen=chosen)
+        found = _solved(model, deadline_s)
+        if found is None:
+            break
+        best_s, solved = max(best_s, found.bound_s), found
+    return best_s
+
+
+@dataclass(frozen=True, eq=False)
+class _Solved:
+    """What a model's LP proves, with the values of its columns and the multipliers of its rows."""
+
+    bound_s: float
+    values: FloatArray
+    multipliers: FloatArray
+
+
+def _solved(model: WindowModel, deadline_s: float) -> _Solved | None:
+    """The solution of a model; None where it is empty or too large, or the time ends first."""
+    linear = model.linear
+    left_s = min(_LIMIT_S, deadline_s - time.monotonic())
+    if left_s <= 0 or not len(linear.cost) or len(linear.values) > _MOST_ENTRIES:
+        return None
+    found = interior_point(linear, time_limit_s=left_s)
+    if found is None:
+        return None
+    values, multipliers = found
+    return _Solved(proven_minimum(linear, multipliers) * model.time_unit_s, values, multipliers)

@@ -113,8 +113,8 @@ def solve(
     return Solution(np.array(solution.col_value), duals, optimal)
 
 
-def row_multipliers(model: LinearModel, *, time_limit_s: float) -> FloatArray | None:
-    """What an LP's rows are worth, by interior point and therefore not exactly; None where the time ends first."""
+def interior_point(model: LinearModel, *, time_limit_s: float) -> tuple[FloatArray, FloatArray] | None:
+    """An LP's column values and what its rows are worth, neither of them exact; None where the time ends first."""
     if time_limit_s <= 0:
         return None
     solver = _solver(model, time_limit_s)
@@ -122,7 +122,13 @@ def row_multipliers(model: LinearModel, *, time_limit_s: float) -> FloatArray | 
     solver.setOptionValue("run_crossover", "off")
     solver.run()
     solution = solver.getSolution()
-    return np.array(solution.row_dual) if solution.dual_valid else None
+    return (np.array(solution.col_value), np.array(solution.row_dual)) if solution.dual_valid else None
+
+
+def row_multipliers(model: LinearModel, *, time_limit_s: float) -> FloatArray | None:
+    """What an LP's rows are worth, see :func:`interior_point`."""
+    found = interior_point(model, time_limit_s=time_limit_s)
+    return None if found is None else found[1]
 
 
 def _solver(model: LinearModel, time_limit_s: float) -> highspy.Highs:

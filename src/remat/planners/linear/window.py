@@ -44,16 +44,20 @@ class WindowModel:
         problem: the graph.
         budget_bytes: peak bytes of the step.
         samples: how many steps of the plain schedule over the budget to look at, at most.
+        chosen: the steps to look at instead, rising; then there is a window between every two of them.
         whole_numbers: whether storages are kept altogether or not at all; a bound needs no such thing.
         kept: the column of a storage and a sample, where both are in the model.
+        memory_rows: for each sample, the row of its memory.
     """
 
     problem: Problem
     budget_bytes: int
     samples: int
     whole_numbers: bool = False
+    chosen: tuple[int, ...] = ()
     builder: ModelBuilder = field(default_factory=ModelBuilder, init=False)
     kept: dict[tuple[int, int], int] = field(default_factory=dict, init=False)
+    memory_rows: list[int] = field(default_factory=list, init=False)
     _again: dict[tuple[int, _Window], int] = field(default_factory=dict, init=False)
 
     @cached_property
@@ -61,10 +65,11 @@ class WindowModel:
         """The model; without columns where the plain schedule fits. Its costs are in ``time_unit_s``."""
         if len(self.places):
             self._add_kept()
-            for window in _nested(0, len(self.places)):
+            for window in self.windows:
                 self._add_again(window)
                 self._add_window(window)
             for sample in range(len(self.places)):
+                self.memory_rows.append(len(self.builder.row_low))
                 self._add_memory(sample)
         return self.builder.build()
 
@@ -76,11 +81,18 @@ class WindowModel:
     @cached_property
     def places(self) -> IntArray:
         """The op of each sample: the heaviest of each stretch over the budget, from the heaviest of all on."""
+        if self.chosen:
+            return np.array(self.chosen, dtype=np.int64)
         load = np.array(self.problem.plain.bytes, dtype=np.int64)
         start = int(np.argmax(load)) if len(load) else 0
         over = start + np.flatnonzero(load[start:] > self.budget_bytes)
         stretches = np.array_split(over, min(self.samples, len(over))) if len(over) else []
         return np.array([int(stretch[np.argmax(load[stretch])]) for stretch in stretches], dtype=np.int64)
+
+    @cached_property
+    def windows(self) -> list[_Window]:
+        """The windows, halves before the wholes that they make up."""
+        return _between_all(len(self.places)) if self.chosen else _nested(0, len(self.places))
 
     @cached_property
     def _counts(self) -> list[bool]:
@@ -89,7 +101,8 @@ class WindowModel:
         return [size > 0 and not small for size, small in zip(problem.size, problem.small, strict=True)]
 
     @cached_property
-    def _followed(self) -> list[int]:
+    def followed(self) -> list[int]:
+        """The storages that are followed."""
         return [s for s in self.problem.storages if self._counts[s]]
 
     @cached_property
@@ -101,7 +114,7 @@ class WindowModel:
         """
         problem = self.problem
         until: dict[int, int] = {}
-        for s in reversed(self._followed):
+        for s in reversed(self.followed):
             until[s] = problem.uses[s][-1]
             for op in problem.consumers[s]:
                 if op <= problem.turning_point and problem.graph.ops[op].recomputable:
@@ -109,7 +122,7 @@ class WindowModel:
         return until
 
     def _add_kept(self) -> None:
-        for s in self._followed:
+        for s in self.followed:
             for sample, place in enumerate(self.places):
                 if self.problem.made_by[s] <= place < self._until[s]:
                     self.kept[s, sample] = self.builder.add_column(is_integer=self.whole_numbers)
@@ -154,7 +167,7 @@ class WindowModel:
         for s in read:
             if (s, window.start) in kept:
                 self.builder.add_row(self._there(s, window), low=1.0)
-        for s in self._followed:
+        for s in self.followed:
             if (s, window.start) in kept and (s, window.stop) in kept and s not in read:
                 self.builder.add_row([(kept[s, window.stop], 1.0), *self._lacks(s, window)], high=0.0)
         for op, made in self._repeatable.items():
@@ -167,12 +180,20 @@ class WindowModel:
                 if (u, window.start) in kept and self._until[u] >= until:
                     self.builder.add_row([(column, 1.0), *self._lacks(u, window)], high=0.0)
 
+    def again(self, op: int, sample: int) -> int | None:
+        """The column of an op that runs again between a sample and the next one; None where it has none."""
+        return self._again.get((op, self._narrow[sample]))
+
+    @cached_property
+    def _narrow(self) -> dict[int, _Window]:
+        return {window.start: window for window in self.windows if not window.halves}
+
     def _add_memory(self, sample: int) -> None:
         problem, op = self.problem, int(self.places[sample])
         touched = {*problem.storages_read[op], *problem.storages_made[op]}
         room = self.budget_bytes - problem.graph.pinned_bytes - problem.own_bytes[op]
         unit = _power_of_two(max(problem.size))
-        held = [(s, self.kept[s, sample]) for s in self._followed if s not in touched and (s, sample) in self.kept]
+        held = [(s, self.kept[s, sample]) for s in self.followed if s not in touched and (s, sample) in self.kept]
         self.builder.add_row([(column, problem.size[s] / unit) for s, column in held], high=room / unit)
 
 
@@ -188,3 +209,14 @@ def _nested(start: int, stop: int) -> list[_Window]:
     middle = (start + stop + 1) // 2
     first, second = _nested(start, middle), _nested(middle, stop)
     return [*first, *second, _Window(start, stop, (first[-1], second[-1]))]
+
+
+def _between_all(count: int) -> list[_Window]:
+    """The windows between every two of some samples, and from each to the end."""
+    found = {(start, start + 1): _Window(start, start + 1) for start in range(count)}
+    for length in range(2, count + 1):
+        for start in range(count - length + 1):
+            middle = start + (length + 1) // 2
+            halves = (found[start, middle], found[middle, start + length])
+            found[start, start + length] = _Window(start, start + length, halves)
+    return list(found.values())

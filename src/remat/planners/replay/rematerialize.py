@@ -96,32 +96,30 @@ class _Replay(Residents):
         end = self.problem.count
         outputs = [t for t in dict.fromkeys(self.problem.graph.outputs) if not self.problem.is_pinned[t]]
         roots = self.problem.graph.roots
-        for t in outputs:
-            self.lock(roots[t])
+        self.lock([roots[t] for t in outputs])
         while missing := [t for t in outputs if not self.available[t]]:
             self._execute(self.problem.made_by[missing[0]], end)
 
     def _execute(self, target: int, now: int) -> None:
         """Run an op after recomputing what it misses; a stack, since chains are longer than Python recurses."""
-        problem = self.problem
+        problem, available, made_by = self.problem, self.available, self.problem.made_by
+        reads, storages_read = problem.reads, problem.storages_read
         stack = [target]
-        for s in problem.storages_read[target]:
-            self.lock(s)
+        self.lock(storages_read[target])
         while stack:
             op = stack[-1]
-            missing = next((t for t in problem.reads[op] if not self.available[t]), None)
-            if missing is not None:
-                stack.append(problem.made_by[missing])
-                for s in problem.storages_read[stack[-1]]:
-                    self.lock(s)
-                continue
-            self._run(op, now)
-            stack.pop()
-            for s in problem.storages_read[op]:
-                self.unlock(s)
-            if stack:
-                for s in (*problem.storages_read[op], *problem.storages_made[op]):
-                    self._settle(s)
+            for t in reads[op]:
+                if not available[t]:
+                    stack.append(made_by[t])
+                    self.lock(storages_read[made_by[t]])
+                    break
+            else:
+                self._run(op, now)
+                stack.pop()
+                self.unlock(storages_read[op])
+                if stack:
+                    for s in (*storages_read[op], *problem.storages_made[op]):
+                        self._settle(s)
 
     def _run(self, op: int, now: int) -> None:
         problem = self.problem
@@ -130,7 +128,7 @@ class _Replay(Residents):
             raise TooManyRuns
         made = problem.storages_made[op]
         if self.budget is not None:
-            need = sum(problem.size[s] for s in made if not self.live[s]) + problem.graph.ops[op].workspace_bytes
+            need = sum([problem.size[s] for s in made if not self.live[s]]) + problem.graph.ops[op].workspace_bytes
             limit = self.budget if now > problem.turning_point else int(self.budget * self.forward_share)
             if self.bytes + need > limit:
                 self.evict(self.bytes + need - limit - self.taken_over(op), now)
@@ -159,9 +157,9 @@ class _Replay(Residents):
 
     def _settle(self, s: int) -> None:
         """Release a storage that nothing wants to keep."""
-        problem = self.problem
-        if not self.live[s] or self.locks[s] or problem.small[s] or self.gap[s] < 0:
+        if not self.live[s] or self.locks[s] or self.gap[s] < 0 or self.problem.small[s]:
             return
+        problem = self.problem
         gap = problem.first_gap[s] + self.gap[s]
         is_tail = self.gap[s] == len(problem.uses[s]) - 1
         if not self.drop[gap] or (self.held[s] and not is_tail):

@@ -7,6 +7,8 @@ here the future is known, so the distance to the next use stands in for stalenes
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -31,8 +33,54 @@ class TooManyRuns(Exception):
     """The budget is so tight that evicted storages are recomputed over and over."""
 
 
+@dataclass(frozen=True, eq=False)
+class _Readers:
+    """What a replay asks of the ops over and over, worked out once for a problem.
+
+    Attributes:
+        slot: for each storage that takes bytes, its number among these.
+        sources: for each op, the storages that it reads, each with the op that makes it and its last use; what is small
+            is never used up.
+        consumers: for each storage, the ops that read it: number, seconds, what they read of the storages with a slot,
+            each with the slot, and the slots of what they make.
+    """
+
+    slot: dict[int, int]
+    sources: list[tuple[tuple[int, int, float], ...]]
+    consumers: dict[int, tuple[tuple[int, float, tuple[tuple[int, int], ...], tuple[int, ...]], ...]]
+
+    @classmethod
+    def of(cls, problem: Problem) -> _Readers:
+        """Those of a problem, kept with it: one step is replayed a hundred times."""
+        known: _Readers | None = vars(problem).get("_readers")
+        if known is None:
+            known = vars(problem)["_readers"] = cls._made(problem)
+        return known
+
+    @classmethod
+    def _made(cls, problem: Problem) -> _Readers:
+        slot = {s: i for i, s in enumerate(s for s in problem.storages if problem.size[s])}
+        sources = [
+            tuple((s, problem.made_by[s], math.inf if problem.small[s] else problem.uses[s][-1]) for s in read)
+            for read in problem.storages_read
+        ]
+        ops = [
+            (
+                op,
+                problem.op_time_s[op],
+                tuple((s, slot[s]) for s in problem.storages_read[op] if s in slot),
+                tuple(slot[s] for s in problem.storages_made[op] if s in slot),
+            )
+            for op in range(problem.count)
+        ]
+        return cls(slot, sources, {s: tuple(ops[op] for op in readers) for s, readers in problem.consumers.items()})
+
+
 class Residents:
     """The storages of a step that is being replayed.
+
+    What evictions are judged by lies side by side in numpy, so that one expression scores all candidates. Most changes
+    lie between two evictions, so they are noted, and brought there when one is due.
 
     Attributes:
         bytes: what lives now, with what is pinned.
@@ -57,42 +105,62 @@ class Residents:
         self.stubborn = [not d for d in problem.droppable]
         self.ran = [False] * problem.count
         self.gap = dict.fromkeys(problem.storages, -1)
-        # Candidates for eviction, side by side so that one numpy expression scores them all.
-        self.slot = {s: i for i, s in enumerate(s for s in problem.storages if problem.size[s])}
-        self.owner = list(self.slot)
-        self.slot_size = np.array([problem.size[s] for s in self.owner], dtype=np.float64)
-        self.next_use = np.full(len(self.owner), _NEVER)
-        self.estimate = np.array([problem.op_time_s[problem.made_by[s]] for s in self.owner], dtype=np.float64)
-        self.evictable = np.zeros(len(self.owner), dtype=np.bool_)
-        self.last_use = {s: uses[-1] for s, uses in problem.uses.items()}
+        self._readers = _Readers.of(problem)
+        self._plain_s = problem.graph.time_s
+        self._slot = self._readers.slot
+        self._owner = list(self._slot)
+        self._slot_size = np.array([problem.size[s] for s in self._owner], dtype=np.float64)
+        self._next_use = np.full(len(self._owner), _NEVER)
+        self._evictable = np.zeros(len(self._owner), dtype=np.bool_)
+        # Seconds to make each storage again, as far as what came and went says; in numpy since the last eviction.
+        self._estimate = [problem.op_time_s[problem.made_by[s]] for s in self._owner]
+        self._estimates = np.array(self._estimate, dtype=np.float64)
+        self._changed_slots: set[int] = set()
+        self._marked: set[int] = set()
 
     def evict(self, excess: int, now: int) -> None:
         """Release the storages that cost least to make again, until so many bytes are free or none may go."""
-        candidates = np.flatnonzero(self.evictable)
+        self._catch_up()
+        candidates = np.flatnonzero(self._evictable)
         if not len(candidates):
             return
-        distance = np.maximum(self.next_use[candidates] - now, 1.0) ** self.distance_power
-        weight = 1.0 / (self.slot_size[candidates] * distance)
-        score = self.estimate[candidates] * weight
+        distance = np.maximum(self._next_use[candidates] - now, 1.0) ** self.distance_power
+        weight = 1.0 / (self._slot_size[candidates] * distance)
+        score = self._estimates[candidates] * weight
         refused = 0
         while excess > 0:
             best = int(np.argmin(score))
             if score[best] == np.inf or refused > _MOST_REFUSED:
                 return
-            s = self.owner[int(candidates[best])]
+            slot = int(candidates[best])
+            s = self._owner[slot]
             # Estimates miss what was evicted further up: look again with the true time before acting.
             exact = self.time_to_remake(s)
             if exact > self.patience_s:
                 score[best] = np.inf
                 refused += 1
-            elif exact > self.estimate[candidates[best]] * _NEARLY:
-                self.estimate[candidates[best]] = exact
+            elif exact > self._estimate[slot] * _NEARLY:
+                self._estimate[slot] = self._estimates[slot] = exact
                 score[best] = exact * weight[best]
             else:
                 excess -= self.problem.size[s]
                 self.release(s)
-                score = np.maximum(score, self.estimate[candidates] * weight)
-                score[~self.evictable[candidates]] = np.inf
+                self._catch_up()
+                score = np.maximum(score, self._estimates[candidates] * weight)
+                score[~self._evictable[candidates]] = np.inf
+
+    def _catch_up(self) -> None:
+        """Bring what was marked, and the estimates that changed, to where evictions read them."""
+        blocked, small = self.stubborn, self.problem.small
+        for s in self._marked:
+            slot = self._slot.get(s)
+            if slot is not None:
+                self._evictable[slot] = self.live[s] and not (self.locks[s] or blocked[s] or small[s])
+                self._next_use[slot] = self.next_read(s)
+        self._marked.clear()
+        for slot in self._changed_slots:
+            self._estimates[slot] = self._estimate[slot]
+        self._changed_slots.clear()
 
     def time_to_remake(self, s: int) -> float:
         """Seconds to make a storage again when it is next used, with all that will be missing for it by then.
@@ -100,22 +168,22 @@ class Residents:
         What lives now but is used up earlier counts as missing. Infinite beyond the patience, or where more ops than
         are ever worth running again would have to be looked at.
         """
-        problem = self.problem
+        problem, live, stubborn, sources = self.problem, self.live, self.stubborn, self._readers.sources
+        op_time_s, patience_s = problem.op_time_s, self.patience_s
         when = min(self.next_read(s), float(problem.count))
         pending = [problem.made_by[s]]
         seen = set(pending)
         total = 0.0
         while pending:
-            if total > self.patience_s or len(seen) > _MOST_LOOKED_AT:
+            if total > patience_s or len(seen) > _MOST_LOOKED_AT:
                 total = math.inf
                 break
             op = pending.pop()
-            total += problem.op_time_s[op]
-            for u in problem.storages_read[op]:
-                there = self.live[u] and (self.last_use[u] >= when or self.stubborn[u] or problem.small[u])
-                if not there and problem.made_by[u] not in seen:
-                    seen.add(problem.made_by[u])
-                    pending.append(problem.made_by[u])
+            total += op_time_s[op]
+            for u, maker, last_use in sources[op]:
+                if maker not in seen and not (live[u] and (last_use >= when or stubborn[u])):
+                    seen.add(maker)
+                    pending.append(maker)
         self.visits += len(seen)
         if self.visits > min(_MOST_VISITS, _MOST_VISITS_PER_OP * problem.count + 10_000):
             raise TooManyRuns
@@ -181,29 +249,27 @@ class Residents:
 
     def refresh(self, s: int) -> None:
         """Bring the recompute times of what is made from ``s`` up to date after it came or went."""
-        problem, limit = self.problem, self.problem.graph.time_s
-        for op in problem.consumers[s]:
-            if self.ran[op]:
-                missing = (self.slot.get(u) for u in problem.storages_read[op] if not self.live[u])
-                total = problem.op_time_s[op] + sum(float(self.estimate[i]) for i in missing if i is not None)
-                for made in problem.storages_made[op]:
-                    if made in self.slot:
-                        self.estimate[self.slot[made]] = min(total, limit)
+        live, ran, estimate = self.live, self.ran, self._estimate
+        for op, time_s, read, made in self._readers.consumers[s]:
+            if ran[op]:
+                total = min(time_s + sum([estimate[i] for u, i in read if not live[u]]), self._plain_s)
+                for slot in made:
+                    if estimate[slot] != total:
+                        estimate[slot] = total
+                        self._changed_slots.add(slot)
 
-    def lock(self, s: int) -> None:
-        """Hold a storage for one run more that is about to read it."""
-        self.locks[s] += 1
-        self.mark(s)
+    def lock(self, storages: Iterable[int]) -> None:
+        """Hold storages for one run more that is about to read them."""
+        for s in storages:
+            self.locks[s] += 1
+        self._marked.update(storages)
 
-    def unlock(self, s: int) -> None:
-        """One of the runs that a storage was held for has read it."""
-        self.locks[s] -= 1
-        self.mark(s)
+    def unlock(self, storages: Iterable[int]) -> None:
+        """One of the runs that storages were held for has read them."""
+        for s in storages:
+            self.locks[s] -= 1
+        self._marked.update(storages)
 
     def mark(self, s: int) -> None:
-        """Note whether a storage may be evicted, and when it is used next."""
-        slot = self.slot.get(s)
-        if slot is not None:
-            blocked = self.locks[s] or self.stubborn[s] or self.problem.small[s]
-            self.evictable[slot] = self.live[s] and not blocked
-            self.next_use[slot] = self.next_read(s)
+        """Note that a storage may be evicted from now on, or no longer, or that it is used at another time."""
+        self._marked.add(s)

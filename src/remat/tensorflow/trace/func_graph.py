@@ -359,12 +359,13 @@ class _Tracer:
             return ()
         if op.type in LOOPS:
             return tuple((self.ids[op.inputs[n].name], outputs[m]) for n, m in self._memory(op).takes_over)
-        target = self.tensors[outputs[0]]
+        inputs, number_of_output = op_facts.in_place(op)
+        target = outputs[number_of_output]
         pairs = []
-        for number in op_facts.in_place_inputs(op):
+        for number in inputs:
             source = self.ids[op.inputs[number].name]
-            if self.tensors[source].size_bytes == target.size_bytes > 0:
-                pairs.append((source, outputs[0]))
+            if self.tensors[source].size_bytes == self.tensors[target].size_bytes > 0:
+                pairs.append((source, target))
         return tuple(dict.fromkeys(pairs))
 
     def _time_s(self, op: tf.Operation, outputs: tuple[int, ...]) -> float:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
+from contextlib import ExitStack
 from types import TracebackType
-from typing import Any
 
 import torch
 
@@ -74,6 +74,7 @@ class Applied:
         departures: how many forward passes did not follow it.
         excess_bytes: what a measured step took more than predicted, where it was over its budget; else 0.
         first_difference: the first operator of a measured step that the plan does not have; None where there is none.
+        answers: what Python heard in the newest step that was another one, where it asked for truth values.
     """
 
     def __init__(
@@ -87,12 +88,13 @@ class Applied:
         self._plans_again = plans_again
         self._meter: StepMeter | None = None
         self.first_difference: str | None = None
+        self.answers: list[bool] = []
         self._measures_next = False
         self._has_measured_a_branch = False
         self._planned = PlannedForward(plan.step.recording, plan.directions)
         self._is_agreed = False
         self._came_without = 0
-        self._open: list[tuple[ForwardWatcher, Any, StepMeter | None]] = []
+        self._open: list[tuple[ForwardWatcher, ExitStack, StepMeter | None]] = []
 
     def __enter__(self) -> Applied:
         if not self._is_agreed:
@@ -108,12 +110,16 @@ class Applied:
             meter = self._meter = StepMeter(self._measured)
             meter.count_from_the_start(self._whole_gradients)
             meter.__enter__()  # type: ignore[no-untyped-call]
-        hooks = torch.autograd.graph.saved_tensors_hooks(watcher.pack, meter.unpack if meter is not None else unpack)
+        inside = ExitStack()
+        if self.plan.step.recording.is_distributed:
+            inside.enter_context(_private.distribution_unseen(sends=True))
         if (sharded := _private.sharding()) is not None:
             sharded.observe(watcher)
-        watcher.__enter__()  # type: ignore[no-untyped-call]
-        hooks.__enter__()
-        self._open.append((watcher, hooks, meter))
+            inside.callback(sharded.ignore, watcher)
+        inside.enter_context(watcher)
+        unpacks = meter.unpack if meter is not None else unpack
+        inside.enter_context(torch.autograd.graph.saved_tensors_hooks(watcher.pack, unpacks))
+        self._open.append((watcher, inside, meter))
         return self
 
     def _agree(self) -> None:
@@ -158,17 +164,16 @@ class Applied:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        watcher, hooks, meter = self._open.pop()
-        hooks.__exit__(kind, error, trace)
-        watcher.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
-        if (sharded := _private.sharding()) is not None:
-            sharded.ignore(watcher)
+        watcher, inside, meter = self._open.pop()
+        inside.__exit__(kind, error, trace)
         if meter is not None:
             meter.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         if kind is None:
             if self.plan.optimizer is not None and self.plan.early:
                 updater_of(self.plan.optimizer).arm(self.plan.early)
             watcher.finish(TOLERANCE * self.plan.budget_bytes)
+            if watcher.first_difference is not None:
+                self.answers = watcher.answers
             if meter is not None:
                 self.first_difference = watcher.first_difference
             elif watcher.first_difference is not None and not self._has_measured_a_branch:

@@ -13,22 +13,24 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import torch
 from torch import fx
 
-from remat.core.errors import RematError, UnsupportedStep
+from remat.core.errors import InfeasibleBudget, RematError, UnsupportedStep
 from remat.core.graph import Graph
 from remat.core.labels import shown_path
 from remat.core.plan import Plan
 from remat.fit.request import WHOLE_STEP_LEVERS, Request
-from remat.torch.api.eager_limit import eagerly, loss_in
+from remat.torch.api.eager_limit import EagerLimit, loss_in
 from remat.torch.api.plan import EAGER_LEVERS, StepPlan
 from remat.torch.trace.trace import trace
 
 if TYPE_CHECKING:
-    from remat.torch.graph_mode.capture import GraphPlan
+    from remat.torch.graph_mode.capture import Captured, GraphPlan
 
 _log = logging.getLogger("remat")
 
 # In Dynamo's messages: what comes behind the reason, and the lines of the function that was captured.
-_ADVICE: Final = re.compile(r"\n\s*(?:Hint:|Developer debug context:|For more |For C\+\+|User Stack|Caused by:)|\n\n\n")
+_ADVICE: Final = re.compile(
+    r"\n\s*(?:Hint:|Developer debug context:|For more |For C\+\+|User Stack|Caused by:)|\n\n\n|\s*The branch condition "
+)
 _LINE_OF_CODE: Final = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 
 
@@ -85,7 +87,9 @@ def compile(
         resident_bytes: what lies on the device beside the step and counts too.
         planner: a planner's name.
         time_limit_s: wall seconds for each round of planning; there are up to seven for each combination of shapes.
-        device: profile for the predicted times; None means that of the device of the tensors.
+        device: profile for the predicted times; None means that of the device of the tensors. With ``backend="aten"``,
+            "measured" times the calls of the step on this machine before it is planned, each kind of call by itself:
+            the predicted extra time is then close, and the plan takes what is cheap here.
         first_share: with ``backend="aten"``: is a share one of the first plan's plain step, also for other shapes?
         levers: with ``backend="aten"``: what a plan may do. "recompute" runs operators again. "split" runs the widest
             region of the step in slices, the head of a language model from its logits to their gradients say; sums over
@@ -198,10 +202,15 @@ class GraphCompiled:
             takers_for=self._takers_for,
             early=early,
         )
-        self._eager: Callable[..., Any] | None = None
-        self._in_pieces: Callable[..., Any] | None = None
+        self._eager: EagerLimit | None = None
+        self._is_eager_said = False
+        self._in_pieces: Captured | None = None
         self._optimizer_bytes: int | None = None
         functools.update_wrapper(self, fn, updated=())  # A module has attributes that are not for this object.
+
+    def __getattr__(self, name: str) -> Any:
+        """An attribute of ``fn``, so that what was a module still has parameters."""
+        return _attribute_of(self, name)
 
     @property
     def plan(self) -> GraphPlan | StepPlan | None:
@@ -225,13 +234,19 @@ class GraphCompiled:
                 self._reducers.find(args, kwargs)
                 return self._reducers.run(self._captured, args, kwargs)
             except (UnsupportedStep, *self._capture.NOT_CAPTURED) as error:
-                self._run_eagerly(error)
-        if self._eager is not None and self._in_pieces is None:
+                self._eager = self._eager_limit(error)
+        if self._in_pieces is None:
             try:
-                return self._eager(*args, **kwargs)
+                applied = self._eager.applied_for(args, kwargs)
             except UnsupportedStep as error:
-                self._run_in_pieces(error)
-        assert self._in_pieces is not None, "what cannot run eagerly runs in pieces"
+                self._in_pieces = self._pieces(error)
+            except InfeasibleBudget:
+                self._say_eager()
+                raise
+            else:
+                self._say_eager()
+                with applied:
+                    return self._fn(*args, **kwargs)
         return self._in_pieces(*args, **kwargs)
 
     def _resident_bytes(self, gradients_bytes: int) -> int:
@@ -242,9 +257,14 @@ class GraphCompiled:
         used = {} if self._early is None else self._early.takers_for(inputs)
         return used | self._reducers.takers_for(inputs)
 
-    def _run_eagerly(self, error: Exception) -> None:
+    @property
+    def _name(self) -> str:
+        return getattr(self._fn, "__qualname__", type(self._fn).__name__)
+
+    def _eager_limit(self, error: Exception) -> EagerLimit:
+        """Where the step cannot be captured: plans for running it eagerly."""
         self.reason = reason_not_captured(error)
-        name = getattr(self._fn, "__qualname__", type(self._fn).__name__)
+        name = self._name
         if self._request.plan is not None:
             raise UnsupportedStep(
                 f"{name} cannot be captured as one graph, so that plan= cannot be carried out in graph mode: "
@@ -256,31 +276,36 @@ class GraphCompiled:
                 f"{name} cannot be captured as one graph, so that it cannot run in slices: {self.reason}. Add "
                 '"recompute" to levers=, which an eager step can do'
             ) from error
-        _log.warning(
-            "%s runs eagerly within its budget, not in graph mode, since it cannot be captured: %s", name, self.reason
-        )
         request = self._request
         assert request.budget is not None, "a request has a budget or a plan"
         options = {"planner": request.planner, "time_limit_s": request.time_limit_s, "device": self._device}
         options |= self._beside.for_plan | {"levers": levers} | dict(request.options)
-        self._eager = eagerly(self._fn, request.budget, True, self._strict, options, self.plans)
+        return EagerLimit(self._fn, request.budget, True, self._strict, options, self.plans)
 
-    def _run_in_pieces(self, error: Exception) -> None:
-        """Where the step needs values of tensors, so that no plan can be made for the whole of it."""
+    def _say_eager(self) -> None:
+        if not self._is_eager_said:
+            self._is_eager_said = True
+            _log.warning(
+                "%s runs eagerly within its budget, not in graph mode, since it cannot be captured: %s",
+                *(self._name, self.reason),
+            )
+
+    def _pieces(self, error: Exception) -> Captured:
+        """Where the step needs values of tensors as well, so that no plan can be made for the whole of it."""
         request = self._request
         if "%" not in str(request.budget):
             raise UnsupportedStep(
+                f"{self._name} cannot be captured as one graph: {self.reason}. Nor can it run eagerly within a plan: "
                 f"{error}. Or give the budget as a share, such as 60%: then each part of the step that can be captured "
                 "is planned by itself"
             ) from error
         _log.warning(
-            "%s runs in pieces, each planned by itself: %s of the piece's own peak, or as little as it can take. What "
-            "the pieces keep for each other counts in none of them. It cannot be planned as a whole: %s",
-            *(getattr(self._fn, "__qualname__", type(self._fn).__name__), request.budget, error),
+            "%s runs in pieces, since it cannot be captured as one graph: %s. Each piece is planned by itself: %s of "
+            "its own peak, or as little as it can take. What the pieces keep for each other counts in none of them. It "
+            "cannot run eagerly within a plan for the whole either: %s",
+            *(self._name, self.reason, request.budget, error),
         )
-        self._in_pieces = self._capture.Captured(
-            self._fn, request, self._resident_bytes, self._device, self.plans, in_pieces=True
-        )
+        return self._capture.Captured(self._fn, request, self._resident_bytes, self._device, self.plans, in_pieces=True)
 
 
 def reason_not_captured(error: Exception) -> str:
@@ -290,6 +315,18 @@ def reason_not_captured(error: Exception) -> str:
     lines = _LINE_OF_CODE.findall(where or str(error))
     place = "" if not lines else " ({}:{} in {})".format(shown_path(lines[-1][0]), *lines[-1][1:])
     return " ".join(why.split()) + place
+
+
+def _attribute_of(compiled: Compiled | GraphCompiled, name: str) -> Any:
+    """An attribute that a compiled function does not have itself: that of the function.
+
+    Raises:
+        AttributeError: if the function has none of this name either.
+    """
+    fn = vars(compiled).get("_fn")
+    if fn is None or name.startswith("__"):
+        raise AttributeError(f"{type(compiled).__name__!r} object has no attribute {name!r}")
+    return getattr(fn, name)
 
 
 def _optimizer_bytes(
@@ -320,6 +357,7 @@ class Compiled:
         from remat.torch.compiled import _inductor
 
         self.plans: list[CompiledPlan] = []
+        self._fn = fn
         self._request = request
         self._resident_bytes = resident_bytes
         self._device = device
@@ -328,6 +366,10 @@ class Compiled:
         self._failed: type[Exception] = _inductor.BackendCompilerFailed
         backend = _inductor.backend(self._partition)
         self._compiled = torch.compile(fn, backend=backend, fullgraph=True, dynamic=False)
+
+    def __getattr__(self, name: str) -> Any:
+        """An attribute of ``fn``, so that what was a module still has parameters."""
+        return _attribute_of(self, name)
 
     @property
     def plan(self) -> CompiledPlan | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -14,6 +14,7 @@ from remat.fit.first_step import no_room_for_excess
 from remat.torch import _private
 from remat.torch.api.apply import Applied
 from remat.torch.api.plan import StepPlan, plan
+from remat.torch.trace.watcher import answered_as
 
 _log = logging.getLogger("remat")
 
@@ -41,7 +42,7 @@ def eagerly(
         options: passed on to ``plan``.
         plans: where plans are added as they are made.
     """
-    limit = _Limit(function, budget, plans_again, strict, options, plans)
+    limit = EagerLimit(function, budget, plans_again, strict, options, plans)
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -54,8 +55,8 @@ def eagerly(
     return run
 
 
-class _Limit:
-    """The plans of one function, made as calls come."""
+class EagerLimit:
+    """The plans of one function, made as calls come; the arguments are those of ``eagerly``."""
 
     def __init__(
         self,
@@ -64,7 +65,7 @@ class _Limit:
         replans: bool,
         strict: bool,
         options: dict[str, Any],
-        plans: list[StepPlan],
+        plans: list[Any],
     ) -> None:
         self._loss_fn = loss_fn
         self._budget = budget
@@ -78,19 +79,28 @@ class _Limit:
         self.plans = plans
 
     def applied_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Applied:
-        """The plan for a call with these arguments."""
+        """The plan for a call with these arguments.
+
+        Raises:
+            InfeasibleBudget: if no plan fits.
+            UnsupportedStep: where the step needs numbers that are not known before it runs.
+        """
         key = self._key(args, kwargs)
         known = self._applied.get(key, [])
         followed = [applied for applied in known if not applied.departures]
         excess = known[-1].excess_bytes if known else 0
+        # A step that branched on values that nobody knew beforehand is traced again through the branch that it took.
+        answers = known[-1].answers if known else ()
         if self._replans and excess and key not in self._corrected:
             # What the step took more than was simulated counts as there from the start. If it went through another
             # branch, the trace of this one may say it all.
             self._corrected.add(key)
             another_branch = known[-1].first_difference is not None
-            known.append(self._applied_with(args, kwargs, 0 if another_branch else excess, plans_again=False))
+            excess = 0 if another_branch else excess
+            known.append(self._applied_with(args, kwargs, excess, plans_again=False, answers=answers))
         elif not known or (self._replans and not followed and len(known) < _MOST_PLANS):
-            found = self._applied_with(args, kwargs, 0, plans_again=self._replans and key not in self._corrected)
+            plans_again = self._replans and key not in self._corrected
+            found = self._applied_with(args, kwargs, 0, plans_again=plans_again, answers=answers)
             key = self._key(args, kwargs)  # The plan knows which modules of the step are sharded.
             known = self._applied.setdefault(key, [])
             known.append(found)
@@ -126,10 +136,16 @@ class _Limit:
         self._applied[shapes, last] = [found]
 
     def _applied_with(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], excess_bytes: int, *, plans_again: bool
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        excess_bytes: int,
+        *,
+        plans_again: bool,
+        answers: Sequence[bool] = (),
     ) -> Applied:
         try:
-            found = self._plan(args, kwargs, excess_bytes)
+            found = self._plan(args, kwargs, excess_bytes, answers)
         except InfeasibleBudget as error:
             if not excess_bytes:
                 raise
@@ -137,14 +153,17 @@ class _Limit:
             return Applied(self.plans[-1], strict=self._strict)
         return Applied(found, strict=self._strict, uncounted_bytes=excess_bytes, plans_again=plans_again)
 
-    def _plan(self, args: tuple[Any, ...], kwargs: dict[str, Any], excess_bytes: int) -> StepPlan:
+    def _plan(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], excess_bytes: int, answers: Sequence[bool]
+    ) -> StepPlan:
         def loss_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return loss_in(self._loss_fn(*args, **kwargs))
 
         # Later steps may be smaller; a share stays one of the first.
         budget = self.plans[0].budget_bytes if self.plans else self._budget
         options = {**self._options, "resident_bytes": self._options.get("resident_bytes", 0) + excess_bytes}
-        found = plan(loss_of, args, kwargs, budget=budget, **options)
+        with answered_as(answers):
+            found = plan(loss_of, args, kwargs, budget=budget, **options)
         self.plans.append(found)
         if found.step.recording.accumulation is not None:
             self._accumulations.append(found.step.recording.accumulation)

@@ -6,6 +6,8 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, cast, get_args
 
+import torch
+
 from remat.core.budget import check_budget
 from remat.fit.first_step import OnChange, replans
 from remat.torch.api.compile import compile
@@ -57,7 +59,7 @@ def limit_memory(
 
     Returns:
         A function like ``loss_fn``, with the plans made so far in ``plans``. Each plan's ``mode`` says how it is
-        carried out.
+        carried out. In graph mode, what is made of a module has the module's attributes (``parameters``, ``train``).
 
     Raises:
         InvalidBudget: if the budget cannot be read.
@@ -100,6 +102,8 @@ def _in_graph_mode(function: Callable[..., Any], budget: int | str, strict: bool
     resident = {id(t.untyped_storage()): t.untyped_storage().nbytes() for t in options.pop("resident", ())}
     options["resident_bytes"] = options.get("resident_bytes", 0) + sum(resident.values())
     compiled: Any = compile(function, budget=budget, backend="aten", strict=strict, first_share=True, **options)
+    if isinstance(function, torch.nn.Module):
+        return compiled  # It has the module's parameters.
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:

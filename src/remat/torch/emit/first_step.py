@@ -47,7 +47,9 @@ class StorageMeter(_private.TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.is_view or self._is_over:
+        if types and _private.runs_on_parts(types):
+            return NotImplemented
+        if func.is_view or self._is_over or _private.is_silent(func):  # What wraps a collective's result has no memory.
             return func(*args, **kwargs)
         before_bytes = self._bytes
         given = tensors_in((*args, *kwargs.values()))

@@ -59,12 +59,16 @@ class ForwardWatcher(_private.TorchDispatchMode):
         # What operators made that the plan does not have.
         self._unplanned_made: dict[int, Callable[[], Any]] = {}
         self.first_difference: str | None = None
+        # What Python heard where it asked for truth values.
+        self.answers: list[bool] = []
         self._own_code_depth = 0
         self._position = 0
         self._advance_to(0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if types and _private.runs_on_parts(types):
+            return NotImplemented  # What runs on the parts of distributed tensors comes here.
         if func.is_view or self._own_code_depth:
             return func(*args, **kwargs)
         planned = self._next
@@ -98,6 +102,11 @@ class ForwardWatcher(_private.TorchDispatchMode):
         """Run a call of which the plan keeps something, or which is not the one that the plan has here."""
         if _private.is_silent(func):
             return func(*args, **kwargs)
+        if func is _ITEM:  # Python asks for a value, which is no operator of the plan.
+            value = func(*args, **kwargs)
+            if isinstance(value, bool):
+                self.answers.append(value)
+            return value
         if planned is None:
             self._protect(func, args, kwargs)
             return func(*args, **kwargs)
@@ -127,8 +136,6 @@ class ForwardWatcher(_private.TorchDispatchMode):
         writes: bool = False,
     ) -> None:
         """After a call: if it is the one that the plan has here, remember what the plan keeps of it, and go on."""
-        if func is _ITEM:
-            return  # Python asks for a value, which is no operator of the plan.
         outputs = tensors_in((out,))
         places = new_storages(outputs, tensors_in((*args, *kwargs.values())))
         if outputs and not places and not writes:
@@ -293,6 +300,9 @@ class ForwardWatcher(_private.TorchDispatchMode):
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Called by autograd for each tensor that it saves."""
+        if type(tensor) is not torch.Tensor and (part := _private.local(tensor)) is not tensor:
+            packed = self.pack(part)
+            return kept(tensor) if type(packed) is tuple else PackedPart(packed, _private.placement(tensor))
         if self._unmatched:
             # Where the plan goes on, and whether it makes this tensor again, is not known yet.
             saved = SavedOutOfStep(tensor)
@@ -343,6 +353,25 @@ class ForwardWatcher(_private.TorchDispatchMode):
         self._held[_private.storage_key(storage)] = storage.nbytes()
         if self._lost is None:
             self._lost = self._planned.makers[number]
+
+
+class PackedPart:
+    """What stands in autograd's graph for a distributed tensor whose part the plan may make again.
+
+    Args:
+        part: what stands for the part.
+        placement: how the tensor is distributed.
+    """
+
+    __slots__ = ("_part", "_placement")
+
+    def __init__(self, part: MadeAgain | SavedOutOfStep, placement: Any) -> None:
+        self._part = part
+        self._placement = placement
+
+    def read(self) -> torch.Tensor:
+        """The distributed tensor; called when a backward activation needs it."""
+        return _private.distributed(self._part.read(), self._placement)
 
 
 def unpack(packed: Any) -> Any:

@@ -21,7 +21,7 @@ from torch._C import DispatchKey
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
-from torch._dynamo.variables import user_defined
+from torch._dynamo.variables import builder, user_defined
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import graph_compile
 from torch._guards import TracingContext
@@ -183,19 +183,55 @@ def _as_plain_list(variable: Any) -> Any:
     return _as_any_variable(variable) if items is None else list(items.as_proxy())
 
 
+_builder: Any = builder
+
+
+class ChangingNumbers:
+    """Python's floats that captured code reads and that were another at a later capture: the weight of a loss, say.
+
+    Dynamo captures a step for one value of each number. One that changed is an input of the next capture.
+    """
+
+    def __init__(self) -> None:
+        self._first: dict[str, float] = {}
+        self._changing: set[str] = set()
+
+    @contextmanager
+    def noticed(self) -> Iterator[None]:
+        """Inside, Dynamo makes inputs of them."""
+        own = _builder.process_automatic_dynamic
+
+        def processed(translator: Any, name: str, entry: Any, **options: Any) -> Any:
+            value = entry.scalar
+            found = own(translator, name, entry, **options)
+            if type(value) is float:
+                if self._first.setdefault(name, value) != value:
+                    self._changing.add(name)
+                if name in self._changing:
+                    return _builder.FrameStateSizeEntry(scalar=_builder.auto_dynamic)
+            return found
+
+        _builder.process_automatic_dynamic = processed
+        try:
+            yield
+        finally:
+            _builder.process_automatic_dynamic = own
+
+
 @contextmanager
-def capturing(answers: Answers) -> Iterator[None]:
+def capturing(answers: Answers, numbers: ChangingNumbers) -> Iterator[None]:
     """Inside, Dynamo captures what graph mode can run.
 
     Args:
         answers: for captured code that asks whether it is being compiled.
+        numbers: those that change from call to call.
     """
     before = {name: getattr(dynamo_config, name) for name in _WHILE_CAPTURING if hasattr(dynamo_config, name)}
     for name in before:
         setattr(dynamo_config, name, _WHILE_CAPTURING[name])
     _ListOfAClass.as_proxy = _as_plain_list
     try:
-        with answers.given(), decided_branches(), without_marks(), once_left_unsaid():
+        with answers.given(), numbers.noticed(), decided_branches(), without_marks(), once_left_unsaid():
             yield
     finally:
         _ListOfAClass.as_proxy = _as_any_variable

@@ -8,6 +8,7 @@ import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, Final
 
+import torch
 from torch import fx
 
 from remat.core.errors import InfeasibleBudget
@@ -21,7 +22,7 @@ from remat.fit.loop import Rounds
 from remat.fit.peaks import PeakRange
 from remat.fit.request import Request
 from remat.planning.checkpoints import plan_with_checkpoints
-from remat.running.cost_model import get_profile
+from remat.running.cost_model import MEASURED, DeviceProfile, get_profile
 from remat.torch.graph_mode import marks, nodes
 from remat.torch.graph_mode.joint_step import gradient_bytes, joint_step, late_peak_bytes
 from remat.torch.graph_mode.layouts import with_layouts
@@ -29,6 +30,7 @@ from remat.torch.graph_mode.program import Program, program_of
 from remat.torch.graph_mode.reuse import reuse_storage
 from remat.torch.graph_mode.split_joint import Splitter
 from remat.torch.graph_mode.taken_gradients import Updates, UsedGradient
+from remat.torch.graph_mode.timed_calls import TimedCalls
 from remat.torch.trace import aot_notes
 from remat.torch.trace.trace import default_profile
 
@@ -38,6 +40,14 @@ layers (2,013 ops) at 60 %: 4.1 s in place of 11.3, for 5.56 % in place of 5.54 
 seconds; with a larger number, the first call of a deep model takes half a minute."""
 
 
+def _profile_of(device: str) -> DeviceProfile:
+    """A device profile; of this machine also where ``remat measure`` made none, for what cannot be timed by itself."""
+    try:
+        return get_profile(device)
+    except FileNotFoundError:
+        return get_profile("a100" if torch.cuda.is_available() else "cpu")
+
+
 class GraphCandidate(Candidate):
     """A step as graph mode runs it: each operator at its place in the schedule, each tensor dropped at its last read.
 
@@ -45,8 +55,9 @@ class GraphCandidate(Candidate):
         joint: the joint graph of forward and backward pass, as AOTAutograd traced it. It is changed.
         options: those with which AOTAutograd calls a partitioner.
         resident_bytes: what lies on the device beside the step, given the bytes of the step's gradients.
-        device: profile for the predicted times.
+        device: profile for the predicted times; with "measured", the step's calls are timed.
         early: the updates that the step is to run itself, where that is asked for.
+        timed: the calls that were timed before.
     """
 
     # The real peak is the planner's, so that a second round would say the same.
@@ -59,6 +70,7 @@ class GraphCandidate(Candidate):
         resident_bytes: Callable[[int], int],
         device: str | None,
         early: Updates | None = None,
+        timed: TimedCalls | None = None,
     ) -> None:
         self._early = early
         self._splitters: dict[bool, Splitter] = {}
@@ -71,9 +83,13 @@ class GraphCandidate(Candidate):
         self._forward_outputs: int = options["num_fwd_outputs"]
         placeholders = joint.graph.find_nodes(op="placeholder")
         types = [nodes.device_of(node).type for node in placeholders]
-        self._profile = get_profile(device or default_profile(next((one for one in types if one != "cpu"), "cpu")))
+        device = device or default_profile(next((one for one in types if one != "cpu"), "cpu"))
+        self._seconds: Mapping[fx.Node, float] = {}
+        self._profile = _profile_of(device)
         self._static: tuple[int, ...] = tuple(options.get("static_lifetime_input_indices") or ())
+        self._timed = (timed or TimedCalls()) if device.lower() == MEASURED else None
         self._look_at(joint)
+        self._time_calls()
         if early is not None:
             takers = [taker for _, taker in aot_notes.takers_of(joint, self._forward_outputs).values()]
             updates = [one for one in takers if isinstance(one, UsedGradient)]
@@ -85,8 +101,15 @@ class GraphCandidate(Candidate):
 
     def _look_at(self, joint: fx.GraphModule) -> None:
         self._joint = joint
-        self._step = joint_step(joint, self._forward_outputs, self._profile, self._static)
+        self._step = joint_step(joint, self._forward_outputs, self._profile, self._static, self._seconds)
         self._plain_peak = PeakRange.exactly(simulate(self.graph, self.graph.plain_schedule).peak_bytes)
+
+    def _time_calls(self) -> None:
+        """Where the device is this machine: replace what the roofline says by what the step's calls take."""
+        if self._timed is not None:
+            most_bytes = self._plain_peak.expected_bytes - self.graph.pinned_bytes
+            self._seconds = self._timed.of_step(self._joint, most_bytes)
+            self._look_at(self._joint)
 
     def _leave_updates_out(self) -> None:
         """Updates that need more where they stand than they save are left to the optimizer's step."""
@@ -252,6 +275,7 @@ class GraphCandidate(Candidate):
                 return None
             one = copy.copy(self)
             one._look_at(split.joint)
+            one._time_calls()
             places = {op.name: index for index, op in enumerate(self.graph.ops)}
             pairs = ((index, split.stands_for.get(op.name)) for index, op in enumerate(one.graph.ops))
             stands_for = tuple((index, places[name]) for index, name in pairs if name in places)

@@ -30,6 +30,7 @@ from remat.torch.graph_mode.calls import Calls
 from remat.torch.graph_mode.candidate import GraphCandidate
 from remat.torch.graph_mode.source import function_of
 from remat.torch.graph_mode.taken_gradients import Updates
+from remat.torch.graph_mode.timed_calls import TimedCalls
 from remat.torch.trace import aot_notes
 
 _log = logging.getLogger("remat")
@@ -100,6 +101,7 @@ class Captured:
         self._early = early
         self._in_pieces = in_pieces
         self._answers = Answers()
+        self._numbers = _aot.ChangingNumbers()
         self._plans = plans
         self._request = request
         self._resident_bytes = resident_bytes
@@ -108,6 +110,7 @@ class Captured:
         self._replans = replans and request.plan is None and not in_pieces  # Pieces promise no budget.
         self._first_share = first_share
         self._calls = Calls()
+        self._timed = TimedCalls()
         self._error: RematError | None = None
         self._steps: list[_PlannedStep] = []
         self._fn = fn
@@ -158,7 +161,7 @@ class Captured:
             self._compiled = self._captured_anew()
         uncollected = _aot.without_collections() if self._is_new else nullcontext()
         try:
-            with _aot.capturing(self._answers), uncollected:
+            with _aot.capturing(self._answers, self._numbers), uncollected:
                 result = self._compiled(*args, **kwargs)
             self._is_new = False
             return result
@@ -172,7 +175,7 @@ class Captured:
         self, joint: fx.GraphModule, joint_inputs: Any, **options: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         try:
-            candidate = GraphCandidate(joint, options, self._resident_bytes, self._device, self._early)
+            candidate = GraphCandidate(joint, options, self._resident_bytes, self._device, self._early, self._timed)
             plan = self._plan_for(candidate)
             program = candidate.program(plan)
             takers = {taker for _, taker in aot_notes.takers_of(joint, options["num_fwd_outputs"]).values()}

@@ -4,7 +4,8 @@ The wrapper's own ``forward`` cannot be captured: it talks to the reducer. So wh
 happens before and after the whole step. Gradients are reduced by the reducer's hooks on the parameters, as ever, in the
 order of the schedule (``taken_gradients``).
 
-A module under ``fully_shard`` cannot be captured, since it changes its parameters while it runs. Its step runs eagerly.
+A module under ``fully_shard`` cannot be captured, since it changes its parameters while it runs, and neither can one
+whose parameters are cut over processes by tensor parallelism. Their steps run eagerly.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from remat.core.errors import UnsupportedStep
-from remat.torch._private import after_forward, before_forward
+from remat.torch._private import after_forward, before_forward, local
 from remat.torch.graph_mode.taken_gradients import TakenGradient
 
 
@@ -42,7 +43,7 @@ class Reducers:
         """Look for wrappers, at the first call.
 
         Raises:
-            UnsupportedStep: for a module under ``fully_shard``, which is not captured.
+            UnsupportedStep: for a module under ``fully_shard`` or tensor parallelism, which is not captured.
         """
         if self._found is None:
             modules = _modules_in(self._fn, args, kwargs)
@@ -50,6 +51,12 @@ class Reducers:
                 raise UnsupportedStep(
                     f"{type(sharded[0]).__name__} is under fully_shard, which replaces parameters while a step runs"
                 )
+            for module in modules:
+                if any(local(one) is not one for one in module.parameters(recurse=False)):
+                    raise UnsupportedStep(
+                        f"{type(module).__name__} has parameters that are cut over processes (DTensor), and its "
+                        "operators run as others on their parts"
+                    )
             self._found = [one for one in modules if isinstance(one, DistributedDataParallel)]
 
     def takers_for(self, inputs: Sequence[Any]) -> dict[int, TakenGradient]:

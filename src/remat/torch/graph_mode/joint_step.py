@@ -7,9 +7,10 @@ run twice has an op in front of it that notes the generator's state, which is a 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from types import MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -71,7 +72,11 @@ class JointStep:
 
 
 def joint_step(
-    joint: fx.GraphModule, num_fwd_outputs: int, profile: DeviceProfile, static: Sequence[int] = ()
+    joint: fx.GraphModule,
+    num_fwd_outputs: int,
+    profile: DeviceProfile,
+    static: Sequence[int] = (),
+    seconds: Mapping[fx.Node, float] = MappingProxyType({}),
 ) -> JointStep:
     """The graph of a joint module, in which ``nodes.with_fills`` has been at work.
 
@@ -83,11 +88,12 @@ def joint_step(
         num_fwd_outputs: how many of its outputs are the forward pass'; the others are gradients.
         profile: for the times.
         static: places of the inputs that are parameters or buffers.
+        seconds: of the calls that were timed.
 
     Raises:
         UnsupportedStep: where shapes are not known.
     """
-    return _Builder(joint, num_fwd_outputs, profile, static).build()
+    return _Builder(joint, num_fwd_outputs, profile, static, seconds).build()
 
 
 def gradient_bytes(step: JointStep) -> int:
@@ -116,12 +122,22 @@ def late_peak_bytes(step: JointStep, scratch_bytes: int) -> tuple[int, int]:
 
 class _Builder:
     def __init__(
-        self, joint: fx.GraphModule, num_fwd_outputs: int, profile: DeviceProfile, static: Sequence[int]
+        self,
+        joint: fx.GraphModule,
+        num_fwd_outputs: int,
+        profile: DeviceProfile,
+        static: Sequence[int],
+        seconds: Mapping[fx.Node, float],
     ) -> None:
         for node in joint.graph.nodes:
             if any(isinstance(leaf, torch.SymInt) for leaf in tree_leaves(node.meta.get("val"))):
-                raise UnsupportedStep(f"the shape of {node.name} is not known when it is traced; shapes must be fixed")
+                place = aot_notes.source_of(node)
+                raise UnsupportedStep(
+                    f"the shape of {node.name} is not known when it is traced; shapes must be fixed"
+                    + (f" ({place})" if place else "")
+                )
         self._profile = profile
+        self._seconds = seconds
         self._roles = aot_notes.roles_of(joint, static)
         placeholders = joint.graph.find_nodes(op="placeholder")
         self._inputs = [n for n in placeholders if not aot_notes.is_tangent(n)]
@@ -306,7 +322,8 @@ class _Builder:
                 kind=str(node.target) if isinstance(node.target, OpOverload) else str(node.target.__name__),  # type: ignore[union-attr]
                 inputs=read,
                 outputs=outputs,
-                time_s=op_time_s(self._profile, nodes.flops(node), nodes.moved_bytes(node), dtype),
+                time_s=self._seconds.get(node)
+                or op_time_s(self._profile, nodes.flops(node), nodes.moved_bytes(node), dtype),
                 recomputable=repeats,
                 workspace_bytes=nodes.scratch_bytes(node),
                 in_place=self._in_place(node, outputs),

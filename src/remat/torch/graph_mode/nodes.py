@@ -1,7 +1,8 @@
 """What a node of a joint graph is: a view, a random draw, a call that may run twice; what it reads and how large it is.
 
 A *value* is a node with a storage of its own. Views are no values: they are made anew, at no cost, wherever they are
-read. An operator with several results is one node, and its results are the values.
+read. Nor are numbers, which Python takes out of a tensor (``.item()``) and computes with. An operator with several
+results is one node, and its results are the values.
 """
 
 from __future__ import annotations
@@ -160,6 +161,11 @@ def is_view(node: fx.Node) -> bool:
     return node.target.is_view or op_facts.base_name(node.target) in _SILENT_VIEWS
 
 
+def is_number(node: fx.Node) -> bool:
+    """Is the node a number of Python's, or what it made of such numbers?"""
+    return node.op == "call_function" and isinstance(node.meta.get("val"), torch.SymFloat)
+
+
 def _whole(part: fx.Node) -> fx.Node:
     whole = part.args[0]
     assert isinstance(whole, fx.Node)
@@ -175,7 +181,15 @@ def base_of(node: fx.Node) -> fx.Node:
 
 def values_read(node: fx.Node) -> list[fx.Node]:
     """The values and inputs that a call reads, each once."""
-    return [value for value in dict.fromkeys(map(base_of, node.all_input_nodes)) if value.op != "get_attr"]
+    return [value for value in dict.fromkeys(_storages_read(node)) if value.op != "get_attr"]
+
+
+def _storages_read(node: fx.Node) -> Iterator[fx.Node]:
+    for one in node.all_input_nodes:
+        if is_number(one):
+            yield from _storages_read(one)
+        else:
+            yield base_of(one)
 
 
 def results_of(node: fx.Node) -> list[tuple[int, fx.Node]]:
@@ -188,8 +202,8 @@ def results_of(node: fx.Node) -> list[tuple[int, fx.Node]]:
 
 
 def is_call(node: fx.Node) -> bool:
-    """Is the node an operator that makes something, rather than a view or a part of another's results?"""
-    return node.op == "call_function" and not is_part(node) and not is_view(node)
+    """Is the node an operator that makes something, rather than a view, a part of another's results or a number?"""
+    return node.op == "call_function" and not (is_part(node) or is_view(node) or is_number(node))
 
 
 def writes(node: fx.Node) -> bool:

@@ -1,7 +1,8 @@
 """A schedule -> a forward and a backward graph of operators, in exactly the schedule's order.
 
-An op that the schedule runs twice stands twice. A read binds to the newest run. Views are made right before they are
-first read. What the backward pass reads and does not make itself is saved by the forward pass.
+An op that the schedule runs twice stands twice. A read binds to the newest run. Views, and numbers that Python takes
+out of tensors, are made right before they are first read. What the backward pass reads and does not make itself is
+saved by the forward pass.
 """
 
 from __future__ import annotations
@@ -205,7 +206,7 @@ class _Writer:
         if nodes.writes(node):
             # What an operator wrote to: the argument itself.
             return self._resolved(node.args[0])  # type: ignore[arg-type]
-        if nodes.is_view(node):
+        if nodes.is_view(node) or nodes.is_number(node):
             key = (node, tuple(map(self._resolved, node.all_input_nodes)))
             if key not in now.views:
                 now.views[key] = self._copied(node)

@@ -25,6 +25,7 @@ from remat.running.cost_model import DeviceProfile
 from remat.torch import _private
 from remat.torch.early_updates import update_alone
 from remat.torch.trace.gpu_kernels import GpuKernels, operators_of
+from remat.torch.trace.origins import line_of
 from remat.torch.trace.recording import Recording
 from remat.torch.trace.watcher import StepWatcher
 
@@ -48,7 +49,8 @@ def record_step(
     """Run the loss, its gradients and the optimizer's update without memory.
 
     Where Python asks for a truth value that does not follow from what the step is given ("is anything infinite?"), it
-    hears no. If the step then fails, it is run once more and hears yes. The first real step tells whether that was so.
+    hears no. If the step then fails, it is run once more and hears yes. The first real step tells whether that was so;
+    ``answered_as`` passes what it heard on to another trace.
 
     Args:
         loss_fn: returns the loss, a tensor of one element.
@@ -102,6 +104,7 @@ def _recorded(
 ) -> Recording:
     resident, resident_bytes = beside
     with undisturbed(), sharding_traced(watcher) as sharded, ExitStack() as stack:
+        stack.enter_context(_private.distribution_unseen(sends=False))
         stack.enter_context(watcher)
         watcher.pin([t for t in _private.tree_leaves(args) if isinstance(t, torch.Tensor)], "batch")
         watcher.pin(resident, "optimizer_state")
@@ -141,8 +144,8 @@ def _loss_of(loss_fn: Callable[..., Any], args: Sequence[Any]) -> torch.Tensor:
     except (_private.DataDependentOutputException, _private.DynamicOutputShapeException) as error:
         raise UnsupportedStep(
             f"the step cannot be traced without values: {getattr(error, 'func', error)} turns a tensor's values into a "
-            "Python number or a shape (.item(), if tensor:, nonzero). Compute that outside of the loss and pass the "
-            "result in, or replace it by operations on tensors"
+            f"Python number or a shape (.item(), if tensor:, nonzero){_at_line_of(error)}. "
+            "Compute that outside of the loss and pass the result in, or replace it by operations on tensors"
         ) from error
     except RuntimeError as error:
         if _private.is_mix_of_devices(error):
@@ -151,7 +154,8 @@ def _loss_of(loss_fn: Callable[..., Any], args: Sequence[Any]) -> torch.Tensor:
             raise
         raise UnsupportedStep(
             "the step cannot be traced without values: it takes the data of a tensor out of PyTorch (.numpy(), "
-            "data_ptr()). Compute that outside of the loss and pass it in, or replace it by operations on tensors"
+            f"data_ptr()){_at_line_of(error)}. Compute that outside of the loss and pass it in, or replace it by "
+            "operations on tensors"
         ) from error
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
         what = (
@@ -161,6 +165,11 @@ def _loss_of(loss_fn: Callable[..., Any], args: Sequence[Any]) -> torch.Tensor:
             what += " that depends on no parameter"
         raise UnsupportedStep(f"the loss function returned {what}; it returns a loss of one element to differentiate")
     return loss
+
+
+def _at_line_of(error: Exception) -> str:
+    line = line_of(error)
+    return f" at {line}" if line else ""
 
 
 def _mix_of_devices(args: Sequence[Any], said: str) -> str:

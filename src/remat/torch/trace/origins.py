@@ -70,4 +70,18 @@ def source_line() -> str:
         frame = frame.f_back
     if frame is None or frame.f_code.co_filename.startswith(_REMAT):
         return ""
-    return f"{_shown_path(frame.f_code.co_filename)}:{frame.f_lineno} in {frame.f_code.co_name}"
+    return _shown(frame, frame.f_lineno)
+
+
+def line_of(error: BaseException) -> str:
+    """The innermost line of the model that an error came through; empty where it came through none."""
+    found, traced = "", error.__traceback__
+    while traced is not None:
+        if not traced.tb_frame.f_code.co_filename.startswith((*_NOT_THE_MODEL, _REMAT)):
+            found = _shown(traced.tb_frame, traced.tb_lineno)
+        traced = traced.tb_next
+    return found
+
+
+def _shown(frame: FrameType, line: int) -> str:
+    return f"{_shown_path(frame.f_code.co_filename)}:{line} in {frame.f_code.co_name}"

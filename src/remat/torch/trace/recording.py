@@ -122,6 +122,8 @@ class Recording:
         storages: of the tensors that the ops read and make.
         saved: the tensors that autograd saved.
         forward_ops: how many ops the forward pass has.
+        forward_calls: how many operators it calls, views among them.
+        forward_results: how many tensors they return.
         loss: its storage.
         device: the type of the device.
         marked: storages of tensors that were given to ``mark``, by what they were marked with.
@@ -129,6 +131,7 @@ class Recording:
         updated: by the address of a parameter that is updated inside of the backward pass: its storage, and the ops of
             the update.
         accumulates_into: the parameters whose gradients are expected to exist before the step, as weak references.
+        is_distributed: did operators run on distributed tensors?
         is_sharded: did a module under ``fully_shard`` run?
         accumulation: what such modules do with gradients, a ``remat.torch._fsdp.Accumulation``; None where there are
             none.
@@ -140,12 +143,15 @@ class Recording:
     storages: list[RecordedStorage] = field(default_factory=list)
     saved: list[SavedTensor] = field(default_factory=list)
     forward_ops: int = 0
+    forward_calls: int = 0
+    forward_results: int = 0
     loss: int | None = None
     device: str = "cpu"
     marked: dict[Hashable, list[int]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     updated: dict[int, tuple[int, range]] = field(default_factory=dict)
     accumulates_into: list[Callable[[], torch.Tensor | None]] = field(default_factory=list)
+    is_distributed: bool = False
     is_sharded: bool = False
     accumulation: Any = None
     gathered_again: dict[int, int] = field(default_factory=dict)

@@ -12,7 +12,6 @@ from unittest import mock
 
 import torch
 
-from remat.core.errors import UnsupportedStep
 from remat.torch import _private
 from remat.torch.trace import cpu_scratch, gpu_attention, op_facts, result_shapes
 from remat.torch.trace.gradients import Gradients
@@ -35,6 +34,7 @@ _ITEM: Final = torch.ops.aten._local_scalar_dense.default
 
 Take: TypeAlias = Callable[[torch.Tensor, Hashable], None]
 _take: ContextVar[Take | None] = ContextVar("take", default=None)
+_answers: ContextVar[Sequence[bool]] = ContextVar("answers", default=())
 
 
 def mark(tensor: torch.Tensor, as_what: Hashable) -> None:
@@ -46,6 +46,16 @@ def mark(tensor: torch.Tensor, as_what: Hashable) -> None:
 def is_tracing() -> bool:
     """Does this code run in a step that is being traced, whose tensors have no values?"""
     return _take.get() is not None
+
+
+@contextmanager
+def answered_as(answers: Sequence[bool]) -> Iterator[None]:
+    """Inside, a step that is traced hears what a real step heard where Python asked for truth values, in turn."""
+    token = _answers.set(answers)
+    try:
+        yield
+    finally:
+        _answers.reset(token)
 
 
 class _Packed:
@@ -66,6 +76,15 @@ class _Packed:
         self.geometry = (tensor.untyped_storage().nbytes(), place, tensor.dtype, tensor.device)
 
 
+_COPIES: Final = frozenset({"AllGather"})
+"""Collectives for which gloo first copies what a process gives, as the profiler shows (PyTorch 2.13). Where one is
+missing, a step on CPUs needs more than was predicted."""
+
+
+def _sent_bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size() if tensor.device.type == "cpu" else 0
+
+
 class _PackedPart:
     """What stands in autograd's graph for the local part of a distributed tensor, and how it is distributed."""
 
@@ -80,7 +99,7 @@ class StepWatcher(_private.TorchDispatchMode):
     """Sees every operator below autograd and autocast, and notes it in a recording. It keeps no tensor alive.
 
     Args:
-        guess: what Python hears where it asks for a truth value that nobody knows.
+        guess: what Python hears where it asks for a truth value that nobody knows, nor ``answered_as`` tells.
         on_gpu: are the kernels those of a GPU, wherever the tensors are?
         axes: of a step on a mesh that is only simulated: the axis for the name of each process group. Collectives are
             recorded, and operators on distributed tensors are those on their local parts. None for any other step.
@@ -100,6 +119,7 @@ class StepWatcher(_private.TorchDispatchMode):
         self._axes = axes
         self.guesses = 0
         self._guess = guess
+        self._asked = 0
         self.recording = Recording()
         self.storages = KnownStorages(self.recording)
         self.modules = RunningModules()
@@ -113,22 +133,18 @@ class StepWatcher(_private.TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._axes is not None:
-            if any(_private.local(t) is not t for t in _private.tree_leaves((args, kwargs))):
-                return NotImplemented  # The distributed tensor runs operators on its local part, which come here.
-            if (kind := _private.collective_kind(func)) is not None:
-                return self._run_collective(kind, func, args, kwargs)
+        if _private.runs_on_parts(types):
+            # A distributed tensor runs operators on its local part, which come here.
+            self.recording.is_distributed = True
+            return NotImplemented
+        if (kind := _private.collective_kind(func)) is not None:
+            return self._run_collective(kind, func, args, kwargs)
         if _private.is_silent(func):
             return func(*args, **kwargs)
         if self._is_paused:
             inputs = [t for t in _private.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
             return self._run(func, args, kwargs, inputs)
         inputs = [t for t in _private.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        if not self._own_code_depth and any(_private.local(t) is not t for t in inputs):
-            raise UnsupportedStep(
-                f"the step computes with distributed tensors (DTensor): {op_facts.kind(func)} takes one. Tensor "
-                "parallelism is not planned; data parallelism by DistributedDataParallel or fully_shard is"
-            )
         reads = tuple(dict.fromkeys(self.storages.read(t) for t in inputs if has_storage(t)))
         out = self._run(func, args, kwargs, inputs)
         if func is not _ITEM:
@@ -138,6 +154,7 @@ class StepWatcher(_private.TorchDispatchMode):
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[torch.Tensor]) -> Any:
         """What the operator returns in the real step: values where they are known, else tensors without memory."""
         values, stand_ins = self.storages.values, self.storages.stand_ins
+        self._asked += func is _ITEM and inputs[0].dtype is torch.bool
         if func.is_view and all(is_plain(tensor) for tensor in inputs):
             if op_facts.base_name(func) == "aten::lift_fresh":
                 values.pin(inputs[0])  # Python made it of numbers.
@@ -158,7 +175,8 @@ class StepWatcher(_private.TorchDispatchMode):
                 return func(value)
             if inputs[0].dtype is torch.bool:
                 self.guesses += 1
-                return self._guess
+                answers = _answers.get()
+                return answers[self._asked - 1] if self._asked <= len(answers) else self._guess
             out = stand_ins.run(func, args, kwargs)
         else:
             shapes = result_shapes.shapes_of(func, args, self._lengths_in)
@@ -183,8 +201,8 @@ class StepWatcher(_private.TorchDispatchMode):
         )
         out: torch.Tensor = self.storages.stand_ins.run(func, args, kwargs)
         number = self.storages.made(out, len(self.recording.ops))
-        group = next(arg for arg in reversed(args) if isinstance(arg, str))
-        self._note_collective(kind, reads, (number,), (args[0], out), group)
+        group = getattr(args[-1], "group_name", args[-1])
+        self._note_collective(kind, reads, (number,), (args[0], out), group, func=func)
         return out
 
     def sends(self, kind: str, output: torch.Tensor, given: torch.Tensor, group: str) -> None:
@@ -200,12 +218,13 @@ class StepWatcher(_private.TorchDispatchMode):
         both: tuple[torch.Tensor, torch.Tensor],
         group: str,
         writes: tuple[int, ...] = (),
+        func: Any = None,
     ) -> None:
-        assert self._axes is not None
-        axis = self._axes.get(group, group)
-        name, layer, source = self._origin_of(f"{kind} over {axis}")
+        # The axis of a real mesh is not known by the name of its group.
+        axis = (self._axes or {}).get(group, "" if self._axes is None else group)
+        name, layer, source = self._origin_of(f"{kind} over {axis}" if axis else kind)
         op = RecordedOp(
-            func=None,
+            func=func,
             name=name,
             layer=layer,
             source=source,
@@ -215,6 +234,7 @@ class StepWatcher(_private.TorchDispatchMode):
             writes=writes,
             moved_bytes=max(t.numel() * t.element_size() for t in both),
             dtype=str(both[0].dtype).removeprefix("torch."),
+            workspace_bytes=_sent_bytes(both[0]) if func is not None and kind in _COPIES else 0,
             is_own_code=self._own_code_depth > 0,
             collective=kind,
             axis=axis,
@@ -283,6 +303,9 @@ class StepWatcher(_private.TorchDispatchMode):
         index = len(recording.ops)
         made: list[int] = []
         outputs = [t for t in _private.tree_leaves(out) if isinstance(t, torch.Tensor)]
+        if self.phase == "forward":
+            recording.forward_calls += 1
+            recording.forward_results += len(outputs)
         for tensor in outputs:
             if has_storage(tensor) and not self.storages.is_known(tensor):
                 made.append(self.storages.made(tensor, index))
@@ -379,7 +402,7 @@ class StepWatcher(_private.TorchDispatchMode):
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Called by autograd for each tensor that it saves."""
-        if self._axes is not None and (part := _private.local(tensor)) is not tensor:
+        if (part := _private.local(tensor)) is not tensor:
             packed_part = self.pack(part)
             return tensor if packed_part is part else _PackedPart(packed_part, _private.placement(tensor))
         saved, position = self.recording.saved, len(self.recording.ops)

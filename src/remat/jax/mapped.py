@@ -1,0 +1,100 @@
+"""A function that is one call of ``shard_map``: its body is planned, with the bytes of one device.
+
+For a plan ``shard_map`` is one operation that cannot be parted. So the body takes the place of the function: its shapes
+are those of one device, collectives among its operations run once, as ever, and what is emitted goes back into the same
+``shard_map``. What stands around it runs as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import jax
+
+from remat.core.errors import UnsupportedStep
+from remat.jax import _private
+from remat.jax._private import ClosedJaxpr, Jaxpr
+from remat.jax.emit.evaluate import FlatFunction
+from remat.jax.trace import op_facts
+from remat.jax.trace.program import Equation, Program, program_of
+
+_NAME: Final = "shard_map"
+
+
+@dataclass(frozen=True)
+class MappedFunction:
+    """A function around one ``shard_map``.
+
+    Attributes:
+        program: the whole function.
+        equation: the call of ``shard_map``.
+    """
+
+    program: Program
+    equation: Equation
+
+    @classmethod
+    def of(cls, closed: ClosedJaxpr) -> MappedFunction | None:
+        """The function as one around a ``shard_map``; None where it is none.
+
+        Raises:
+            UnsupportedStep: where there are several with equations to plan, as where the gradient was taken around one.
+        """
+        if not _holds_a_map(closed.jaxpr):
+            return None
+        program = program_of(closed)
+        found = [one for instruction in program.instructions for one in instruction.equations if _is_mapped(one)]
+        if not found:
+            return None
+        around = sum(op_facts.flops(one.eqn) for n in program.instructions for one in n.equations if one not in found)
+        inside = [sum(map(op_facts.flops, one.eqn.params["jaxpr"].eqns)) for one in found]
+        if around > sum(inside):
+            return None  # What is mapped is a part of the step, such as one kernel.
+        if len(found) > 1:
+            raise UnsupportedStep(
+                f"the step calls shard_map {len(found)} times, as where a gradient is taken of what shard_map returns, "
+                "and a plan goes no further than one call: take the gradient inside of shard_map, or leave it to "
+                "jax.jit with sharded arguments"
+            )
+        return cls(program, found[0])
+
+    @property
+    def body(self) -> ClosedJaxpr:
+        """What each device runs, of flat arguments."""
+        return ClosedJaxpr(self.equation.eqn.params["jaxpr"], [])
+
+    def with_body(self, body: Callable[..., Sequence[Any]]) -> FlatFunction:
+        """The whole function, flat, with another body that computes the same."""
+
+        def run(arguments: Sequence[Any], captured: Sequence[Any]) -> list[Any]:
+            values: dict[int, Any] = dict(zip(self.program.inputs, arguments, strict=True))
+            values.update(zip(self.program.constants, captured, strict=True))
+            for equation in (one for instruction in self.program.instructions for one in instruction.equations):
+                read = [values[atom] if isinstance(atom, int) else atom.val for atom in equation.inputs]
+                mapped = equation is self.equation
+                made = self._mapped(body)(*read) if mapped else _private.evaluate(equation.eqn, read)
+                values.update(zip(equation.outputs, made, strict=True))
+            return [values[atom] if isinstance(atom, int) else atom.val for atom in self.program.outputs]
+
+        return run
+
+    def _mapped(self, body: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any]]:
+        params = self.equation.eqn.params
+        return jax.shard_map(
+            lambda *own: tuple(body(*own)),
+            mesh=params["mesh"],
+            in_specs=tuple(params["in_specs"]),
+            out_specs=tuple(params["out_specs"]),
+            axis_names=set(_private.manual_axes(self.equation.eqn)),
+            check_vma=params["check_vma"],
+        )
+
+
+def _holds_a_map(jaxpr: Jaxpr) -> bool:
+    return any(eqn.primitive.name == _NAME or any(map(_holds_a_map, op_facts.inner_jaxprs(eqn))) for eqn in jaxpr.eqns)
+
+
+def _is_mapped(equation: Equation) -> bool:
+    return equation.eqn.primitive.name == _NAME
