@@ -115,7 +115,7 @@ def traced_accumulation(module):
 
 @pytest.mark.parametrize("resharded", [True, False])
 def test_micro_batches_that_leave_gradients_whole(sharded, resharded):
-    loss, args = loss_of(sharded), batch(0, rows=256)
+    loss, args = loss_of(sharded), batch(0, rows=1024)
 
     def update(loss_fn):
         torch.manual_seed(3)

@@ -17,8 +17,7 @@ import torch
 import torch.distributed._functional_collectives as functional
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
-
-from remat.torch import _private
+from torch.utils._python_dispatch import _disable_current_modes
 
 _own_shapes: Any = ShardingPropagator._propagate_tensor_meta_non_cached
 
@@ -45,7 +44,7 @@ def shapes_unseen() -> Iterator[None]:
 
 
 def _shapes(propagator: Any, *args: Any, **kwargs: Any) -> Any:
-    with _private.no_modes():
+    with _disable_current_modes():
         return _own_shapes(propagator, *args, **kwargs)
 
 
