@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.torch_graph_mode import MODELS, wrapped
+from benchmarks.peers.torch_graph_mode import MODELS, without_draws, wrapped
 from remat.running import machine
 
 PROCESSES = 3
@@ -34,17 +34,9 @@ KEEPING = {"MALLOC_TRIM_THRESHOLD_": "4000000000", "MALLOC_MMAP_THRESHOLD_": "40
 
 def line(name: str) -> dict[str, float]:
     """The figures of one process."""
-    import torch
-
     import remat.torch
 
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    model, loss_of, blocks = MODELS[name]()
-    model.train()
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
+    model, loss_of, blocks = without_draws(name)
     loss_of(model).backward()
     model.zero_grad()
     peer = wrapped(model, blocks, False)

@@ -232,12 +232,12 @@ def compiled(loss_of: Callable[[Any], Any], model: Any) -> Callable[[], Any]:
     return step
 
 
-def table(name: str) -> dict[str, Any]:
-    """All lines of one model."""
-    import torch
+def without_draws(name: str) -> Any:
+    """A model that draws nothing, its loss and its blocks, in a process with one thread.
 
-    import remat
-    import remat.torch
+    What recomputation costs is compared; random draws have tests of their own.
+    """
+    import torch
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -245,7 +245,18 @@ def table(name: str) -> dict[str, Any]:
     model.train()
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0  # What recomputation costs is compared; random draws have tests of their own.
+            module.p = 0.0
+    return model, loss_of, blocks
+
+
+def table(name: str) -> dict[str, Any]:
+    """All lines of one model."""
+    import torch
+
+    import remat
+    import remat.torch
+
+    model, loss_of, blocks = without_draws(name)
     loss = partial(loss_of, model)
 
     def eager() -> Any:

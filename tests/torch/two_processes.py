@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from unittest import mock
 
 import torch
@@ -368,14 +368,13 @@ def in_sequence(module, mesh):
         parallel.parallelize_module(layer, mesh, parallel.PrepareModuleInput(**layouts, use_local_output=True))
 
 
-def matrices(module, mesh):
-    """Cut the matrices of each block."""
-    cuts = {"one": parallel.ColwiseParallel(), "two": parallel.RowwiseParallel()}
-    for block in module[:-1]:
-        parallel.parallelize_module(block, mesh, cuts)
+def cut_matrices(module, mesh=None):
+    cuts = {name: parallel.ColwiseParallel() for name, _ in module.named_modules() if name.endswith("one")}
+    cuts |= {name: parallel.RowwiseParallel() for name, _ in module.named_modules() if name.endswith("two")}
+    parallel.parallelize_module(module, mesh or init_device_mesh("cpu", (2,)), cuts)
 
 
-def tensor(rank, cut=matrices, shards=1, limited=False, dtype=None):
+def tensor(rank, cut=cut_matrices, shards=1, limited=False, autocast=False):
     """Matrices cut over processes (and what remains of each over others), plain and under a plan."""
     mesh = init_device_mesh("cpu", (shards, 2), mesh_dim_names=("fsdp", "tensor"))
     args = batch(mesh.get_local_rank("fsdp"), rows=1024)
@@ -388,10 +387,9 @@ def tensor(rank, cut=matrices, shards=1, limited=False, dtype=None):
                 fully_shard(block, mesh=mesh["fsdp"])
             fully_shard(module, mesh=mesh["fsdp"])
         optimizer = torch.optim.AdamW(module.parameters(), 1e-3)
-        autocast = torch.autocast("cpu", torch.bfloat16, enabled=dtype is not None)
 
         def loss(x, y):
-            with autocast:
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
                 return nn.functional.cross_entropy(local(module(x)).float(), y)
 
         return module, optimizer, loss
@@ -399,32 +397,31 @@ def tensor(rank, cut=matrices, shards=1, limited=False, dtype=None):
     def run(context, module, optimizer, loss):
         torch.manual_seed(7)
         for _ in range(2):
-            value = loss(*args) if context is None else within(context, loss, args)
-            value.backward()
+            within(context, loss, args).backward()
             optimizer.step()
             optimizer.zero_grad()
         with CommDebugMode() as seen:
-            (loss(*args) if context is None else within(context, loss, args)).backward()
+            within(context, loss, args).backward()
         optimizer.zero_grad()
         calls = {str(kind): count for kind, count in seen.get_comm_counts().items()}
         return {name: local(p).detach().clone() for name, p in module.named_parameters()}, calls
 
     def peak(context, optimizer, loss):
         def step(*a):
-            (loss(*a) if context is None else within(context, loss, a)).backward()
+            within(context, loss, a).backward()
             optimizer.zero_grad()
 
         return least_peak(step, *args)
 
     module, optimizer, loss = step_of()
-    plain, plain_calls = run(None, module, optimizer, loss)
-    plain_peak = peak(None, optimizer, loss)
+    plain, plain_calls = run(nullcontext(), module, optimizer, loss)
+    plain_peak = peak(nullcontext(), optimizer, loss)
     module, optimizer, loss = step_of()
     if limited:
         loss = remat.torch.limit_memory(loss, "65%", **QUICK)
-        found, found_calls = run(None, module, optimizer, loss)
+        found, found_calls = run(nullcontext(), module, optimizer, loss)
         (plan,) = loss.plans
-        planned_peak, departures = peak(None, optimizer, loss), 0
+        planned_peak, departures = peak(nullcontext(), optimizer, loss), 0
     else:
         plan = planned(loss, args)
         applied = remat.torch.apply(plan)
@@ -484,12 +481,6 @@ def on_mesh(rank, cut, mesh):
 
 
 STYLES = {"*.one": "colwise", "*.two": "rowwise"}
-
-
-def cut_matrices(module):
-    cuts = {name: parallel.ColwiseParallel() for name, _ in module.named_modules() if name.endswith(".one")}
-    cuts |= {name: parallel.RowwiseParallel() for name, _ in module.named_modules() if name.endswith(".two")}
-    parallel.parallelize_module(module, init_device_mesh("cpu", (2,)), cuts)
 
 
 def shard_blocks(module):
@@ -586,7 +577,7 @@ SCENARIOS = {
     "fsdp_accumulates_over_replicas": lambda rank: fsdp_accumulates(rank, mesh=(2, 2), over_replicas_only=True),
     "fsdp_accumulates_two": lambda rank: fsdp_accumulates(rank, steps=2),
     "tensor": tensor,
-    "tensor_autocast": lambda rank: tensor(rank, dtype=torch.bfloat16),
+    "tensor_autocast": lambda rank: tensor(rank, autocast=True),
     "tensor_sequence": lambda rank: tensor(rank, cut=in_sequence),
     "tensor_fsdp": lambda rank: tensor(rank, shards=2),
     "tensor_limited": lambda rank: tensor(rank, limited=True),

@@ -292,7 +292,7 @@ def _layer_rows(graph: Graph, plan: Plan) -> list[dict[str, Any]]:
     return [
         {
             "layer": entry.name,
-            "kinds": ", ".join(entry.kinds[:4]) + (", ..." if len(entry.kinds) > 4 else ""),
+            "kinds": _shown_kinds(entry.kinds),
             "ops": entry.ops,
             "runs": entry.extra_runs,
             "time_s": entry.extra_time_s,
@@ -302,6 +302,10 @@ def _layer_rows(graph: Graph, plan: Plan) -> list[dict[str, Any]]:
         }
         for entry in layers
     ]
+
+
+def _shown_kinds(kinds: Sequence[str]) -> str:
+    return ", ".join(kinds[:4]) + (", ..." if len(kinds) > 4 else "")
 
 
 def _changes(plan: Plan) -> list[dict[str, str]]:
@@ -318,7 +322,7 @@ def _sliced_rows(graph: Graph, plan: Plan) -> list[dict[str, Any]]:
     return [
         {
             "layer": layer.name,
-            "kinds": ", ".join(layer.kinds[:4]) + (", ..." if len(layer.kinds) > 4 else ""),
+            "kinds": _shown_kinds(layer.kinds),
             "ops": layer.ops,
             "parts": layer.parts,
             "time_s": layer.time_s,

@@ -8,7 +8,7 @@ are where PyTorch 2.9 to 2.15 have them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any
 from unittest import mock
@@ -37,22 +37,22 @@ def _runs_on_parts(kind: type) -> bool:
 
 
 @contextmanager
-def shapes_unseen() -> Iterator[None]:
-    """Inside, no mode sees the operators by which DTensor finds the shapes of a result: they are none of the step."""
-    with mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", _shapes):
+def unseen(*, sends: bool) -> Iterator[None]:
+    """Inside, modes see of distributed tensors what runs on their parts, and nothing that only finds out shapes.
+
+    Args:
+        sends: are collectives carried out? Where they are not, their results are plain tensors, as under
+            ``torch.compile``: nothing waits for them.
+    """
+    at_once = nullcontext() if sends else mock.patch.object(functional, "_are_we_tracing", return_value=True)
+    # DTensor finds out the shapes of a result by running operators, which are none of the step.
+    with mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", _shapes), at_once:
         yield
 
 
 def _shapes(propagator: Any, *args: Any, **kwargs: Any) -> Any:
     with _disable_current_modes():
         return _own_shapes(propagator, *args, **kwargs)
-
-
-@contextmanager
-def results_at_once() -> Iterator[None]:
-    """Inside, results of collectives are plain tensors, as under ``torch.compile``: nothing is sent, nothing waits."""
-    with mock.patch.object(functional, "_are_we_tracing", return_value=True):
-        yield
 
 
 def whole(part: torch.Tensor, placement: Any) -> torch.Tensor:

@@ -349,23 +349,14 @@ def distributed_tensors() -> Any:
 
 def runs_on_parts(types: Iterable[type]) -> bool:
     """Is one of these types that of a tensor which runs operators on others? See ``_dtensor``."""
-    if not types:
-        return False
-    used = distributed_tensors()
+    used = distributed_tensors() if types else None
     return used is not None and used.runs_on_parts(types)
 
 
-@contextmanager
-def distribution_unseen(*, sends: bool) -> Iterator[None]:
-    """Inside, modes see of distributed tensors what runs on their parts, and nothing that only finds out shapes.
-
-    Args:
-        sends: are results of collectives waited for? They are not where nothing is sent.
-    """
+def distribution_unseen(*, sends: bool) -> AbstractContextManager[None]:
+    """Inside, modes see of distributed tensors what runs on their parts. See ``_dtensor.unseen``."""
     used = distributed_tensors()
-    shapes = nullcontext() if used is None else used.shapes_unseen()
-    with shapes, nullcontext() if used is None or sends else used.results_at_once():
-        yield
+    return nullcontext() if used is None else used.unseen(sends=sends)
 
 
 def distributed(part: torch.Tensor, placement: Any) -> torch.Tensor:

@@ -69,6 +69,8 @@ def workspace_bytes(func: OpOverload, args: tuple[Any, ...], out: Any) -> int:
         return _unfolded_backward(tensors[0], tensors[1], tensors[2], args[4:])
     if name == "aten::native_batch_norm_backward":
         return _bytes(tensors[1])
+    if name == "_c10d_functional::all_gather_into_tensor":  # gloo copies what a process gives.
+        return _bytes(tensors[0]) if tensors[0].device.type == "cpu" else 0
     if name in ("aten::upsample_nearest2d", "aten::upsample_bilinear2d"):
         return 0 if _has_channels_last(tensors[0]) else _bytes(tensors[0]) + _bytes(out)
     if name in ("aten::upsample_nearest2d_backward", "aten::upsample_bilinear2d_backward"):

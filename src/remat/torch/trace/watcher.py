@@ -76,15 +76,6 @@ class _Packed:
         self.geometry = (tensor.untyped_storage().nbytes(), place, tensor.dtype, tensor.device)
 
 
-_COPIES: Final = frozenset({"AllGather"})
-"""Collectives for which gloo first copies what a process gives, as the profiler shows (PyTorch 2.13). Where one is
-missing, a step on CPUs needs more than was predicted."""
-
-
-def _sent_bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size() if tensor.device.type == "cpu" else 0
-
-
 class _PackedPart:
     """What stands in autograd's graph for the local part of a distributed tensor, and how it is distributed."""
 
@@ -234,7 +225,7 @@ class StepWatcher(_private.TorchDispatchMode):
             writes=writes,
             moved_bytes=max(t.numel() * t.element_size() for t in both),
             dtype=str(both[0].dtype).removeprefix("torch."),
-            workspace_bytes=_sent_bytes(both[0]) if func is not None and kind in _COPIES else 0,
+            workspace_bytes=0 if func is None else cpu_scratch.workspace_bytes(func, both, both[1]),
             is_own_code=self._own_code_depth > 0,
             collective=kind,
             axis=axis,
