@@ -155,7 +155,9 @@ def test_batches_whose_size_is_unknown_when_they_are_traced(loss, samples):
     assert_near(found, step_of(loss, held, tf.GradientTape)(*data(samples)))
 
 
-def test_the_head_keeps_a_budget_that_recomputation_does_not(tmp_path):
+def test_the_head_keeps_a_budget_that_recomputation_does_not(tmp_path, monkeypatch):
+    # A share of this step's own bytes: what other tests left behind in this process lies beside it.
+    monkeypatch.setattr("remat.tensorflow.planned._resident_bytes", lambda function: 0)
     held = variables()
     tokens, labels = data()
     expected = step_of(mean_loss, held, tf.GradientTape)(tokens, labels)
