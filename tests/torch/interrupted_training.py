@@ -13,10 +13,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from rank_steps import batch, model
+from steps import QUICK
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from two_processes import QUICK, batch, model
 
 import remat.torch
 

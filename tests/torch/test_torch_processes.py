@@ -148,9 +148,23 @@ def test_gradients_that_are_reduced_once_in_several_steps(scenario, tmp_path):
 
 
 @pytest.mark.slow
-def test_hugging_faces_trainer_in_two_processes(tmp_path):
-    for found in run("hugging_face", tmp_path):
+@pytest.mark.parametrize(
+    "trainer",
+    [
+        "hugging_face",
+        "hugging_face_adapters",
+        "hugging_face_resumed",
+        "hugging_face_bf16",
+        "lightning",
+        "accelerate",
+        "weight_average",
+    ],
+)
+def test_trainers_in_two_processes(trainer, tmp_path):
+    for found in run(trainer, tmp_path):
+        assert found["processes"] == 2
         assert found["same"]
+        assert found["is_own"]
         assert found["plans"] == 1
         assert found["recomputed"] > 0
         assert found["measured"] == pytest.approx(found["predicted"], rel=0.03)

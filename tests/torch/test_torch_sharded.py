@@ -7,12 +7,12 @@ import json
 import pytest
 import torch
 import torch.distributed as dist
+from rank_steps import batch, model
 from steps import QUICK
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import parallel
-from two_processes import batch, model
 
 import remat
 import remat.torch

@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 
@@ -137,7 +138,7 @@ def hugging_face(accumulation=1, bf16=False, evaluates=False, resumes=False, bes
     more |= {"eval_strategy": "steps", "eval_steps": 2} if evaluates else {}
 
     def train(budget):
-        with tempfile.TemporaryDirectory() as folder:
+        with folder_of_all() as folder:
             for checkpoint in (None, str(Path(folder) / "checkpoint-2"))[: 1 + resumes]:
                 trainer = hugging_face_trainer(folder, **kinds, **more)
                 limited = None if budget is None else remat.torch.trainers.limit_memory(trainer, budget, **QUICK)
@@ -145,6 +146,18 @@ def hugging_face(accumulation=1, bf16=False, evaluates=False, resumes=False, bes
         return trained(trainer, limited)
 
     return of_loop(train)
+
+
+@contextmanager
+def folder_of_all():
+    """A folder for checkpoints: that of rank 0, which alone writes them."""
+    with tempfile.TemporaryDirectory() as folder:
+        folders = [folder]
+        if torch.distributed.is_initialized():
+            torch.distributed.broadcast_object_list(folders)
+        yield folders[0]
+        if torch.distributed.is_initialized():
+            torch.distributed.barrier()
 
 
 def trained(trainer, limited):
@@ -178,6 +191,9 @@ def lightning(accumulation=1):
         def configure_optimizers(self):
             return torch.optim.AdamW(self.parameters(), 1e-3)
 
+    processes = int(os.environ.get("WORLD_SIZE", 1))
+    spread = {"devices": processes, "strategy": "ddp"} if processes > 1 else {}
+
     def train(budget):
         callbacks = [] if budget is None else [remat.torch.trainers.lightning_callback(budget, **QUICK)]
         module = Module()
@@ -193,9 +209,10 @@ def lightning(accumulation=1):
                 enable_progress_bar=False,
                 enable_model_summary=False,
                 default_root_dir=folder,
+                **spread,
             )
             torch.manual_seed(5)
-            loader = torch.utils.data.DataLoader(tokens(16), 4)
+            loader = torch.utils.data.DataLoader(tokens(16 * processes), 4)
             trainer.fit(module, loader, torch.utils.data.DataLoader(tokens(4), 4))
         logged = {name: trainer.callback_metrics[name] for name in ("loss_epoch", "validation")}
         is_own = not {"training_step", "log"} & vars(module).keys()
@@ -307,14 +324,15 @@ def weight_average(kind="timm"):
         else:
             average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
             update = lambda model, step: average.update_parameters(model)  # noqa: E731
-        own = loss_fn = lambda x, y: nn.functional.cross_entropy(model(x), y, label_smoothing=0.1)
+        module = nn.parallel.DistributedDataParallel(model) if torch.distributed.is_initialized() else model
+        own = loss_fn = lambda x, y: nn.functional.cross_entropy(module(x), y, label_smoothing=0.1)
         beside = [*average.module.parameters(), *average.module.buffers()]
         if budget is not None:
             options = {"optimizer": optimizer, "resident": beside, "mode": "eager"}
             loss_fn = remat.torch.limit_memory(loss_fn, budget, **options, **QUICK)
         torch.manual_seed(5)
         for step in range(4):
-            model.train()
+            module.train()
             loss_fn(x, y).backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()

@@ -3,70 +3,26 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections import Counter
-from contextlib import contextmanager, nullcontext
-from unittest import mock
 
 import torch
 import torch.distributed as dist
+from mesh_ranks import cut_matrices, in_sequence, on_mesh, shard_blocks, tensor
+from rank_steps import batch, counted, gradients, least_peak, model, planned, same, within
 from steps import QUICK
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Replicate, Shard, parallel
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
+from trainer_ranks import accelerate_fsdp, trained_by
 
 import remat
 import remat.torch
 
 EAGERLY = {"mode": "eager", **QUICK}
-
-
-class Block(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.one, self.two, self.norm = nn.Linear(width, 2 * width), nn.Linear(2 * width, width), nn.LayerNorm(width)
-        self.dropout = nn.Dropout(0.1)
-
-    def forward(self, x):
-        return self.norm(x + self.dropout(self.two(torch.tanh(self.one(x)))))
-
-
-def model(width=64, blocks=6, batch_norm=False):
-    torch.manual_seed(0)
-    ends = [nn.BatchNorm1d(width)] if batch_norm else []
-    return nn.Sequential(*[Block(width) for _ in range(blocks)], *ends, nn.Linear(width, 4))
-
-
-def batch(rank, rows=128, width=64):
-    generator = torch.Generator().manual_seed(100 + rank)
-    return torch.randn(rows, width, generator=generator), torch.randint(4, (rows,), generator=generator)
-
-
-def planned(loss, args, **options):
-    try:
-        return remat.torch.plan(loss, *args, budget="60%", **QUICK, **options)
-    except remat.InfeasibleBudget as error:
-        return remat.torch.plan(loss, *args, budget=error.minimum_bytes, **QUICK, **options)
-
-
-def gradients(module):
-    found = {}
-    for name, parameter in module.named_parameters():
-        gradient = parameter.grad
-        found[name] = (gradient.to_local() if hasattr(gradient, "to_local") else gradient).clone()
-    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    module.zero_grad()
-    return found | buffers
-
-
-def same(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def ddp(rank, **options):
@@ -168,11 +124,6 @@ def ddp_graph(rank, **options):
     }
 
 
-def within(applied, loss, args):
-    with applied:
-        return loss(*args)
-
-
 def ddp_micro_batches(rank):
     """A batch in parts, reduced once, against the whole batch."""
     args = batch(rank, rows=1024)
@@ -210,24 +161,6 @@ def ddp_graph_micro_batches(rank):
         found.append(gradients(module))
         reduced.append(len(calls))
     return {"same": same(*found), "calls": reduced, "mode": loss.plan.mode}
-
-
-def least_peak(step, *args):
-    """gloo's own thread lets go of a reduced tensor a moment after whoever waits has gone on: more in some steps."""
-    return min(remat.torch.measure(step, *args, repeats=1).peak_bytes for _ in range(5))
-
-
-@contextmanager
-def counted():
-    """Counts the collectives that FSDP starts."""
-    calls = []
-
-    def counting(name):
-        own = getattr(dist, name)
-        return mock.patch.object(dist, name, lambda *a, **k: (calls.append(name), own(*a, **k))[1])
-
-    with counting("all_gather_single"), counting("reduce_scatter_single"), counting("all_reduce"):
-        yield calls
 
 
 def fsdp(rank, reshard=True, whole=False, mixed=False, mesh=None):
@@ -353,148 +286,6 @@ def fsdp_limited(rank):
     }
 
 
-def in_sequence(module, mesh):
-    """Cut the rows of what stands between the matrices, too, and send what that takes."""
-    sharded, whole = Shard(0), Replicate()
-    for block in module[:-1]:
-        cuts = {
-            "one": parallel.ColwiseParallel(input_layouts=sharded),
-            "two": parallel.RowwiseParallel(output_layouts=sharded),
-            "norm": parallel.SequenceParallel(sequence_dim=0, use_local_output=True),
-        }
-        parallel.parallelize_module(block, mesh, cuts)
-    for layer, given, wanted in ((module[0], whole, sharded), (module[-1], sharded, whole)):
-        layouts = {"input_layouts": (given,), "desired_input_layouts": (wanted,)}
-        parallel.parallelize_module(layer, mesh, parallel.PrepareModuleInput(**layouts, use_local_output=True))
-
-
-def cut_matrices(module, mesh=None):
-    cuts = {name: parallel.ColwiseParallel() for name, _ in module.named_modules() if name.endswith("one")}
-    cuts |= {name: parallel.RowwiseParallel() for name, _ in module.named_modules() if name.endswith("two")}
-    parallel.parallelize_module(module, mesh or init_device_mesh("cpu", (2,)), cuts)
-
-
-def tensor(rank, cut=cut_matrices, shards=1, limited=False, autocast=False):
-    """Matrices cut over processes (and what remains of each over others), plain and under a plan."""
-    mesh = init_device_mesh("cpu", (shards, 2), mesh_dim_names=("fsdp", "tensor"))
-    args = batch(mesh.get_local_rank("fsdp"), rows=1024)
-
-    def step_of():
-        module = model()
-        cut(module, mesh["tensor"])
-        if shards > 1:
-            for block in module:
-                fully_shard(block, mesh=mesh["fsdp"])
-            fully_shard(module, mesh=mesh["fsdp"])
-        optimizer = torch.optim.AdamW(module.parameters(), 1e-3)
-
-        def loss(x, y):
-            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                return nn.functional.cross_entropy(local(module(x)).float(), y)
-
-        return module, optimizer, loss
-
-    def run(context, module, optimizer, loss):
-        torch.manual_seed(7)
-        for _ in range(2):
-            within(context, loss, args).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        with CommDebugMode() as seen:
-            within(context, loss, args).backward()
-        optimizer.zero_grad()
-        calls = {str(kind): count for kind, count in seen.get_comm_counts().items()}
-        return {name: local(p).detach().clone() for name, p in module.named_parameters()}, calls
-
-    def peak(context, optimizer, loss):
-        def step(*a):
-            within(context, loss, a).backward()
-            optimizer.zero_grad()
-
-        return least_peak(step, *args)
-
-    module, optimizer, loss = step_of()
-    plain, plain_calls = run(nullcontext(), module, optimizer, loss)
-    plain_peak = peak(nullcontext(), optimizer, loss)
-    module, optimizer, loss = step_of()
-    if limited:
-        loss = remat.torch.limit_memory(loss, "65%", **QUICK)
-        found, found_calls = run(nullcontext(), module, optimizer, loss)
-        (plan,) = loss.plans
-        planned_peak, departures = peak(nullcontext(), optimizer, loss), 0
-    else:
-        plan = planned(loss, args)
-        applied = remat.torch.apply(plan)
-        found, found_calls = run(applied, module, optimizer, loss)
-        planned_peak, departures = peak(applied, optimizer, loss), applied.departures
-    return {
-        "same": same(plain, found),
-        "calls": [plain_calls, found_calls],
-        "recomputed": plan.recomputed,
-        "departures": departures,
-        "mode": plan.mode,
-        "plain": [plan.baseline_peak_bytes, plain_peak],
-        "peak": [plan.peak_bytes, planned_peak, plan.budget_bytes],
-        "measured": plan.measured_peak_bytes,
-    }
-
-
-def local(tensor):
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
-def on_mesh(rank, cut, mesh):
-    """What a step on a mesh was predicted to need, and what it needs.
-
-    Args:
-        rank: of this process.
-        cut: distributes a model with memory over the real mesh.
-        mesh: as ``plan_mesh`` takes it.
-    """
-    module = blocks_and_head()
-    cut(module)
-    optimizer = torch.optim.AdamW(module.parameters(), 1e-3)
-    x, y = batch(rank, rows=1024)
-
-    def loss():
-        return nn.functional.cross_entropy(module(x), y)
-
-    def step():
-        loss().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    torch.manual_seed(7)
-    step()
-    measured = least_peak(step)
-    dist.destroy_process_group()  # The mesh is simulated in this very process.
-
-    def build(rows):
-        with torch.device("meta"):
-            simulated = blocks_and_head()
-            args = torch.empty(rows, 64), torch.empty(rows, dtype=torch.int64)
-        return lambda x, y: nn.functional.cross_entropy(simulated(x), y), *args
-
-    given = {"device": "cpu", "budget": "1GiB", "batch_size": 1024 * (2 if mesh == "fsdp=2" else 1), "styles": STYLES}
-    found = remat.torch.plan_mesh(build, mesh, reshard_after_forward=True, **given)
-    return {"predicted": found.plan.peak_bytes, "measured": measured}
-
-
-STYLES = {"*.one": "colwise", "*.two": "rowwise"}
-
-
-def shard_blocks(module):
-    blocks, head = module
-    for unit in (*blocks, head):
-        fully_shard(unit, reshard_after_forward=True)
-    fully_shard(module)
-
-
-def blocks_and_head():
-    *blocks, head = model()
-    return nn.Sequential(nn.Sequential(*blocks), head)
-
-
 def sharded_by_blocks():
     module = model()
     for block in module:
@@ -535,26 +326,6 @@ def one_plan(rank):
     }
 
 
-def hugging_face(rank):
-    """Hugging Face's Trainer as torchrun starts it; it wraps the model in DistributedDataParallel."""
-    return trainers_as_torchrun_starts_them(rank).hugging_face(accumulation=2, metrics=True) | {
-        "processes": dist.get_world_size()
-    }
-
-
-def accelerate_fsdp(rank, accumulation=1):
-    """Accelerate's FSDP2 plug-in; with accumulation it reduces gradients in the last micro-batch only."""
-    return trainers_as_torchrun_starts_them(rank).accelerate_fsdp(accumulation, counted)
-
-
-def trainers_as_torchrun_starts_them(rank):
-    import trainers_worker
-
-    os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"})
-    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"})  # The group is there already.
-    return trainers_worker
-
-
 SCENARIOS = {
     "ddp": ddp,
     "ddp_graph": ddp_graph,
@@ -583,7 +354,13 @@ SCENARIOS = {
     "tensor_limited": lambda rank: tensor(rank, limited=True),
     "mesh_fsdp": lambda rank: on_mesh(rank, shard_blocks, "fsdp=2"),
     "mesh_tensor": lambda rank: on_mesh(rank, cut_matrices, "tensor=2"),
-    "hugging_face": hugging_face,
+    "hugging_face": lambda rank: trained_by(rank, "hugging_face", accumulation=2, metrics=True),
+    "hugging_face_adapters": lambda rank: trained_by(rank, "hugging_face", lora=True),
+    "hugging_face_resumed": lambda rank: trained_by(rank, "hugging_face", evaluates=True, resumes=True, best=True),
+    "hugging_face_bf16": lambda rank: trained_by(rank, "hugging_face", accumulation=2, bf16=True),
+    "lightning": lambda rank: trained_by(rank, "lightning", accumulation=2),
+    "accelerate": lambda rank: trained_by(rank, "accelerate", accumulation=2),
+    "weight_average": lambda rank: trained_by(rank, "weight_average"),
     "accelerate_fsdp": accelerate_fsdp,
     "accelerate_fsdp_accumulates": lambda rank: accelerate_fsdp(rank, accumulation=3),
     "ranks_disagree": ranks_disagree,
