@@ -66,14 +66,19 @@ def least_peak(step, *args):
     return min(remat.torch.measure(step, *args, repeats=1).peak_bytes for _ in range(5))
 
 
+# What PyTorch before 2.13 calls them.
+EARLIER_NAMES = {"all_gather_single": "all_gather_into_tensor", "reduce_scatter_single": "reduce_scatter_tensor"}
+
+
 @contextmanager
 def counted():
     """Counts the collectives that FSDP starts."""
     calls = []
 
     def counting(name):
-        own = getattr(dist, name)
-        return mock.patch.object(dist, name, lambda *a, **k: (calls.append(name), own(*a, **k))[1])
+        place = name if hasattr(dist, name) else EARLIER_NAMES[name]
+        own = getattr(dist, place)
+        return mock.patch.object(dist, place, lambda *a, **k: (calls.append(name), own(*a, **k))[1])
 
     with counting("all_gather_single"), counting("reduce_scatter_single"), counting("all_reduce"):
         yield calls
