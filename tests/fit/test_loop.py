@@ -198,6 +198,23 @@ def test_the_minimum_that_an_error_names_can_be_asked_for_though_the_planner_fin
     assert found.peak_bytes == 115
 
 
+def test_the_minimum_that_an_error_names_is_planned_in_two_rounds():
+    """Its plan is known: one round finds out that the target itself does not hold, the other looks for a cheaper one."""
+    planner = SmoothPlanner()
+
+    def real_peak(plan: Plan) -> PeakRange:
+        return PeakRange.exactly(plan.peak_bytes + len(plan.schedule) // 2)
+
+    with pytest.raises(InfeasibleBudget) as caught:
+        plan_within(90, 90, planner.plan, real_peak, rounds=Rounds(6, 4))
+    planner.asked = 0
+    minimum_bytes = caught.value.minimum_bytes
+    found = plan_within(minimum_bytes, minimum_bytes, planner.plan, real_peak, rounds=Rounds(6, 4))
+
+    assert found.peak_bytes <= minimum_bytes
+    assert planner.asked == 2
+
+
 @pytest.mark.parametrize("has_likely", [True, False])
 def test_a_likely_plan_that_fits_leaves_room_for_a_cheaper_one(has_likely):
     """Of three ways to write a step, far apart in bytes, guesses often lead to one that is known to be too large."""

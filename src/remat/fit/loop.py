@@ -43,6 +43,7 @@ _FAR_OVER: Final = 1.15
 # The schedule with the fewest bytes of tensors is not always the one with the smallest real peak. Schedules with a
 # little more take less time, so they are tried in this order.
 _NEAR_THE_SMALLEST: Final = (1.0, 1.02, 1.05, 1.1)
+_ROUNDS_ABOVE_A_MINIMUM: Final = 1  # Where an error has named the budget, its plan fits: what is left is its seconds.
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,9 @@ def plan_within(
     tried: list[_Found] = []
     guess = max(1, first_guess_bytes)
     are_likely = False
-    for _ in range(rounds.first):
+    left = rounds.first
+    while left:
+        left -= 1
         one = _try(guess, find, real_peak, tried)
         if one is None:
             if are_likely and _narrow(target_bytes, guess, find, tried):
@@ -113,6 +116,10 @@ def plan_within(
         if highest > target_bytes and len(tried) == 1:
             _try_suggestions(target_bytes, likely, real_peak, tried)
             are_likely = len(tried) > 1
+        if not any(one.peak.highest_bytes <= target_bytes for one in tried):
+            _try_remembered(target_bytes, real_peak, tried)
+            if tried[-1].peak.highest_bytes <= target_bytes:
+                left = min(left, _ROUNDS_ABOVE_A_MINIMUM)
         if not _may_gain(rounds.least_gain, target_bytes, tried):
             break
         guess = max(1, _next_guess(target_bytes, tried, rounds))
@@ -216,14 +223,7 @@ def _try_the_smallest(
 ) -> None:
     """Try the smallest plans until one fits, then cheaper ones between it and what failed."""
     factors = iter(_NEAR_THE_SMALLEST)
-    left = rounds.last
-    known = [(_behind_minima.get(one.plan.fingerprint), one.plan.planner) for one in tried]
-    # Another planner's plan is not what was asked for.
-    remembered = next((plan for plan, planner in known if plan is not None and plan.planner == planner), None)
-    if remembered is not None and not any(one.is_of(remembered) for one in tried):
-        tried.append(_Found(minimum_bytes, remembered, real_peak(remembered)))
-        left -= 1
-    for _ in range(left):
+    for _ in range(rounds.last):
         if any(one.peak.highest_bytes <= target_bytes for one in tried):
             if not _may_gain(rounds.least_gain, target_bytes, tried):
                 return
@@ -235,6 +235,15 @@ def _try_the_smallest(
         one = _try(guess, find, real_peak, tried)
         if one is not None:
             tried.append(one)
+
+
+def _try_remembered(target_bytes: int, real_peak: Callable[[Plan], PeakRange], tried: list[_Found]) -> None:
+    """Try the plan behind a budget that an error has named for this step: it fits where that budget is asked for."""
+    known = [(_behind_minima.get(one.plan.fingerprint), one.plan.planner) for one in tried]
+    # Another planner's plan is not what was asked for.
+    remembered = next((plan for plan, planner in known if plan is not None and plan.planner == planner), None)
+    if remembered is not None:
+        _try_suggestions(target_bytes, lambda: [remembered], real_peak, tried)
 
 
 def _may_gain(least_gain: float, target_bytes: int, tried: Sequence[_Found]) -> bool:
