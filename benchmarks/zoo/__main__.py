@@ -1,6 +1,7 @@
 """Every model of the zoo, each in its own process; goes on where it was stopped.
 
     python -m benchmarks.zoo [--frameworks jax,torch] [--only gru,decoder] [--again]   # from the project's root
+    python -m benchmarks.zoo --frameworks jax --tables                                 # written anew, nothing measured
 
 Writes ``benchmarks/results/zoo-<framework>.json`` after each model, and ``.md`` and ``.png`` of it. A model that stands
 in the file is left out, unless ``--again`` is given or other versions are installed. Models of timm, torchvision,
@@ -32,11 +33,15 @@ def main() -> None:
     parser.add_argument("--frameworks", default=",".join(FRAMEWORKS), help="between commas")
     parser.add_argument("--only", default="", help="models, between commas; all by default")
     parser.add_argument("--again", action="store_true", help="measure what has been measured, too")
+    parser.add_argument("--tables", action="store_true", help="measure nothing: write .md and .png of what is on disk")
     parser.add_argument("--limit", type=float, default=1800.0, help="seconds for one model")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     for framework in options.frameworks.split(","):
+        if options.tables:
+            _write_tables(framework, json.loads((options.out / f"zoo-{framework}.json").read_text()), options.out)
+            continue
         names = list(models_of(framework))
         wanted = options.only.split(",") if options.only else names
         if unknown := sorted(set(wanted) - set(names)):
@@ -47,8 +52,8 @@ def main() -> None:
                 continue
             print(f"{framework} {name}", flush=True)
             table["records"][name] = run(framework, name, options.limit)
-            _write(framework, table, names, options.out / f"zoo-{framework}")
-        _write(framework, table, names, options.out / f"zoo-{framework}")
+            _write(framework, table, options.out)
+        _write(framework, table, options.out)
         print(summary(list(table["records"].values())), flush=True)
 
 
@@ -77,12 +82,18 @@ def _opened(path: Path) -> dict[str, Any]:
     return {"machine": machine.described(), "versions": versions, "records": {}}
 
 
-def _write(framework: str, table: dict[str, Any], names: list[str], target: Path) -> None:
+def _write(framework: str, table: dict[str, Any], out: Path) -> None:
+    (out / f"zoo-{framework}.json").write_text(json.dumps(table, indent=1) + "\n")
+    _write_tables(framework, table, out)
+
+
+def _write_tables(framework: str, table: dict[str, Any], out: Path) -> None:
+    """The page and the picture; models stand in the zoo's own order, those that it no longer has are left out."""
     where = table["machine"]
     versions = ", ".join(f"{name} {version}" for name, version in table["versions"].items())
     line = f"{where['system']} {where['processor']}, {where['cores']} cores; {versions}."
-    records = [table["records"][name] for name in names if name in table["records"]]
-    target.with_suffix(".json").write_text(json.dumps(table, indent=1) + "\n")
+    records = [table["records"][name] for name in models_of(framework) if name in table["records"]]
+    target = out / f"zoo-{framework}"
     target.with_suffix(".md").write_text(as_markdown(framework, records, line))
     if found := scatter.predictions(records):
         scatter.draw(found, f"Plans of the zoo: {framework}", target.with_suffix(".png"))

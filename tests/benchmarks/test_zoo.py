@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from benchmarks.zoo import __main__ as zoo
-from benchmarks.zoo.frame import heap
+from benchmarks.zoo.frame import heap, scatter
 from benchmarks.zoo.frame.measure import difference, measured
 from benchmarks.zoo.frame.subject import Prepared, Subject
 from benchmarks.zoo.frame.table import as_markdown
@@ -137,6 +137,69 @@ def test_predicted_and_measured_time_are_compared(tmp_path):
     assert "points in the mean" not in as_markdown("jax", [record_of(Failing())], "here")
 
 
+def planned_line(method, predicted, relative_time):
+    return {"method": method, "predicted": predicted, "relative_time": relative_time}
+
+
+RECORDS = [
+    {
+        "model": "a",
+        "lines": [
+            planned_line("plain", None, 1.0),
+            planned_line("the peer", None, 1.5),
+            planned_line("remat 60%", 0.10, 1.12),
+            planned_line("remat 40%", 0.20, 1.15),
+            planned_line("remat, bytes of the peer", 0.30, 1.40),
+            planned_line("remat, bytes of another peer", 0.30, 1.32),
+        ],
+    },
+    {
+        "model": "b",
+        "lines": [
+            planned_line("plain", None, 1.0),
+            {"method": "remat 60%", "budget": "60%", "error": "refused: the smallest is 1000"},
+            {"method": "remat 40%", "budget": "40%", "error": "RuntimeError: no memory", "predicted": 0.9},
+            planned_line("remat, smallest", 0.50, 1.42),
+        ],
+    },
+    {"model": "c", "error": "exit code -9"},
+]
+"""Plans that ran, beside what is none: peers, refused budgets, a plan that did not run, a model that did not."""
+
+
+def test_errors_of_predicted_time_are_told_by_budget():
+    found = scatter.predictions(RECORDS)
+
+    # By hand: -2, +5, -10 and -2 points of a, +8 of b.
+    assert [round(100 * one.error) for one in found] == [-2, 5, -10, -2, 8]
+    rows = {row.split(" | ")[0].lstrip("| "): row for row in scatter.table(found)}
+    assert list(rows)[2:] == ["40%", "smallest", "in a peer's bytes", "all", "each model's median"]
+    assert rows["40%"] == "| 40% | 1 | 1 | +5.0 | +5.0 | 5.0 | 5.0 | 0 | +5.0 (a) |"
+    assert rows["smallest"] == "| smallest | 1 | 1 | +8.0 | +8.0 | 8.0 | 8.0 | 0 | +8.0 (b) |"
+    assert rows["in a peer's bytes"] == "| in a peer's bytes | 2 | 1 | -6.0 | -6.0 | 6.0 | 6.0 | 1 | -10.0 (a) |"
+    assert rows["all"] == "| all | 5 | 2 | -0.2 | -2.0 | 5.4 | 5.0 | 2 | -10.0 (a) |"
+    # Medians of 2, 5, 10 and 2, and of 8.
+    assert rows["each model's median"] == "| each model's median | | 2 | | | 5.8 | 5.8 | 0 | 8.0 |"
+    assert scatter.table([]) == []
+
+
+def test_the_picture_has_predicted_time_on_its_horizontal_axis(monkeypatch, tmp_path):
+    drawn = []
+    monkeypatch.setattr("remat.report.plots.save_figure", lambda figure, path: drawn.append(figure))
+    scatter.draw(scatter.predictions(RECORDS), "zoo", tmp_path / "zoo.png")
+
+    (axes,) = drawn[0].axes
+    points = {line.get_label(): [list(map(round, values)) for values in line.get_data()] for line in axes.lines}
+    assert points["40%: 1"] == [[20], [15]]
+    assert points["in a peer's bytes: 2"] == [[30, 30], [40, 32]]
+    diagonal = axes.lines[-1].get_data()
+    assert list(diagonal[0]) == list(diagonal[1])
+    assert "predicted" in axes.get_xlabel()
+    assert "measured" in axes.get_ylabel()
+    # The worst is named first.
+    assert [text.get_text() for text in axes.texts][:2] == ["a, in a peer's bytes", "b, smallest"]
+
+
 class PartlyCounted(Model):
     """Its counter leaves out as much as it shows of every step."""
 
@@ -211,6 +274,23 @@ def test_the_zoo_goes_on_where_it_was_stopped(monkeypatch, tmp_path):
     assert list(table["records"]) == ["a", "b"]
     assert (tmp_path / "zoo-jax.md").read_text().count("\n## ") == 2
     assert (tmp_path / "zoo-jax.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_tables_are_written_again_without_measuring(monkeypatch, tmp_path):
+    monkeypatch.setattr(zoo, "run", lambda *_: pytest.fail("a model was measured"))
+    monkeypatch.setattr(zoo, "models_of", lambda framework: dict.fromkeys(("a", "b", "not measured"), Model))
+    # Of other versions than those that are installed: these must stay.
+    table = {
+        "machine": {"system": "Linux", "processor": "x", "cores": 2},
+        "versions": {"remat": "0.0.1"},
+        "records": {record["model"]: record for record in RECORDS[2:]} | {"a": {"model": "a", "error": "exit code 1"}},
+    }
+    (tmp_path / "zoo-jax.json").write_text(json.dumps(table))
+    monkeypatch.setattr(sys, "argv", ["zoo", "--frameworks", "jax", "--out", str(tmp_path), "--tables"])
+    zoo.main()
+
+    assert "remat 0.0.1" in (tmp_path / "zoo-jax.md").read_text()
+    assert json.loads((tmp_path / "zoo-jax.json").read_text()) == table
 
 
 @pytest.mark.slow

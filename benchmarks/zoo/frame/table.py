@@ -29,8 +29,10 @@ def as_markdown(framework: str, records: Sequence[dict[str, Any]], where: str) -
         records: of the models.
         where: one line about the machine and the versions.
     """
-    times = scatter.summary(scatter.predictions(records))
-    parts = [f"# The zoo: {framework}", "", where, "", summary(records), *(["", times] if times else []), ""]
+    parts = [f"# The zoo: {framework}", "", where, "", summary(records), ""]
+    if found := scatter.predictions(records):
+        picture = f"([picture](zoo-{framework}.png))"
+        parts += [f"{scatter.summary(found)} The same by budget {picture}:", "", *scatter.table(found), ""]
     if any(line.get("beside_bytes") for record in records for line in record.get("lines", [])):
         parts += [_LEFT_OUT, ""]
     for record in records:
