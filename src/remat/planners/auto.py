@@ -13,7 +13,7 @@ from remat.planners.methods.exact_windows import exact_windows
 from remat.planners.methods.gap_lp import gap_lp
 from remat.planners.methods.peak_greedy import drop_at_once, peak_greedy
 from remat.planners.methods.simulated_annealing import anneal_anew, simulated_annealing
-from remat.planners.methods.window_milp import window_milp
+from remat.planners.methods.window_milp import window_milp, window_milp_of_binding_steps
 from remat.planners.registry import Strategy, strategy
 from remat.planners.search import Search
 from remat.planners.walk.orders import low_memory_order
@@ -67,6 +67,9 @@ the blocks of the whole step are planned, too, and a hot walk looks for another 
 are planned longer that this cannot make cheaper."""
 _MOST_OPS_OF_BLOCKS: Final = 8000
 """The largest whole step whose blocks are planned; a judgement. BERT-large has 7,353 ops."""
+_MOST_OPS_OF_BINDING_STEPS: Final = 1000
+"""The largest reduced step whose binding steps are solved for in whole numbers. A ResNet50 has 1,371 ops, and takes 5 s
+to choose them at a quarter of its peak."""
 _SAFETY_S: Final = 120.0
 _SAFETY_S_PER_OP: Final = 2e-3
 _SAFETY_S_PER_FREE_OP: Final = 0.2
@@ -80,7 +83,8 @@ def auto(search: Search) -> None:
 
     First runs stay in program order, unless the graph leaves the order free. In a fixed order the methods end early
     where what was found costs at most 1 % more than a proven bound. Where it costs 1.5 points of a step more, the
-    blocks of the whole step are planned, too, and steps that are not too large walked anew. Where there was no time for
+    blocks of the whole step are planned, too, and steps that are not too large solved at the steps that bind, and
+    walked anew. Where there was no time for
     any method, the first schedule of the greedy one that fits is the answer.
 
     Without a time limit each method does a fixed amount of work, so that the result is the same however fast or busy
@@ -127,6 +131,8 @@ def _search_fixed_order(search: Search) -> None:
         # The reduced step's menus have fewer options, and count small storages as if they were always there: GPT-2 in
         # a fifth of its peak costs 33.6 % by it and 27.4 by the whole step.
         block_chain(search)
+    if search.best_time_s > far_s and inner.problem.count <= _MOST_OPS_OF_BINDING_STEPS:
+        window_milp_of_binding_steps(inner)
     if search.best_time_s > far_s:
         anneal_anew(inner)
 

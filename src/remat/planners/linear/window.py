@@ -18,6 +18,7 @@ another twice, as it could with narrow windows alone.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -45,6 +46,7 @@ class WindowModel:
         budget_bytes: peak bytes of the step.
         samples: how many steps of the plain schedule over the budget to look at, at most.
         chosen: the steps to look at instead, rising; then there is a window between every two of them.
+        reserved_bytes: for steps among these, what stays free there beside what the rows count.
         whole_numbers: whether storages are kept altogether or not at all; a bound needs no such thing.
         kept: the column of a storage and a sample, where both are in the model.
         memory_rows: for each sample, the row of its memory.
@@ -55,6 +57,7 @@ class WindowModel:
     samples: int
     whole_numbers: bool = False
     chosen: tuple[int, ...] = ()
+    reserved_bytes: Mapping[int, int] = field(default_factory=dict)
     builder: ModelBuilder = field(default_factory=ModelBuilder, init=False)
     kept: dict[tuple[int, int], int] = field(default_factory=dict, init=False)
     memory_rows: list[int] = field(default_factory=list, init=False)
@@ -191,7 +194,7 @@ class WindowModel:
     def _add_memory(self, sample: int) -> None:
         problem, op = self.problem, int(self.places[sample])
         touched = {*problem.storages_read[op], *problem.storages_made[op]}
-        room = self.budget_bytes - problem.graph.pinned_bytes - problem.own_bytes[op]
+        room = self.budget_bytes - problem.graph.pinned_bytes - problem.own_bytes[op] - self.reserved_bytes.get(op, 0)
         unit = _power_of_two(max(problem.size))
         held = [(s, self.kept[s, sample]) for s in self.followed if s not in touched and (s, sample) in self.kept]
         self.builder.add_row([(column, problem.size[s] / unit) for s, column in held], high=room / unit)
