@@ -13,7 +13,7 @@ import jax
 from remat.core.errors import UnsupportedStep
 from remat.core.schedule import Schedule
 from remat.fit.peaks import PeakRange
-from remat.jax import _private
+from remat.jax import _buffers, _private
 from remat.jax.context import Tie
 from remat.jax.emit.evaluate import FlatFunction, emit
 from remat.jax.mapped import MappedFunction
@@ -32,15 +32,6 @@ _QUICK: Final[dict[str, Any]] = {
     "xla_cpu_parallel_codegen_split_count": 1,
 }
 """Machine code is made after buffers have been assigned, so its quality does not matter for memory."""
-
-_ROUGH: Final[dict[str, Any]] = {**_QUICK, "xla_cpu_use_fusion_emitters": False}
-"""On a CPU most of the rest goes into emitting kernels. By the older way it takes a third of the time: .1 to .4 of the
-plain program's compile time where ``_QUICK`` takes .4 to .7, on the models of the zoo. It changes a few bytes (none on
-13 models of 18, 32 to 1,216 on four), but on one with pooling 5 % of the peak."""
-
-_NEAR: Final = 0.001
-"""The share of the plain step's peak up to which the older emitters may change it, and are used for the plans, too. A
-judgement between 1,216 bytes of 6.7 MB and .9 of 18.6 MB, the figures above."""
 
 REFUSED: Final = PeakRange.exactly(1 << 52)
 """The peak of a program that sends more between devices than the plain one. No device has so many bytes, so no budget
@@ -71,40 +62,6 @@ def peak_of(memory: Any) -> int:
     )
 
 
-class Gauge:
-    """Reads the peaks of programs, with as little work of the compiler as it takes.
-
-    The first program, which is the plain step, is compiled in both ways that are known (``_QUICK`` and ``_ROUGH``).
-    Where they agree, the programs after it are compiled roughly, and what the plain step differed by is allowed for.
-    Where they differ by a few bytes, a plan whose program nobody looks at again should be read once more
-    (``Compiler.exact_peak_bytes``); ``remat.jax.first_run`` looks at those of ``remat.jax.jit``.
-    """
-
-    def __init__(self) -> None:
-        self._first: tuple[Lowered, int] | None = None
-        self._excess_bytes: int | None = None
-
-    @property
-    def is_exact(self) -> bool:
-        """Were all peaks those that the compiler says of the programs that run?"""
-        if self._first is None or not self._excess_bytes:
-            return True
-        return abs(self._excess_bytes) > _NEAR * self._first[1]
-
-    def peak_bytes(self, lowered: Lowered) -> int:
-        """The peak of a program, or a little more."""
-        if self._first is None or jax.default_backend() != "cpu":
-            exact_bytes = peak_of(lowered.memory())
-            self._first = lowered, exact_bytes
-            return exact_bytes
-        first, first_bytes = self._first
-        if self._excess_bytes is None:
-            self._excess_bytes = peak_of(first.memory(is_rough=True)) - first_bytes
-        if abs(self._excess_bytes) > _NEAR * first_bytes:
-            return peak_of(lowered.memory())
-        return peak_of(lowered.memory(is_rough=True)) + 2 * max(0, -self._excess_bytes)
-
-
 class Compiler:
     """Compiles schedules of one program and remembers their peaks.
 
@@ -116,7 +73,6 @@ class Compiler:
         donated: which flat arguments' buffers the results may take over.
         accept: takes a compiled program; the peak of one that it does not accept is ``REFUSED``.
         returned: where the results go; None leaves that to the compiler.
-        gauge: reads the peaks; it is shared by all ways to write the function.
         mapped: where the program is the body of a ``shard_map``, the function around it, which is what is compiled.
     """
 
@@ -129,7 +85,6 @@ class Compiler:
         donated: Sequence[int] = (),
         accept: Callable[[Any], bool] | None = None,
         returned: Returned | None = None,
-        gauge: Gauge | None = None,
         mapped: MappedFunction | None = None,
     ) -> None:
         self._accept = accept
@@ -139,7 +94,6 @@ class Compiler:
         self._arguments = tuple(arguments)
         self._donated = tuple(donated)
         self._returned = returned
-        self._gauge = Gauge() if gauge is None else gauge
         self._mapped = mapped
         self._known: dict[Schedule, PeakRange] = {}
 
@@ -151,15 +105,9 @@ class Compiler:
 
     def _peak(self, lowered: Lowered) -> PeakRange:
         if self._accept is None:
-            return PeakRange.exactly(self._gauge.peak_bytes(lowered))
+            return PeakRange.exactly(lowered.peak_bytes())
         compiled = lowered.compiled()  # What is asked of the program needs the one that will run.
         return PeakRange.exactly(peak_of(compiled.memory_analysis())) if self._accept(compiled) else REFUSED
-
-    def exact_peak_bytes(self, schedule: Schedule) -> int:
-        """The peak of a schedule that ``peak`` was asked for, to the byte. Compiles where that figure was rough."""
-        if self._gauge.is_exact:
-            return self.peak(schedule).expected_bytes
-        return peak_of(self._lowered(schedule).memory())
 
     def compile(self, schedule: Schedule) -> Any:
         """The compiled program of a schedule, as ``jax.stages.Compiled``."""
@@ -211,7 +159,7 @@ class Returned:
 
 
 class Lowered:
-    """A function that is traced, to be compiled with no more work than it takes to know its memory.
+    """A function that is compiled with no more work than it takes to know its memory.
 
     Args:
         function: of flat arguments.
@@ -224,55 +172,54 @@ class Lowered:
     def __init__(
         self, function: Any, arguments: Sequence[Any], tie: Tie, donated: Sequence[int] = (), out_shardings: Any = None
     ) -> None:
-        shapes = jax.tree.map(lambda a: a if isinstance(a, jax.ShapeDtypeStruct) else shape_of(a), tuple(arguments))
-        options = {} if out_shardings is None else {"out_shardings": out_shardings}
-        self._lowered = jax.jit(function, donate_argnums=tuple(donated), **options).lower(*shapes)
+        self._function = function
+        self._shapes = jax.tree.map(
+            lambda a: a if isinstance(a, jax.ShapeDtypeStruct) else shape_of(a), tuple(arguments)
+        )
+        self._jit_options: dict[str, Any] = {"donate_argnums": tuple(donated)}
+        if out_shardings is not None:
+            self._jit_options["out_shardings"] = out_shardings
         self._tie = tie
 
-    def compiled(self, *, is_rough: bool = False) -> Any:
-        """The program, as ``jax.stages.Compiled``.
+    def compiled(self) -> Any:
+        """The program, as ``jax.stages.Compiled``."""
+        return self._lowered(self._function).compile(compiler_options=self._options())
 
-        Args:
-            is_rough: is a peak that may differ a little good enough?
+    def peak_bytes(self) -> int:
+        """What the compiler says of the program's memory; remembered, so that equal programs are looked at once.
+
+        Raises:
+            UnsupportedStep: where the platform does not say.
         """
-        return self._lowered.compile(compiler_options=self._options(is_rough))
-
-    def memory(self, *, is_rough: bool = False) -> Any:
-        """What the compiler says of the program's memory; remembered, so that equal programs are compiled once.
-
-        Args:
-            is_rough: as in ``compiled``.
-        """
-        text = repr((self._options(is_rough), jax.devices(), self._lowered.as_text()))
+        is_read_early = jax.default_backend() == "cpu"
+        lowered = self._lowered(_buffers.stopping(self._function) if is_read_early else self._function)
+        text = repr((self._options(), jax.devices(), lowered.as_text()))
         key = hashlib.sha256(text.encode()).digest()
         if key not in _known:
-            _known[key] = self.compiled(is_rough=is_rough).memory_analysis()
+            peak_bytes = _buffers.assigned_bytes(lowered, self._options()) if is_read_early else None
+            _known[key] = peak_of(self.compiled().memory_analysis()) if peak_bytes is None else peak_bytes
         _known.move_to_end(key)
         while len(_known) > _MOST_KNOWN:
             _known.popitem(last=False)
         return _known[key]
 
-    def _options(self, is_rough: bool) -> dict[str, Any]:
+    def _lowered(self, function: Any) -> Any:
+        return jax.jit(function, **self._jit_options).lower(*self._shapes)
+
+    def _options(self) -> dict[str, Any]:
         options: dict[str, Any] = dict(compiler_options(self._tie))
         if jax.default_backend() == "cpu":
-            options |= _ROUGH if is_rough else _QUICK
+            options |= _QUICK
         return options
 
 
-_known: OrderedDict[bytes, Any] = OrderedDict()
-"""What the compiler said of programs, by the hash of their text and options. A step that is planned for a second
-budget, as after a refusal, compiles its plain form twice less, which is .9 of the plain program's compile time."""
+_known: OrderedDict[bytes, int] = OrderedDict()
+"""The peaks of programs, by the hash of their text and options. A step that is planned for a second budget, as after a
+refusal, looks at its plain form once less."""
 
 _MOST_KNOWN: Final = 256
-"""A judgement: some ten programs a budget, of which a few hundred bytes each are kept. With fewer, a step that is
-planned for many budgets is compiled anew."""
-
-
-def compile_quickly(
-    function: Any, arguments: Sequence[Any], tie: Tie, donated: Sequence[int] = (), out_shardings: Any = None
-) -> Any:
-    """Compile a function with no more work than it takes to know its memory; of arrays, only the shapes count."""
-    return Lowered(function, arguments, tie, donated, out_shardings).compiled()
+"""A judgement: some ten programs a budget, of which a few bytes each are kept. With fewer, the programs of a step that
+is planned for many budgets are looked at anew."""
 
 
 def shape_of(array: Any) -> jax.ShapeDtypeStruct:

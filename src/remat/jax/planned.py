@@ -26,7 +26,7 @@ from remat.jax.context import Tie
 from remat.jax.early_updates import EarlyUpdatesOf
 from remat.jax.emit.evaluate import FlatFunction
 from remat.jax.mapped import MappedFunction
-from remat.jax.peak import Compiler, Gauge, Returned, emitted
+from remat.jax.peak import Compiler, Returned, emitted
 from remat.jax.ranks import planned_for_all
 from remat.jax.sharding import arrays_sent, is_sharded, on_one_device, received_in_bodies
 from remat.jax.split.choose import SplittableFunction
@@ -197,11 +197,10 @@ def plan_function(
     find_received = functools.partial(received_in_bodies, shapes=shapes, tie=tie) if is_over_devices else None
     returned = None if out_shardings is None else Returned(structure, out_shardings)
     accept: Callable[[Any], bool] | None = None
-    gauge = Gauge()
     compilers: dict[str, Compiler] = {}
 
     def compiler_of(one: Variant) -> Compiler:
-        return Compiler(one.program, one.turning_point, tie, shapes, donated, accept, returned, gauge, mapped)
+        return Compiler(one.program, one.turning_point, tie, shapes, donated, accept, returned, mapped)
 
     given = request.plan if request.plan is not None else request.known
     moves_updates = "update" in request.levers or (given is not None and given.update is not None)
@@ -245,10 +244,6 @@ def plan_function(
             plan = splittable.planned(request)
         if plan in (request.plan, request.known):
             return plan
-        if tie == "data" and plan.fingerprint in compilers:
-            # Under remat.jax.jit, whose ties are barriers, the program that runs is looked at before its first run.
-            exact_bytes = compilers[plan.fingerprint].exact_peak_bytes(plan.schedule)
-            plan = dataclasses.replace(plan, peak_bytes=exact_bytes)
         if moves_updates:
             plan = dataclasses.replace(plan, update=updates.described(splittable.candidate_for(plan).variant_of(plan)))
         return plan

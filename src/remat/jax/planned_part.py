@@ -20,7 +20,7 @@ from remat.jax.candidate import FunctionCandidate, cheapest_plan, plan_with_name
 from remat.jax.context import Tie, barriers_stay, for_a_plan
 from remat.jax.emit.evaluate import emit
 from remat.jax.first_run import REPLAN, FirstRun, OnBroken
-from remat.jax.peak import compile_quickly, compiler_options, peak_of, shape_of
+from remat.jax.peak import Lowered, compiler_options, shape_of
 from remat.jax.planned import Follower, leaves_of, naming_our_jit, refuse_slices_over_devices
 from remat.jax.split.choose import SplittableFunction
 from remat.jax.split.split_jaxpr import Splitter
@@ -191,7 +191,7 @@ def plan_part(
                 return emitted(followed, own)(*some, **named)
 
             everything = (*shapes, *(array for group in arrays.values() for array in group))
-            return PeakRange.exactly(peak_of(compile_quickly(flat, everything, tie, donated).memory_analysis()))
+            return PeakRange.exactly(Lowered(flat, everything, tie, donated).peak_bytes())
 
         candidate = FunctionCandidate(variants_of_jaxpr(closed, None, main.kept_names), compiled_peak)
         return candidate
@@ -243,7 +243,7 @@ def _plain_peak_bytes(plain: Function, structure: Any, shapes: Sequence[Any], ti
         return plain(*some, **named)
 
     with for_a_plan():
-        return peak_of(compile_quickly(flat, shapes, tie, donated).memory_analysis())
+        return Lowered(flat, shapes, tie, donated).peak_bytes()
 
 
 class PartlyPlanned(Follower):

@@ -17,7 +17,7 @@ import jax
 from remat.core.graph import Graph, Op, Tensor
 from remat.jax.context import Tie
 from remat.jax.emit.evaluate import named_run
-from remat.jax.peak import compile_quickly
+from remat.jax.peak import Lowered
 from remat.jax.scans.loops import BODY_NAME
 from remat.jax.trace.graph import resized
 from remat.jax.trace.program import Program
@@ -49,10 +49,10 @@ def received_in_bodies(run: Any, shapes: Sequence[jax.ShapeDtypeStruct], tie: Ti
     Args:
         run: the flat function, its loops written by ``remat.jax.scans.loops``.
         shapes: of its arguments, with their shardings.
-        tie: which compiler options ``compile_quickly`` needs.
+        tie: which options the compiler needs.
     """
     found: dict[int, set[int]] = {}
-    for collective in _COLLECTIVE.finditer(compile_quickly(run, shapes, tie).as_text()):
+    for collective in _COLLECTIVE.finditer(Lowered(run, shapes, tie).compiled().as_text()):
         for loop, value in _BODY_VALUE.findall(collective["rest"]):
             found.setdefault(int(loop), set()).add(int(value))
     return {loop: frozenset(values) for loop, values in found.items()}
@@ -72,13 +72,13 @@ def on_one_device(
     arguments = (*shapes, *captured)
     count = len(shapes)
     named = named_run(program, _OP_NAME)
-    compiled = compile_quickly(lambda *arrays: named(arrays[:count], arrays[count:]), arguments, tie)
+    compiled = Lowered(lambda *arrays: named(arrays[:count], arrays[count:]), arguments, tie).compiled()
     collectives = {
         int(number) for found in _COLLECTIVE.finditer(compiled.as_text()) for number in _NUMBER.findall(found["rest"])
     }
     made = tuple(value for instruction in program.instructions for value in instruction.outputs)
     everything = named_run(dataclasses.replace(program, outputs=made), "")
-    returned = compile_quickly(lambda *arrays: everything(arrays[:count], arrays[count:]), arguments, tie)
+    returned = Lowered(lambda *arrays: everything(arrays[:count], arrays[count:]), arguments, tie).compiled()
     shardings = dict(zip(made, returned.output_shardings, strict=True))
     shardings.update(
         (value, shape.sharding) for value, shape in zip(program.inputs, shapes, strict=True) if shape.sharding
