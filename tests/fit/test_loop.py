@@ -199,7 +199,7 @@ def test_the_minimum_that_an_error_names_can_be_asked_for_though_the_planner_fin
 
 
 def test_the_minimum_that_an_error_names_is_planned_in_two_rounds():
-    """Its plan is known: one round finds out that the target itself does not hold, the other looks for a cheaper one."""
+    """Its plan is known: one round finds that the target itself does not hold, the other looks for a cheaper one."""
     planner = SmoothPlanner()
 
     def real_peak(plan: Plan) -> PeakRange:

@@ -283,10 +283,14 @@ def _ask_for_less(problem: Problem, reached: tuple[int, ...], strategies: Sequen
             search = Search(problem, budget_bytes, thorough=False)
             for strategy in strategies:
                 if search.best is None and in_vain[strategy] < _MOST_IN_VAIN:
-                    strategy(search)
-                    in_vain[strategy] = in_vain[strategy] + 1 if search.best is None else 0
+                    in_vain[strategy] = 0 if _finds(strategy, search) else in_vain[strategy] + 1
             if search.best is None:
                 break
             reached = search.best
             peak_bytes = simulate(problem.graph, reached).peak_bytes
     return reached
+
+
+def _finds(strategy: Strategy, search: Search) -> bool:
+    strategy(search)
+    return search.best is not None
