@@ -284,7 +284,7 @@ def _ask_for_less(problem: Problem, reached: tuple[int, ...], strategies: Sequen
             for strategy in strategies:
                 if search.best is None and in_vain[strategy] < _MOST_IN_VAIN:
                     strategy(search)
-                    in_vain[strategy] = in_vain[strategy] + 1 if search.best is None else 0
+                    in_vain[strategy] = 0 if math.isfinite(search.best_time_s) else in_vain[strategy] + 1
             if search.best is None:
                 break
             reached = search.best
