@@ -70,15 +70,16 @@ def step(model, loss_fn, args):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("mode", ["eager", "graph"])
-@pytest.mark.parametrize("make", [longformer, wav2vec2])
-def test_models_that_branch_on_values(make, mode):
+# What autograd notes of each operator counts, and is a third of what this small Longformer takes.
+@pytest.mark.parametrize(("make", "budget"), [(longformer, "96%"), (wav2vec2, "70%")])
+def test_models_that_branch_on_values(make, budget, mode):
     transformers = pytest.importorskip("transformers", reason="transformers is in requirements-dev.txt")
     torch.manual_seed(0)
     torch._dynamo.reset()
     model, loss, args = make(transformers)
     model.train()
     plain = step(model, loss, args)
-    limited = remat.torch.limit_memory(loss, "70%", mode=mode, **QUICK)
+    limited = remat.torch.limit_memory(loss, budget, mode=mode, **QUICK)
     for _ in range(2):
         found = step(model, limited, args)
         assert len(found) == len(plain)
