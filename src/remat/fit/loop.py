@@ -116,22 +116,22 @@ def plan_within(
         if highest > target_bytes and len(tried) == 1:
             _try_suggestions(target_bytes, likely, real_peak, tried)
             are_likely = len(tried) > 1
-        if not any(one.peak.highest_bytes <= target_bytes for one in tried):
+        if not _fitting(target_bytes, tried):
             _try_remembered(target_bytes, real_peak, tried)
-            if tried[-1].peak.highest_bytes <= target_bytes:
+            if _fitting(target_bytes, tried):
                 left = min(left, _ROUNDS_ABOVE_A_MINIMUM)
         if not _may_gain(rounds.least_gain, target_bytes, tried):
             break
         guess = max(1, _next_guess(target_bytes, tried, rounds))
     _try_suggestions(target_bytes, suggestions, real_peak, tried)
     binding_op = ""
-    if not any(one.peak.highest_bytes <= target_bytes for one in tried):
+    if not _fitting(target_bytes, tried):
         try:
             find(1)  # No planner keeps one byte: the error says what the planner can reach.
         except InfeasibleBudget as error:
             binding_op = error.binding_op
             _try_the_smallest(error.minimum_bytes, target_bytes, find, real_peak, tried, rounds)
-    if fits := [one for one in tried if one.peak.highest_bytes <= target_bytes]:
+    if fits := _fitting(target_bytes, tried):
         return min(fits, key=lambda one: one.plan.time_s).with_real_peak()
     if likely_to_fit := [one for one in tried if one.peak.likely_bytes <= target_bytes]:
         best = min(likely_to_fit, key=lambda one: one.peak.highest_bytes)
@@ -190,7 +190,7 @@ def _narrow(target_bytes: int, guess_bytes: int, find: Callable[[int], Plan], tr
         plan = find(guess_bytes)
     except InfeasibleBudget:
         return False
-    fits = any(one.peak.highest_bytes <= target_bytes for one in tried)
+    fits = bool(_fitting(target_bytes, tried))
     for number, one in enumerate(tried):
         if fits and one.is_of(plan) and one.peak.highest_bytes > target_bytes and guess_bytes < one.guess_bytes:
             tried[number] = dataclasses.replace(one, guess_bytes=guess_bytes)
@@ -206,7 +206,7 @@ def _try_suggestions(
 ) -> None:
     """Try the suggestions that would be the cheapest plan so far and whose tensors alone do not forbid it."""
     for plan in suggestions():
-        fitting = [one.plan.time_s for one in tried if one.peak.highest_bytes <= target_bytes]
+        fitting = [one.plan.time_s for one in _fitting(target_bytes, tried)]
         is_cheaper = plan.time_s < (1 - _LITTLE_TIME) * min(fitting) if fitting else True
         may_fit = plan.peak_bytes <= _FAR_OVER * target_bytes
         if is_cheaper and may_fit and not any(one.is_of(plan) for one in tried):
@@ -224,7 +224,7 @@ def _try_the_smallest(
     """Try the smallest plans until one fits, then cheaper ones between it and what failed."""
     factors = iter(_NEAR_THE_SMALLEST)
     for _ in range(rounds.last):
-        if any(one.peak.highest_bytes <= target_bytes for one in tried):
+        if _fitting(target_bytes, tried):
             if not _may_gain(rounds.least_gain, target_bytes, tried):
                 return
             guess = _next_guess(target_bytes, tried, rounds)
@@ -246,9 +246,13 @@ def _try_remembered(target_bytes: int, real_peak: Callable[[Plan], PeakRange], t
         _try_suggestions(target_bytes, lambda: [remembered], real_peak, tried)
 
 
+def _fitting(target_bytes: int, tried: Sequence[_Found]) -> list[_Found]:
+    return [one for one in tried if one.peak.highest_bytes <= target_bytes]
+
+
 def _may_gain(least_gain: float, target_bytes: int, tried: Sequence[_Found]) -> bool:
     """Could a plan between the largest guess that fits and the next one that does not be cheaper by so much?"""
-    fitting = [one for one in tried if one.peak.highest_bytes <= target_bytes]
+    fitting = _fitting(target_bytes, tried)
     if not fitting:
         return True
     guess = max(one.guess_bytes for one in fitting)
@@ -262,7 +266,7 @@ def _may_gain(least_gain: float, target_bytes: int, tried: Sequence[_Found]) -> 
 def _next_guess(target_bytes: int, tried: Sequence[_Found], rounds: Rounds) -> int:
     """The planner's budget to try next. The real peak grows with it, by leaps and not at the same rate."""
     by_guess = sorted(tried, key=lambda one: one.guess_bytes)
-    fitting = [one for one in by_guess if one.peak.highest_bytes <= target_bytes]
+    fitting = _fitting(target_bytes, by_guess)
     failed = [one for one in by_guess if one.peak.highest_bytes > target_bytes]
     if not fitting:
         lowest = failed[0]

@@ -84,8 +84,7 @@ def auto(search: Search) -> None:
     First runs stay in program order, unless the graph leaves the order free. In a fixed order the methods end early
     where what was found costs at most 1 % more than a proven bound. Where it costs 1.5 points of a step more, the
     blocks of the whole step are planned, too, and steps that are not too large solved at the steps that bind, and
-    walked anew. Where there was no time for
-    any method, the first schedule of the greedy one that fits is the answer.
+    walked anew. Where there was no time for any method, the first schedule of the greedy one that fits is the answer.
 
     Without a time limit each method does a fixed amount of work, so that the result is the same however fast or busy
     the machine is; only for graphs unlike any training step a clock ends it, after two minutes and 2 ms per op, or
