@@ -122,6 +122,17 @@ def test_a_loop_is_one_op_with_the_work_of_all_its_iterations():
     assert short.ops[0].workspace_bytes >= 64 * 64 * 4
 
 
+@pytest.mark.parametrize(("device", "is_dear"), [("cpu", True), ("a100", False)])
+def test_random_bits_are_dear_on_a_cpu_only(device, is_dear):
+    def function(key, x):
+        return jax.random.bits(key, (512, 512)) ^ jnp.sort(x)
+
+    graph = remat.jax.trace(function, jax.random.key(0), jnp.ones((512, 512), jnp.uint32), device=device)
+    seconds = {op.kind: op.time_s for op in graph.ops}
+    traffic_s = 4 * 512 * 512 / get_profile(device).memory_rate
+    assert (seconds["random_bits"] > 10 * traffic_s) is is_dear
+
+
 def test_shapes_suffice():
     case = mlp()
     shapes = jax.eval_shape(lambda *a: a, *case.args)
