@@ -255,8 +255,8 @@ _NANOSECONDS_PER_ELEMENT = {
     **dict.fromkeys(("StatelessRandomUniformInt", "StatelessRandomUniformIntV2"), 2.7),
     **dict.fromkeys(("RandomStandardNormal", "StatelessRandomNormal", "StatelessRandomNormalV2"), 4.5),
     **dict.fromkeys(("TruncatedNormal", "StatelessTruncatedNormal", "StatelessTruncatedNormalV2"), 4.5),
-    **dict.fromkeys(("Exp", "Log", "Log1p", "Sigmoid", "Elu", "Selu", "LogSoftmax"), 0.5),
-    **dict.fromkeys(("Tanh", "Erf", "Erfc", "Softmax", "SelectV2", "Select", "SquaredDifference"), 0.25),
+    **dict.fromkeys(("Exp", "Log", "Log1p", "Sigmoid", "Elu", "Selu", "LogSoftmax", "Erfc"), 0.5),
+    **dict.fromkeys(("Tanh", "Erf", "Softmax", "SelectV2", "Select", "SquaredDifference"), 0.25),
     **dict.fromkeys(("Sin", "Cos", "Atan", "Atan2"), 0.8),
     **dict.fromkeys(("Expm1", "Softplus", "FloorMod", "UnsortedSegmentSum"), 2.3),
     **dict.fromkeys(("Erfinv", "Ndtri", "Cumsum", "Cumprod"), 5.0),
@@ -264,11 +264,14 @@ _NANOSECONDS_PER_ELEMENT = {
 }
 _FLOPS_PER_NANOSECOND: Final = 230.0
 
-# How many times longer than products of matrices convolutions take on that core, in the median of those of
-# MobileNetV3Small, EfficientNetB0, DenseNet121 and the demo's residual network; by channel, 57 to 100 operations in a
-# nanosecond, and the gradients of filters 18 times their roofline. Gradients are never repeated, so too high a figure
-# makes recomputation look cheap; too low, it looks dear.
+# How many times longer than a product of two matrices others take on that core. Convolutions: those of the demo's
+# residual network, MobileNetV3Small, EfficientNetB0 and DenseNet121; by channel, 57 to 100 operations in a nanosecond,
+# and the gradients of filters 18 times their roofline. ``Einsum``, which copies what it has to transpose, and batches
+# of products: attention in BERT and a vision transformer. Gradients of filters are never repeated, so too high a figure
+# of them makes recomputation look cheap; too high a figure of the others, dear.
 _SLOWER_PRODUCTS = {
+    "Einsum": 3.5,
+    "BatchMatMulV2": 1.2,
     "Conv2D": 1.3,
     "Conv2DBackpropInput": 1.3,
     "Conv2DBackpropFilter": 1.6,
