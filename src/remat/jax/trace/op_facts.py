@@ -170,11 +170,12 @@ _NANOSECONDS_OF_PHILOX: Final = 10.7
 
 _FLOPS_PER_NANOSECOND: Final = 230.0
 
-# Products on that core beside those of two matrices, from profiles of XLA's kernels. The gradient of a weight is summed
-# over what is outermost in both operands: in a decoder all of these ran at 75 operations in a nanosecond, and their
-# first operand was copied in another order before, at 2.9 ns for each of its elements. Attention's products, in batches
-# that are not outermost, ran at 107 to 171; convolutions of 16 channels at 59, of 32 at 214. Gradients of weights are
-# never repeated: too low, a step looks short, and recomputation dear.
+# Products on that core beside those of two matrices, from profiles of XLA's kernels. The gradient of a weight that is
+# summed over samples and tokens, outermost in both operands: in a decoder all of these ran at 75 operations in a
+# nanosecond, and one operand was copied in another order before, at 2.9 ns for each of its elements. Where it is summed
+# over one axis, it takes what others take. Attention's products, in batches that are not outermost, ran at 107 to 171;
+# convolutions of 16 channels at 59, of 32 at 214. Gradients of weights are never repeated: too low, a step looks short,
+# and recomputation dear.
 _TIMES_OF_A_WEIGHTS_GRADIENT: Final = 3.0
 _NANOSECONDS_TO_TRANSPOSE: Final = 2.9
 _TIMES_IN_BATCHES: Final = 1.6
@@ -357,7 +358,7 @@ def _product_on_cpu(eqn: JaxprEqn, counted: float) -> float:
     if batch:
         return _TIMES_IN_BATCHES * counted
     first, second = (len(_shape(var)) - 1 for var in eqn.invars)
-    if first in map(int, left) or second in map(int, right):
+    if len(left) < 2 or first in map(int, left) or second in map(int, right):
         return counted
     turned = _NANOSECONDS_TO_TRANSPOSE * _FLOPS_PER_NANOSECOND * math.prod(_shape(eqn.invars[0]))
     return _TIMES_OF_A_WEIGHTS_GRADIENT * counted + turned
