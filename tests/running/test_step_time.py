@@ -66,6 +66,16 @@ def test_pinned_inputs_that_stay_in_the_cache_are_read_there() -> None:
     assert missed_bytes(graph, graph.plain_schedule, MIB // 2) == MIB
 
 
+def test_what_was_used_least_recently_leaves_the_cache() -> None:
+    """A weight that every op reads stays, however much passes by."""
+    ops = tuple(([0], [number]) for number in range(1, 9))
+    sizes = [MIB, *[MIB] * 8]
+    graph = graph_of(*ops, sizes=sizes, outputs=list(range(1, 9)))
+
+    # Eight results are written to addresses of their own, in a cache of three tensors; the weight is read there.
+    assert missed_bytes(graph, graph.plain_schedule, 3 * MIB) == pytest.approx(8 * MIB, rel=0.05)
+
+
 def test_traffic_is_faster_in_caches_and_arithmetic_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_time, "cache_bytes", lambda: 4 * MIB)
     profile = replace(PROFILE, overhead_s=0.5)
