@@ -73,7 +73,7 @@ def test_what_was_used_least_recently_leaves_the_cache() -> None:
     graph = graph_of(*ops, sizes=sizes, outputs=list(range(1, 9)))
 
     # Eight results are written to addresses of their own, in a cache of three tensors; the weight is read there.
-    assert missed_bytes(graph, graph.plain_schedule, 3 * MIB) == pytest.approx(8 * MIB, rel=0.05)
+    assert missed_bytes(graph, graph.plain_schedule, 3 * MIB) == pytest.approx(8 * MIB, rel=0.1)
 
 
 def test_traffic_is_faster_in_caches_and_arithmetic_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
