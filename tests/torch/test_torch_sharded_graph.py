@@ -199,6 +199,36 @@ def test_a_parameter_that_is_read_outside_of_its_module_is_not_captured():
     assert "reads a parameter under fully_shard outside of its module" in captured.reason
 
 
+def test_a_parameter_that_is_returned_is_the_modules_own(module):
+    loss, args = loss_of(module), batch(0, rows=64)
+    captured = remat.torch.compile(
+        lambda x, y: (loss(x, y), module[0].one.weight), budget="1GiB", backend="aten", **QUICK
+    )
+    value, weight = captured(*args)
+    value.backward()
+    assert captured.plan.mode == "graph"
+    assert weight is module[0].one.weight
+
+
+class Transposed(nn.Linear):
+    def forward(self, x):
+        return super().forward(x), self.weight.t()
+
+
+@pytest.mark.usefixtures("process_group")
+def test_a_view_of_a_parameter_that_is_returned_is_not_captured():
+    module = fully_shard(Transposed(8, 8))
+
+    def loss(x):
+        found, view = module(x)
+        return found.square().sum(), view
+
+    captured = remat.torch.compile(loss, budget="1GiB", backend="aten", **QUICK)
+    assert captured(torch.ones(4, 8))[1].shape == (8, 8)
+    assert captured.plan.mode == "eager"
+    assert "returns a view of a parameter under fully_shard" in captured.reason
+
+
 @pytest.fixture
 def other_rank(monkeypatch):
     """This process is rank 0 of two; the result says what rank 1 says next about something."""

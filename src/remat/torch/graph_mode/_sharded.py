@@ -94,6 +94,13 @@ class ShardedGroup:
         """The parameters as a step computes with them, whole: each the same object in every step."""
         return [one._unsharded_param for one in self._group.fsdp_params]
 
+    def part_of(self, parameter: torch.Tensor) -> torch.Tensor:
+        """This process's part of a whole parameter, as modules show it between steps."""
+        found: torch.Tensor = self._group.fsdp_params[
+            [id(one) for one in self.parameters].index(id(parameter))
+        ].sharded_param
+        return found
+
     @property
     def classes(self) -> set[str]:
         """Names of the classes of the modules inside of which the parameters are whole."""
@@ -304,6 +311,15 @@ class ShardedModules:
         for group in self.groups:
             group.prepare()
         self._hooks = [hook for state in self._states for hook in _hooks_of(state)]
+
+    def as_outside(self, result: Any) -> Any:
+        """What a step has returned, with this process's parts in place of whole parameters."""
+        whole = {id(one): group for group in self.groups for one in group.parameters}
+        if not any(id(one) in whole for one in _private.tree_leaves(result)):
+            return result
+        return _private.tree_map_only(
+            torch.Tensor, lambda one: whole[id(one)].part_of(one) if id(one) in whole else one, result
+        )
 
     @contextmanager
     def shown_whole(self) -> Iterator[None]:

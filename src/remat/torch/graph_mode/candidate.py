@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Final
 import torch
 from torch import fx
 
-from remat.core.errors import InfeasibleBudget
+from remat.core.errors import InfeasibleBudget, UnsupportedStep
 from remat.core.graph import Graph
 from remat.core.plan import Plan, Split, Update
 from remat.core.simulator import simulate
@@ -82,6 +82,8 @@ class GraphCandidate(Candidate):
         joint.graph.eliminate_dead_code(lambda node: node.is_impure() or bool(nodes.statistics_of(node)))
         self._forward_outputs: int = options["num_fwd_outputs"]
         collectives.with_collectives(joint, self._forward_outputs)
+        if any(collectives.is_gather(nodes.base_of(one)) for one in nodes.outputs_of(joint)):
+            raise UnsupportedStep("it returns a view of a parameter under fully_shard, which is whole inside only")
         placeholders = joint.graph.find_nodes(op="placeholder")
         types = [nodes.device_of(node).type for node in placeholders]
         device = device or default_profile(next((one for one in types if one != "cpu"), "cpu"))

@@ -182,7 +182,7 @@ def with_collectives(joint: fx.GraphModule, num_fwd_outputs: int) -> None:
         num_fwd_outputs: how many of its outputs are the forward pass'.
 
     Raises:
-        UnsupportedStep: where the step returns such a parameter, writes to one, or reads one outside of its module.
+        UnsupportedStep: where the step writes to such a parameter, or reads one outside of its module.
     """
     places = {
         node: place
@@ -201,20 +201,18 @@ def with_collectives(joint: fx.GraphModule, num_fwd_outputs: int) -> None:
         raise UnsupportedStep("it writes to a parameter under fully_shard")
     (output,) = joint.graph.find_nodes(op="output")
     for group, parameters in groups.items():
-        _add_gather(joint.graph, group, parameters, output)
+        _add_gather(joint.graph, group, parameters)
     _add_reductions(joint.graph, groups, places, output)
 
 
-def _add_gather(graph: fx.Graph, group: ShardedGroup, parameters: dict[fx.Node, int], output: fx.Node) -> None:
+def _add_gather(graph: fx.Graph, group: ShardedGroup, parameters: dict[fx.Node, int]) -> None:
     sizes = group.shards_bytes
     for node, place in parameters.items():
         node.meta[SIZE_BYTES] = sizes[place]
     # What the step does not read of the group is gathered with the rest.
     first = next(iter(parameters))
     first.meta[SIZE_BYTES] += sum(sizes) - sum(sizes[place] for place in parameters.values())
-    users = {user for node in parameters for user in node.users}
-    if output in users:
-        raise UnsupportedStep("it returns a parameter under fully_shard")
+    users = {user for node in parameters for user in node.users if user.op != "output"}
     if any(aot_notes.classes_around(user).isdisjoint(group.classes) for user in users if aot_notes.is_in_forward(user)):
         raise UnsupportedStep("it reads a parameter under fully_shard outside of its module, where it is not whole")
     reader = next((node for node in graph.nodes if node in users), None)

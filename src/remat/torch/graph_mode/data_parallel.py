@@ -110,7 +110,8 @@ class Reducers:
         """Call a captured step with what the wrappers do before and after it."""
         if self._sharded is not None and self.ranks is not None and not _aot.runs_eagerly():
             with self._sharded.shown_whole(), self.ranks.capturing():
-                return step(*args, **kwargs)
+                result = step(*args, **kwargs)
+            return self._sharded.as_outside(result)
         if not self._found:
             return step(*args, **kwargs)
         for wrapper in self._found:

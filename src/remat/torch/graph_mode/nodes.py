@@ -182,6 +182,12 @@ def base_of(node: fx.Node) -> fx.Node:
     return node
 
 
+def outputs_of(joint: fx.GraphModule) -> list[fx.Node]:
+    """What a joint graph returns, numbers and what is None left out."""
+    (output,) = joint.graph.find_nodes(op="output")
+    return [one for one in tree_leaves(output.args) if isinstance(one, fx.Node)]
+
+
 def values_read(node: fx.Node) -> list[fx.Node]:
     """The values and inputs that a call reads, each once."""
     return [value for value in dict.fromkeys(_storages_read(node)) if value.op != "get_attr"]
