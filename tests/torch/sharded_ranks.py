@@ -99,9 +99,14 @@ def in_turns(make, args, budget="60%", train=three_updates, loss_of=cross_entrop
         "calls": [plain_calls, calls],
         "modes": [plan.mode for plan in loss.plans],
         "plans": [[p.recomputed, p.peak_bytes, p.measured_peak_bytes, p.budget_bytes] for p in loss.plans],
+        "largest_gather": max((largest_gather(plan.graph) for plan in loss.plans if plan.mode == "graph"), default=0),
         "peaks": peaks,
         "said": said.messages,
     }
+
+
+def largest_gather(graph):
+    return max(graph.tensors[number].size_bytes for op in graph.ops if op.kind == "gather" for number in op.outputs)
 
 
 class _Said(logging.Handler):
