@@ -280,12 +280,14 @@ def is_held(found, gathers_most):
     assert calls["reduce_scatter_single"] == plain_calls["reduce_scatter_single"] > 0
     assert calls.get("all_reduce", 0) == plain_calls.get("all_reduce", 0)
     assert 0 < calls["all_gather_single"] <= gathers_most * plain_calls["all_gather_single"]
+    # gloo's own thread lets go of what it received a moment after whoever waits has gone on, on a busy core even in the
+    # least of five steps. One process by itself, see above, is measured to a thousandth.
+    late_bytes = found["largest_gather"]
     for _, predicted, measured, budget in found["plans"]:
         assert predicted <= budget
-        # gloo's own thread lets go of what it received a moment after whoever waits has gone on.
-        assert measured <= 1.001 * predicted + found["largest_gather"]
+        assert measured <= 1.001 * predicted + late_bytes
     _, peak = found["peaks"]
-    assert min(abs(peak / predicted - 1) for _, predicted, _, _ in found["plans"]) < 0.001
+    assert any(0.999 * one <= peak <= 1.001 * one + late_bytes for _, one, _, _ in found["plans"])
 
 
 @pytest.mark.slow
