@@ -11,7 +11,6 @@ import torch.distributed as dist
 from steps import QUICK, made_again_once, outcome
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch_models import mlp
 
@@ -201,15 +200,6 @@ def test_a_number_that_changes_is_captured_once_more(caplog):
         assert outcome(module, planned, x, weight).same_as(expected)
     assert [plan.mode for plan in planned.plans] == ["graph", "graph"]
     assert not [one for one in caplog.records if one.name == "remat"]
-
-
-def test_a_sharded_module_runs_eagerly():
-    layer = nn.Linear(4, 4)
-    layer.__class__ = type("FSDPLinear", (FSDPModule, nn.Linear), {})
-    planned = remat.torch.compile(lambda x: layer(x).sum(), budget="1GiB", backend="aten", **QUICK)
-    planned(torch.ones(2, 4)).backward()
-    assert "fully_shard" in planned.reason
-    assert planned.plan.mode == "eager"
 
 
 def test_code_that_asks_whether_it_is_compiled_takes_its_eager_branch(under):

@@ -332,3 +332,28 @@ def test_what_a_library_says_once_does_not_break_a_capture(monkeypatch):
         captured(torch.ones(2))
     with once_left_unsaid():
         assert captured(torch.ones(2)).tolist() == [2, 2]
+
+
+def test_the_engine_of_fully_shard_has_what_a_captured_step_calls():
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+    calls = {
+        FSDPParamGroup: ("unshard", "wait_for_unshard", "_to_sharded", "post_backward", "use_training_state"),
+        FSDPParam: ("init_all_gather_outputs", "init_unsharded_param", "free_unsharded_param", "_setattr_on_modules"),
+        FSDPState: ("_lazy_init", "_root_pre_forward", "_register_root_post_backward_final_callback"),
+    }
+    missing = [
+        f"{owner.__name__}.{name}" for owner, names in calls.items() for name in names if not hasattr(owner, name)
+    ]
+    assert not missing
+
+
+def test_captured_functions_that_run_as_they_are_are_known():
+    from remat.torch.graph_mode import _aot
+
+    assert not _aot.runs_eagerly()
+    with torch.compiler.set_stance("force_eager"):
+        assert _aot.runs_eagerly()
+    assert not _aot.runs_eagerly()

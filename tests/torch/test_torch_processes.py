@@ -107,7 +107,7 @@ def test_tensor_parallelism(scenario, tmp_path):
 @pytest.mark.slow
 def test_a_limited_step_under_fully_shard(tmp_path):
     for found in run("fsdp_limited", tmp_path):
-        assert found["mode"] == "eager"
+        assert found["mode"] == "graph"
         assert found["same"]
         assert found["recomputed"] > 0
         assert 0 < found["measured"] <= found["budget"]

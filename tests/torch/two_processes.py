@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from mesh_ranks import cut_matrices, in_sequence, on_mesh, shard_blocks, tensor
 from rank_steps import batch, counted, gradients, least_peak, model, planned, same, within
+from sharded_ranks import SCENARIOS as IN_GRAPH_MODE
 from steps import QUICK
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -264,7 +265,7 @@ def fsdp_accumulates(rank, mixed=False, steps=3, mesh=None, over_replicas_only=F
 
 
 def fsdp_limited(rank):
-    """A step under fully_shard with one line: limit_memory cannot capture it, and plans it as it is."""
+    """A step under fully_shard with one line: limit_memory captures it."""
     args = batch(rank, rows=1024)
     found = []
     for is_limited in (False, True):
@@ -365,7 +366,7 @@ SCENARIOS = {
     "accelerate_fsdp_accumulates": lambda rank: accelerate_fsdp(rank, accumulation=3),
     "ranks_disagree": ranks_disagree,
     "one_plan": one_plan,
-}
+} | IN_GRAPH_MODE
 
 if __name__ == "__main__":
     rank, file, scenario = int(sys.argv[1]), sys.argv[2], sys.argv[3]

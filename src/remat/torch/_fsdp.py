@@ -130,7 +130,7 @@ def _states() -> Iterator[Any]:
             yield state
 
 
-def _groups_of(state: Any) -> list[Any]:
+def groups_of(state: Any) -> list[Any]:
     found = getattr(state, "_fsdp_param_groups", None)
     if found is None:  # PyTorch 2.9 has one.
         found = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
@@ -140,7 +140,7 @@ def _groups_of(state: Any) -> list[Any]:
 def _parameters() -> Iterator[tuple[Any, Any]]:
     """Each sharded parameter with its group."""
     for state in _states():
-        for group in _groups_of(state):
+        for group in groups_of(state):
             for parameter in group.fsdp_params:
                 yield group, parameter
 
@@ -176,7 +176,7 @@ def _has_whole_gradients(groups: Iterable[Any]) -> bool:
     return any(_whole_gradient(parameter) is not None for group in groups for parameter in group.fsdp_params)
 
 
-def _reduction_of(groups: list[Any]) -> tuple[bool, bool, bool, bool]:
+def reduction_of(groups: list[Any]) -> tuple[bool, bool, bool, bool]:
     """Are gradients reduced over shards, and over replicas? Are whole ones there, or reduced over shards alone?
 
     Steps that do not reduce have plans that count whole gradients from the start, so that the first is one of them.
@@ -195,7 +195,7 @@ class Accumulation:
 
     Args:
         groups: of sharded parameters that the step gathers.
-        reduction: as ``_reduction_of`` says it of the traced step.
+        reduction: as ``reduction_of`` says it of the traced step.
         finds_whole: does the step find whole gradients? It does not where all parameters are frozen.
     """
 
@@ -216,7 +216,7 @@ class Accumulation:
 
     def difference(self) -> str:
         """How a step now differs from the traced one; "" if it does not."""
-        now, then = _reduction_of(self.groups), self._reduction
+        now, then = reduction_of(self.groups), self._reduction
         if now == then:
             return ""
         reduces = ("does not reduce gradients", "reduces gradients")
@@ -235,7 +235,7 @@ def reduction(steps: Iterable[Accumulation]) -> Hashable:
     Returns:
         None where all gradients are reduced and none are left, as where no module is sharded.
     """
-    found = _reduction_of([group for step in steps for group in step.groups])
+    found = reduction_of([group for step in steps for group in step.groups])
     return None if found == (True, True, False, False) else found
 
 
@@ -248,7 +248,7 @@ def last_of_several(steps: Iterable[Accumulation]) -> Iterator[Hashable]:
     steps = list(steps)
     _IS_LAST.append(True)
     try:
-        reduces, _, _, partly = _reduction_of([group for step in steps for group in step.groups])
+        reduces, _, _, partly = reduction_of([group for step in steps for group in step.groups])
         yield reduction(steps) if reduces else (True, True, True, partly)
     finally:
         _IS_LAST.pop()
@@ -278,7 +278,7 @@ class Traced:
         states = list(_states())
         if not states:
             return self
-        groups = self._groups = [group for state in states for group in _groups_of(state)]
+        groups = self._groups = [group for state in states for group in groups_of(state)]
         parameters = [parameter for group in groups for parameter in group.fsdp_params]
         contexts = [one for state in states for one in (state._state_ctx, state._comm_ctx)]
         modules = [module for group in groups for root in group.modules for module in root.modules()]
@@ -395,7 +395,7 @@ class Traced:
 
     def accumulation(self) -> Accumulation:
         """What the modules that have run do with gradients."""
-        reduces, over_replicas, _, partly = _reduction_of(self._groups)
+        reduces, over_replicas, _, partly = reduction_of(self._groups)
         whole = any(id(one) in self._whole for one in self._ran)
         return Accumulation(self._groups, (reduces, over_replicas, whole or not reduces, partly), finds_whole=whole)
 

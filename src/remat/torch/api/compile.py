@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -191,7 +191,10 @@ class GraphCompiled:
         if beside.optimizer is not None and moves_updates:
             early = taken_gradients.EarlyUpdates(beside.optimizer, accumulates=beside.accumulates)
         self._early = early
-        self._captured = capture.Captured(
+        # By what a step does with its gradients.
+        self._captured: dict[Hashable, Captured] = {}
+        self._capture_anew = functools.partial(
+            capture.Captured,
             fn,
             request,
             self._resident_bytes,
@@ -201,6 +204,7 @@ class GraphCompiled:
             first_share=first_share,
             takers_for=self._takers_for,
             early=early,
+            ranks=lambda: self._reducers.ranks,
         )
         self._eager: EagerLimit | None = None
         self._is_eager_said = False
@@ -232,8 +236,13 @@ class GraphCompiled:
         if self._eager is None:
             try:
                 self._reducers.find(args, kwargs)
-                return self._reducers.run(self._captured, args, kwargs)
+                reduction = self._reducers.reduction
+                if reduction not in self._captured:
+                    self._captured[reduction] = self._capture_anew()
+                return self._reducers.run(self._captured[reduction], args, kwargs)
             except (UnsupportedStep, *self._capture.NOT_CAPTURED) as error:
+                if self._reducers.ranks is not None:
+                    self._reducers.ranks.agree(reason_not_captured(error) or type(error).__name__)
                 self._eager = self._eager_limit(error)
         if self._in_pieces is None:
             try:

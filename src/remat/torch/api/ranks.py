@@ -43,25 +43,37 @@ def plan_of_all(plan: StepPlan, recording: Recording) -> StepPlan:
         PlanMismatch: in every process, if two have traced different steps or run different versions, or if one makes no
             plan.
     """
-    if not recording.is_sharded or not _private.is_one_of_several():
+    if not recording.is_sharded:
         return plan
-    global _rounds
-    _rounds += 1
-    rank, count, group_store = _private.process_group()
-    ranks = Ranks(rank, count, _Store(group_store), PATIENCE_S)
-    prefix = f"remat/plan/{_rounds}"
+    prefix, ranks = next_round("plan")
+    if ranks is None:
+        return plan
     mine = {"step": _digest_of_step(recording), "ops": str(recording.forward_ops), "versions": _versions()}
     said = ranks.said_by_all(f"{prefix}/step", json.dumps(mine))
     check_alike([json.loads(one) for one in said], _described)
-    if rank == 0:
+    if ranks.number == 0:
         ranks.store.put(f"{prefix}/plan", json.dumps(list(plan.schedule)))
         return plan
     schedule = tuple(json.loads(ranks.said_by_first(f"{prefix}/plan")))
     if schedule == tuple(plan.schedule):
         return plan
-    _log.info("Rank %d follows the plan of rank 0, which differs from its own.", rank)
+    _log.info("Rank %d follows the plan of rank 0, which differs from its own.", ranks.number)
 
     return plan.with_schedule(schedule)
+
+
+def next_round(about: str) -> tuple[str, Ranks | None]:
+    """A key under which all processes talk next, and the processes; None where this one is alone.
+
+    Args:
+        about: what they talk of.
+    """
+    global _rounds
+    if not _private.is_one_of_several():
+        return "", None
+    _rounds += 1
+    rank, count, group_store = _private.process_group()
+    return f"remat/{about}/{_rounds}", Ranks(rank, count, _Store(group_store), PATIENCE_S)
 
 
 def _digest_of_step(recording: Recording) -> str:

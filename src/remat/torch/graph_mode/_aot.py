@@ -19,6 +19,7 @@ import torch._refs  # With the line above: all kernels in Python are there befor
 from torch import fx
 from torch._C import DispatchKey
 from torch._dynamo import config as dynamo_config
+from torch._dynamo import eval_frame
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 from torch._dynamo.variables import builder, user_defined
@@ -166,6 +167,8 @@ _WHILE_CAPTURING = {
     "recompile_limit": 64,
     # Dynamo would look for garbage after each capture: of a GPT-2 of 24 layers that is half a second for nothing.
     "run_gc_after_compile": False,
+    # Dynamo would take it that modules under ``fully_shard`` stay as they are, in training say.
+    "skip_fsdp_guards": False,
     # Dynamo would turn NumPy into PyTorch, whose random numbers are others: transformers' Wav2Vec2 draws a mask so.
     "trace_numpy": False,
 }
@@ -354,6 +357,11 @@ def _eager_layouts() -> Iterator[None]:
         yield
     finally:
         mode.__torch_dispatch__ = _functionalize
+
+
+def runs_eagerly() -> bool:
+    """Has somebody asked for captured functions to run as they are (``torch.compiler.set_stance``)?"""
+    return eval_frame._stance.stance == "force_eager"
 
 
 def below_autograd() -> Any:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Final
 import torch
 from torch import fx
 
-from remat.core.errors import InfeasibleBudget
+from remat.core.errors import InfeasibleBudget, UnsupportedStep
 from remat.core.graph import Graph
 from remat.core.plan import Plan, Split, Update
 from remat.core.simulator import simulate
@@ -23,7 +23,7 @@ from remat.fit.peaks import PeakRange
 from remat.fit.request import Request
 from remat.planning.checkpoints import plan_with_checkpoints
 from remat.running.cost_model import MEASURED, DeviceProfile, get_profile
-from remat.torch.graph_mode import marks, nodes
+from remat.torch.graph_mode import collectives, marks, nodes
 from remat.torch.graph_mode.joint_step import gradient_bytes, joint_step, late_peak_bytes
 from remat.torch.graph_mode.layouts import with_layouts
 from remat.torch.graph_mode.program import Program, program_of
@@ -81,6 +81,9 @@ class GraphCandidate(Candidate):
         nodes.without_idle_views(joint, options["num_fwd_outputs"])
         joint.graph.eliminate_dead_code(lambda node: node.is_impure() or bool(nodes.statistics_of(node)))
         self._forward_outputs: int = options["num_fwd_outputs"]
+        collectives.with_collectives(joint, self._forward_outputs)
+        if any(collectives.is_gather(nodes.base_of(one)) for one in nodes.outputs_of(joint)):
+            raise UnsupportedStep("it returns a view of a parameter under fully_shard, which is whole inside only")
         placeholders = joint.graph.find_nodes(op="placeholder")
         types = [nodes.device_of(node).type for node in placeholders]
         device = device or default_profile(next((one for one in types if one != "cpu"), "cpu"))
@@ -124,6 +127,14 @@ class GraphCandidate(Candidate):
         return self._step.graph
 
     @property
+    def _share_of_bytes(self) -> int | None:
+        """What a share is a share of where that is not the plain peak, since parameters come again in plain steps."""
+        order = collectives.as_fully_shard_does(self.graph, self._step.calls, self._step.first_backward)
+        if order == self.graph.plain_schedule:
+            return None
+        return simulate(self.graph, order).peak_bytes + self.resident_bytes
+
+    @property
     def plain_peak(self) -> PeakRange:
         """The peak with nothing recomputed."""
         return self._plain_peak
@@ -163,7 +174,7 @@ class GraphCandidate(Candidate):
         if request.checkpoints is not None:
             return self._keeping(request.checkpoints(self._marked.keys()))
         if self._early is None:
-            return self._cheapest(request, None)
+            return self._cheapest(request, self._share_of_bytes)
         # The update is a part of the step, early or late.
         share_of_bytes = self._without_early_bytes + self.resident_bytes
         try:

@@ -28,6 +28,7 @@ from remat.torch.graph_mode import _aot
 from remat.torch.graph_mode._answers import Answers
 from remat.torch.graph_mode.calls import Calls
 from remat.torch.graph_mode.candidate import GraphCandidate
+from remat.torch.graph_mode.captured_ranks import CapturedRanks
 from remat.torch.graph_mode.source import function_of
 from remat.torch.graph_mode.taken_gradients import Updates
 from remat.torch.graph_mode.timed_calls import TimedCalls
@@ -78,6 +79,8 @@ class Captured:
         takers_for: the inputs of a captured graph whose gradients are taken before the end of its backward pass, see
             ``_aot.backend``.
         early: the updates that steps run themselves, where that is asked for.
+        ranks: given that the function was called, the processes that must run the same; None where each may run what it
+            likes.
         in_pieces: may the function be captured as several graphs, with what cannot be captured in between? Each is then
             planned by itself, as well as it can be.
     """
@@ -95,8 +98,10 @@ class Captured:
         first_share: bool = False,
         takers_for: Callable[[Sequence[Any]], dict[int, Any]] = lambda _: {},
         early: Updates | None = None,
+        ranks: Callable[[], CapturedRanks | None] = lambda: None,
         in_pieces: bool = False,
     ) -> None:
+        self._ranks = ranks
         self._takers_for = takers_for
         self._early = early
         self._in_pieces = in_pieces
@@ -176,6 +181,9 @@ class Captured:
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         try:
             candidate = GraphCandidate(joint, options, self._resident_bytes, self._device, self._early, self._timed)
+            ranks = self._ranks()
+            if ranks is not None:
+                ranks.agree()
             plan = self._plan_for(candidate)
             program = candidate.program(plan)
             takers = {taker for _, taker in aot_notes.takers_of(joint, options["num_fwd_outputs"]).values()}
@@ -186,7 +194,9 @@ class Captured:
         for module in (program.forward, program.backward):
             module.meta[_NUMBER] = len(self._steps)
         over_budget = self._over_budget if self._may_plan_again(plan) else None
-        step = _PlannedStep(plan, program.donated, candidate.resident_bytes, self._strict, over_budget, self._early)
+        step = _PlannedStep(
+            plan, program.donated, candidate.resident_bytes, self._strict, over_budget, self._early, ranks
+        )
         self._steps.append(step)
         return program.forward, program.backward
 
@@ -209,7 +219,16 @@ class Captured:
         resident_bytes = candidate.resident_bytes
         candidate.resident_bytes += excess_bytes
         try:
-            found = self._fitted(candidate, request)
+            ranks = self._ranks()
+            if ranks is None:
+                found = self._fitted(candidate, request)
+            else:
+                found = ranks.plan(
+                    candidate.graph,
+                    candidate.resident_bytes,
+                    request.budget,
+                    lambda: self._fitted(candidate, request),
+                )
         except InfeasibleBudget as error:
             if known is None or self._strict:
                 raise
@@ -259,6 +278,9 @@ class Captured:
         return self._steps[number]
 
     def _compile_alone(self, module: fx.GraphModule) -> Callable[[list[Any]], Any]:
+        if self._ranks() is not None:
+            self._error = UnsupportedStep("it has no backward pass, and reads parameters under fully_shard")
+            raise self._error
         return function_of(module, self._calls, "forward")
 
 
@@ -274,6 +296,7 @@ class _PlannedStep:
             planned again.
         early: the updates that the step runs itself. Where the first of them make the optimizer's state, which counts
             as there before, the second step is measured.
+        ranks: the processes that must run the same, where there are any.
     """
 
     def __init__(
@@ -284,8 +307,11 @@ class _PlannedStep:
         strict: bool,
         over_budget: Callable[[GraphPlan, int], None] | None,
         early: Updates | None,
+        ranks: CapturedRanks | None,
     ) -> None:
         self.plan = plan
+        self._ranks = ranks
+        self._is_new = ranks is not None
         self._makes_state = early is not None and not early.has_state
         self._strict = strict
         self._over_budget = over_budget
@@ -297,13 +323,16 @@ class _PlannedStep:
         """The forward pass, given its function."""
 
         def run(args: list[Any]) -> Any:
+            if self._is_new and self._ranks is not None:
+                self._is_new = False
+                self._ranks.done()
             if self.plan.measured_peak_bytes is not None or self._makes_state:
                 self._makes_state = False
                 return function(args)
             if self._meter is not None:
                 self._meter.stop()  # Its step had no backward pass, or has it together with this one.
             self._meter = StorageMeter()
-            with self._meter:
+            with self._meter, _private.observed_sharding(self._meter):
                 return function(args)
 
         return run
@@ -318,7 +347,7 @@ class _PlannedStep:
             meter = self._meter
             if meter is None:
                 return function(args)
-            with meter:
+            with meter, _private.observed_sharding(meter):
                 gradients = function(args)
             self._measured(meter)
             return gradients
@@ -331,6 +360,9 @@ class _PlannedStep:
         plan = self.plan
         measured_bytes = plan.graph.pinned_bytes + self._resident_bytes + meter.peak_bytes
         plan.set_measured_peak(measured_bytes)
+        if self._ranks is not None:
+            # Where one process takes too much, all plan again.
+            measured_bytes = plan.peak_bytes + self._ranks.most(measured_bytes - plan.peak_bytes)
         if not exceeds(plan, measured_bytes):
             return
         message = broken_budget(plan, measured_bytes, meter.unpredicted)

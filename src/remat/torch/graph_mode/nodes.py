@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from remat.torch._private import OpOverload, is_mutable, tree_leaves
+from remat.torch.graph_mode.collectives import SIZE_BYTES, Gather, GatheredParameter, OwnCode
 from remat.torch.graph_mode.layouts import InLayout
 from remat.torch.trace import aot_notes, cpu_scratch, op_facts
 
@@ -154,6 +155,8 @@ def is_view(node: fx.Node) -> bool:
         return False
     if is_part(node):
         return is_view(_whole(node))
+    if isinstance(node.target, GatheredParameter):
+        return True
     if not isinstance(node.target, OpOverload):
         return False
     if is_mutable(node.target):
@@ -177,6 +180,12 @@ def base_of(node: fx.Node) -> fx.Node:
     while is_view(node) or writes(node):
         node = _whole(node)
     return node
+
+
+def outputs_of(joint: fx.GraphModule) -> list[fx.Node]:
+    """What a joint graph returns, numbers and what is None left out."""
+    (output,) = joint.graph.find_nodes(op="output")
+    return [one for one in tree_leaves(output.args) if isinstance(one, fx.Node)]
 
 
 def values_read(node: fx.Node) -> list[fx.Node]:
@@ -244,6 +253,8 @@ def may_repeat(node: fx.Node, overwritten: set[fx.Node]) -> bool:
     if draws(node):
         # Another state of the generator is put in for the second run.
         return not isinstance(node.target, OpOverload) or op_facts.may_repeat_draw(node.target)
+    if isinstance(node.target, Gather):
+        return True
     func = node.target.func if isinstance(node.target, InLayout) else node.target
     if not isinstance(func, OpOverload) or is_mutable(func):
         return False
@@ -272,6 +283,8 @@ def flops(node: fx.Node) -> float:
 
 def scratch_bytes(node: fx.Node) -> int:
     """Bytes that a call needs while it runs, beside what it reads and makes."""
+    if isinstance(node.target, OwnCode):
+        return node.target.scratch_bytes
     if not isinstance(node.target, OpOverload) or device_of(node).type != "cpu":
         return 0
     args, _ = arguments(node)
@@ -280,6 +293,8 @@ def scratch_bytes(node: fx.Node) -> int:
 
 def size_bytes(node: fx.Node) -> int:
     """Bytes of the storage of a value or an input, or of its elements where the storage is not known."""
+    if SIZE_BYTES in node.meta:
+        return int(node.meta[SIZE_BYTES])
     return sum(max(_elements_bytes(t), _storage_bytes(t)) for t in tensors_of(node))
 
 
@@ -296,6 +311,8 @@ def _storage_bytes(tensor: torch.Tensor) -> int:
 
 def moved_bytes(node: fx.Node) -> int:
     """Bytes that a call reads and makes."""
+    if isinstance(node.target, OwnCode):
+        return node.target.moved_bytes
     read = sum(_dense_bytes(t) for one in node.all_input_nodes for t in tensors_of(one))
     return read + sum(_dense_bytes(t) for t in tensors_of(node))
 

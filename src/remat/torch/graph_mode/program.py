@@ -8,7 +8,7 @@ saved by the forward pass.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from remat.core.graph import Graph
 from remat.torch._private import OpOverload
 from remat.torch.graph_mode import nodes
 from remat.torch.graph_mode.calls import Again, note_state
+from remat.torch.graph_mode.collectives import LetGo, is_gather, is_reduced
 from remat.torch.graph_mode.joint_step import IN_PLACE, JointStep
 from remat.torch.trace import aot_notes, op_facts
 
@@ -89,6 +90,8 @@ class _Writer:
         self._saved: dict[fx.Node, fx.Node] = {}
         self._donated: set[fx.Node] = set()
         self._tangents: list[fx.Node] = []
+        # Gathers whose parameters have their values.
+        self._gathered: dict[fx.Node, None] = {}
         self._takers = aot_notes.takers_of(joint, num_fwd_outputs)
 
     def program(self) -> Program:
@@ -99,6 +102,7 @@ class _Writer:
         runs = Counter(schedule)
         draw_of_note = {note: node for node, note in step.notes.items()}
         last_reads = _last_reads(step.graph, schedule)
+        gathers = [(step.tensors[node], node) for node in step.calls if node is not None and is_gather(node)]
         ran: set[int] = set()
         results: list[Any] = []
         for position, op in enumerate(schedule):
@@ -106,6 +110,7 @@ class _Writer:
                 results = [self._result(one) for one in self._outputs[: self._num_fwd_outputs]]
                 self._now = self._backward
                 self._add_tangents()
+                self._gather_again()
             elif (node := step.calls[op]) is not None:
                 takes_over = any((source, position) in last_reads for source, _ in step.graph.ops[op].in_place)
                 self._run(node, is_first=op not in ran, takes_over=takes_over)
@@ -115,8 +120,12 @@ class _Writer:
             if op not in ran:
                 self._hand_over(step.handed_over.get(op, ()))
             ran.add(op)
+            self._let_go(gather for tensor, gather in gathers if (tensor, position) in last_reads)
         places = range(self._num_fwd_outputs, len(self._outputs))
-        gradients = [None if place in self._takers else self._result(self._outputs[place]) for place in places]
+        gradients = [
+            None if place in self._takers or is_reduced(self._outputs[place]) else self._result(self._outputs[place])
+            for place in places
+        ]
         return self._finished(results, gradients)
 
     @property
@@ -130,6 +139,17 @@ class _Writer:
             if aot_notes.is_tangent(node):
                 self._backward.newest[node] = self._copied(node)
                 self._tangents.append(self._backward.newest[node])
+
+    def _gather_again(self) -> None:
+        """What is gathered when the backward pass begins has its values, unless somebody took them in between."""
+        for gather in self._gathered:
+            self._backward.newest[gather] = self._copied(gather)
+
+    def _let_go(self, gathers: Iterable[fx.Node]) -> None:
+        """Take the memory of parameters away that nobody reads before they are gathered again."""
+        for gather in gathers:
+            self._gathered.pop(gather, None)
+            self._now.graph.call_function(LetGo(gather.target.group), ())  # type: ignore[union-attr]
 
     def _note_state(self, draw: fx.Node) -> None:
         device = nodes.device_of(draw)
@@ -153,6 +173,8 @@ class _Writer:
                 "call_function", node.target, self._without_statistics(node, args), kwargs, node.name
             )
         made.meta = dict(node.meta)
+        if is_gather(node):
+            self._gathered[node] = None
         if isinstance(node.meta.get("val"), list | tuple):
             for _, part in nodes.results_of(node):
                 self._now.newest[part] = graph.node_copy(part, lambda _: made)

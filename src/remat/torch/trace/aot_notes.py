@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Final
+from typing import Final, TypeVar
 
 import torch
 from torch import fx
@@ -15,6 +15,7 @@ from remat.torch._private import tree_leaves
 
 _NAME: Final = "remat_name"  # Where a placeholder carries its name.
 _TAKER: Final = "remat_taker"  # Where a placeholder carries what takes its gradient.
+_Taker = TypeVar("_Taker")
 _LINE_OF_CODE: Final = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 
 
@@ -58,6 +59,17 @@ def layer_of(node: fx.Node) -> str:
     return str(list(stack.values())[-1][0]) if stack else ""
 
 
+def is_in_forward(node: fx.Node) -> bool:
+    """Was the node traced in the forward pass?"""
+    return "nn_module_stack" in node.meta or "fwd_nn_module_stack" not in node.meta
+
+
+def classes_around(node: fx.Node) -> set[str]:
+    """Names of the classes of the modules that a node of the forward pass belongs to."""
+    found = (one for _, one in (node.meta.get("nn_module_stack") or {}).values())
+    return {getattr(one, "__name__", str(one).rpartition(".")[2]) for one in found}
+
+
 def source_of(node: fx.Node) -> str:
     """The line of code that a node belongs to, a node of the backward pass that of its forward operator."""
     return _line_in(node.meta.get("stack_trace") or "")
@@ -97,6 +109,15 @@ def takers_of(joint: fx.GraphModule, num_fwd_outputs: int) -> dict[int, tuple[fx
         node = inputs.get(getattr(description, "grad_of", None))
         if place >= num_fwd_outputs and node is not None:
             found[place] = node, node.meta[_TAKER]
+    return found
+
+
+def taken_out(node: fx.Node, kind: type[_Taker]) -> _Taker | None:
+    """What takes the gradient of an input, if it is of some kind; the input is one like any other from here on."""
+    found = node.meta.get(_TAKER)
+    if not isinstance(found, kind):
+        return None
+    del node.meta[_TAKER]
     return found
 
 
