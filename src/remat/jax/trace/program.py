@@ -21,7 +21,7 @@ from remat.core.errors import UnsupportedStep
 from remat.jax import _private
 from remat.jax._private import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from remat.jax.context import for_a_plan
-from remat.jax.trace import op_facts
+from remat.jax.trace import op_facts, same_calls
 
 _NEAR: Final = 12
 """An equation joins the kernel that reads it if at most so many equations lie between the two, whatever they make.
@@ -43,11 +43,13 @@ class Equation:
         eqn: as JAX traced it, for its primitive and its parameters. Its own variables no longer mean anything.
         inputs: what it reads.
         outputs: ids of the values that it makes.
+        is_backward: did differentiation write it, or a call around it, into a backward part?
     """
 
     eqn: JaxprEqn
     inputs: tuple[Atom, ...]
     outputs: tuple[int, ...]
+    is_backward: bool = False
 
     @property
     def reads(self) -> tuple[int, ...]:
@@ -73,6 +75,11 @@ class Instruction:
     def root(self) -> JaxprEqn:
         """The equation that makes the outputs."""
         return self.equations[-1].eqn
+
+    @property
+    def is_backward(self) -> bool:
+        """Does any of its equations belong to a backward part?"""
+        return any(equation.is_backward for equation in self.equations)
 
 
 @dataclass(frozen=True)
@@ -165,11 +172,13 @@ class Flattener:
         self.regions: list[tuple[int, int, frozenset[int]]] = []
         self._merged: set[int] | None = None  # In a region: what its equations were merged with so far.
         self._number: dict[tuple[int, ...], int] = {}
+        self._is_backward = False  # Inside of a call of a backward part.
         self.avals: list[Any] = []
         self.equations: list[Equation] = []
         self.constants: dict[int, Any] = {}
         self.constant_ids: dict[int, int] = {}
         self.known: dict[Any, tuple[int, ...]] = {}
+        self._calls: dict[Any, list[JaxprEqn]] = {}  # Those with rules of their own, by what they read.
 
     def value(self, aval: Any) -> int:
         """A new value."""
@@ -202,7 +211,10 @@ class Flattener:
                 inside: dict[Any, Atom] = dict(zip(body.invars, inputs, strict=True))
                 self._bind_constants(inside, body, constants)
                 is_region = eqn.primitive.name in ("remat2", "checkpoint")
+                around = self._is_backward
+                self._is_backward = around or _private.is_transposed(eqn)
                 outputs: Sequence[Atom] = (self._walk_region if is_region else self._walk)(body, inside)
+                self._is_backward = around
             else:
                 outputs = self._add(eqn, inputs)
             scope.update(zip(eqn.outvars, outputs, strict=True))
@@ -218,17 +230,27 @@ class Flattener:
         return outputs
 
     def _add(self, eqn: JaxprEqn, inputs: tuple[Atom, ...]) -> tuple[int, ...]:
-        key = _identity(eqn, inputs) if op_facts.may_repeat(eqn) else None
+        key = self._identity(eqn, inputs) if op_facts.may_repeat(eqn) else None
         if key is not None and key in self.known:
             if self._merged is not None and self.known[key] in self._number:
                 self._merged.add(self._number[self.known[key]])
             return self.known[key]
         outputs = tuple(self.value(var.aval) for var in eqn.outvars)
-        self.equations.append(Equation(eqn, inputs, outputs))
+        self.equations.append(Equation(eqn, inputs, outputs, self._is_backward or _private.is_transposed(eqn)))
         if key is not None:
             self.known[key] = outputs
             self._number[outputs] = len(self.equations) - 1
         return outputs
+
+    def _identity(self, eqn: JaxprEqn, inputs: tuple[Atom, ...]) -> Any:
+        """Equal for two equations that compute the same; None where that cannot be told."""
+        if eqn.primitive.name != same_calls.RULED:
+            return _identity(eqn, inputs)
+        calls = self._calls.setdefault((len(eqn.outvars), _names_of(inputs)), [])
+        same = next((call for call in calls if same_calls.is_same_call(call, eqn)), None)
+        if same is None:
+            calls.append(eqn)
+        return same_calls.RULED, id(same or eqn), _names_of(inputs)
 
 
 def _inlined(eqn: JaxprEqn) -> Any:
@@ -245,19 +267,23 @@ def _inlined(eqn: JaxprEqn) -> Any:
 
 def _identity(eqn: JaxprEqn, inputs: tuple[Atom, ...]) -> Any:
     """Equal for two equations that compute the same; None where that cannot be told."""
-    reads = tuple(
-        atom
-        if isinstance(atom, int)
-        else ("literal", str(atom.aval), repr(atom.val), bool(getattr(atom.aval, "weak_type", 0)))
-        for atom in inputs
-    )
     context = (str(eqn.ctx.compute_type), str(eqn.ctx.xla_metadata), eqn.ctx.threefry_partitionable)
-    key = (eqn.primitive.name, tuple(sorted(eqn.params.items())), reads, context)
+    key = (eqn.primitive.name, tuple(sorted(eqn.params.items())), _names_of(inputs), context)
     try:
         hash(key)
     except TypeError:
         return None
     return key
+
+
+def _names_of(inputs: tuple[Atom, ...]) -> tuple[Any, ...]:
+    """What equations read, so that it can be compared."""
+    return tuple(
+        atom
+        if isinstance(atom, int)
+        else ("literal", str(atom.aval), repr(atom.val), bool(getattr(atom.aval, "weak_type", 0)))
+        for atom in inputs
+    )
 
 
 def alive(equations: Sequence[Equation], outputs: Sequence[Atom]) -> list[Equation]:
