@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -131,6 +132,8 @@ def plan_within(
         except InfeasibleBudget as error:
             binding_op = error.binding_op
             _try_the_smallest(error.minimum_bytes, target_bytes, find, real_peak, tried, rounds)
+        if not _fitting(target_bytes, tried):
+            _undercut(itertools.chain(_remembered(tried), likely(), suggestions()), real_peak, tried)
     if fits := _fitting(target_bytes, tried):
         return min(fits, key=lambda one: one.plan.time_s).with_real_peak()
     if likely_to_fit := [one for one in tried if one.peak.likely_bytes <= target_bytes]:
@@ -239,11 +242,26 @@ def _try_the_smallest(
 
 def _try_remembered(target_bytes: int, real_peak: Callable[[Plan], PeakRange], tried: list[_Found]) -> None:
     """Try the plan behind a budget that an error has named for this step: it fits where that budget is asked for."""
+    _try_suggestions(target_bytes, lambda: _remembered(tried), real_peak, tried)
+
+
+def _remembered(tried: Sequence[_Found]) -> list[Plan]:
+    """The plan behind a budget that an error has named for this step, if there is one."""
     known = [(_behind_minima.get(one.plan.fingerprint), one.plan.planner) for one in tried]
     # Another planner's plan is not what was asked for.
-    remembered = next((plan for plan, planner in known if plan is not None and plan.planner == planner), None)
-    if remembered is not None:
-        _try_suggestions(target_bytes, lambda: [remembered], real_peak, tried)
+    return [plan for plan, planner in known if plan is not None and plan.planner == planner][:1]
+
+
+def _undercut(plans: Iterable[Plan], real_peak: Callable[[Plan], PeakRange], tried: list[_Found]) -> None:
+    """Where nothing fits, try what may have a smaller real peak than all that was tried: the error names the smallest.
+
+    Suggestions are tried only where their tensors may fit the target. A target that is far too small would leave them
+    all out, and the smallest budget that is named would depend on what was asked for.
+    """
+    for plan in plans:
+        smallest_bytes = min(one.peak.highest_bytes for one in tried)
+        if plan.peak_bytes <= _FAR_OVER * smallest_bytes and not any(one.is_of(plan) for one in tried):
+            tried.append(_Found(plan.peak_bytes, plan, real_peak(plan)))
 
 
 def _fitting(target_bytes: int, tried: Sequence[_Found]) -> list[_Found]:
