@@ -107,6 +107,7 @@ class FunctionCandidate(Candidate):
         variant: Variant = self._variants[0]
         if variant.held:
             return  # These plans know nothing of what the user wants to be kept.
+        yield from self._variants.aside("jax.checkpoint")
         graph, problem = variant.graph, Problem.of(variant.graph)
         own = [(at, again) for at, again in variant.program.regions if at > variant.turning_point]
         if own:

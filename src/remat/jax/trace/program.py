@@ -31,6 +31,9 @@ at no distance. Too large, the graph keeps tensors alive that the compiler frees
 compiler fuses away. The compiled peak corrects both, at the price of a round or two.
 """
 
+_REGIONS: Final = ("remat2", "checkpoint")
+"""The primitive of ``jax.checkpoint``, by its names in JAX 0.8 to 0.10."""
+
 Atom: TypeAlias = int | Literal
 """A value id, or a scalar that stands in the program itself."""
 
@@ -106,7 +109,7 @@ class Program:
     regions: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
 
-def program_of(closed: ClosedJaxpr, kept_names: Collection[str] = ()) -> Program:
+def program_of(closed: ClosedJaxpr, kept_names: Collection[str] = (), *, keeps_regions: bool = False) -> Program:
     """Flatten a closed jaxpr.
 
     Calls (``jit`` without shardings of its own, ``closed_call``) are inlined. So are regions under ``jax.checkpoint``:
@@ -117,8 +120,9 @@ def program_of(closed: ClosedJaxpr, kept_names: Collection[str] = ()) -> Program
         closed: the traced function.
         kept_names: a value to which ``jax.ad_checkpoint.checkpoint_name`` gave one of these names ends its instruction,
             so that a plan can keep it.
+        keeps_regions: does what a region under ``jax.checkpoint`` computes again stay one instruction, as JAX runs it?
     """
-    flattener = Flattener()
+    flattener = Flattener(keeps_regions=keeps_regions)
     inputs = tuple(flattener.value(var.aval) for var in closed.jaxpr.invars)
     outputs = flattener.add(closed, inputs)
     equations = alive(flattener.equations, outputs)
@@ -160,6 +164,9 @@ def _regions_of(flattener: Flattener, instructions: Sequence[Instruction]) -> tu
 class Flattener:
     """Writes jaxprs into one flat list of equations; equal computations are merged.
 
+    Args:
+        keeps_regions: as in ``program_of``.
+
     Attributes:
         avals: for each value id, its shape and dtype.
         equations: in program order.
@@ -168,7 +175,8 @@ class Flattener:
             it added, and the numbers of the earlier ones that its own were merged with.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, keeps_regions: bool = False) -> None:
+        self._keeps_regions = keeps_regions
         self.regions: list[tuple[int, int, frozenset[int]]] = []
         self._merged: set[int] | None = None  # In a region: what its equations were merged with so far.
         self._number: dict[tuple[int, ...], int] = {}
@@ -205,12 +213,12 @@ class Flattener:
 
         for eqn in jaxpr.eqns:
             inputs = tuple(atom(of) for of in eqn.invars)
-            inner = _inlined(eqn)
+            inner = None if self._keeps_regions and computes_again(eqn) else _inlined(eqn)
             if inner is not None:
                 body, constants = (inner.jaxpr, inner.consts) if isinstance(inner, ClosedJaxpr) else (inner, ())
                 inside: dict[Any, Atom] = dict(zip(body.invars, inputs, strict=True))
                 self._bind_constants(inside, body, constants)
-                is_region = eqn.primitive.name in ("remat2", "checkpoint")
+                is_region = eqn.primitive.name in _REGIONS
                 around = self._is_backward
                 self._is_backward = around or _private.is_transposed(eqn)
                 outputs: Sequence[Atom] = (self._walk_region if is_region else self._walk)(body, inside)
@@ -253,6 +261,23 @@ class Flattener:
         return same_calls.RULED, id(same or eqn), _names_of(inputs)
 
 
+def computes_again(eqn: JaxprEqn) -> bool:
+    """Is this the backward part of a region under ``jax.checkpoint``, which the compiler is not to merge?"""
+    is_region = eqn.primitive.name in _REGIONS
+    return is_region and bool(eqn.params.get("differentiated")) and bool(eqn.params.get("prevent_cse"))
+
+
+def has_regions(jaxpr: Jaxpr) -> bool:
+    """Does ``computes_again`` hold for an equation of a program, calls inlined?"""
+    for eqn in jaxpr.eqns:
+        inner = _inlined(eqn)
+        if computes_again(eqn) or (
+            inner is not None and has_regions(inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner)
+        ):
+            return True
+    return False
+
+
 def _inlined(eqn: JaxprEqn) -> Any:
     """The body of a call that is inlined; None for everything else."""
     name = eqn.primitive.name
@@ -260,7 +285,7 @@ def _inlined(eqn: JaxprEqn) -> Any:
         return eqn.params["jaxpr"] if _private.is_plain_call(eqn) else None
     if name in ("closed_call", "core_call", "call"):
         return eqn.params["call_jaxpr"]
-    if name in ("remat2", "checkpoint"):
+    if name in _REGIONS:
         return eqn.params["jaxpr"]
     return _private.body_of_recomputed_call(eqn)
 
