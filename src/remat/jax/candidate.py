@@ -60,7 +60,7 @@ class FunctionCandidate(Candidate):
         traced: the variants before donation. A plan made from a trace, which knows of no donation, is for one of them.
     """
 
-    rounds = Rounds(5, 4, _LEAST_GAIN, _AIM, by_share=True)
+    rounds = Rounds(5, 6, _LEAST_GAIN, _AIM, by_share=True)
     is_compiled = True
 
     def __init__(
