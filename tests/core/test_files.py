@@ -89,6 +89,15 @@ def test_what_a_trace_assumed_stays_with_the_graph(tmp_path: Path) -> None:
         graph_from_json({**graph.to_json(), "notes": 3})
 
 
+def test_the_end_of_the_forward_part_stays_with_the_graph(tmp_path: Path) -> None:
+    unknown = chain(3)
+    graph = dataclasses.replace(unknown, turning_point=1)
+    graph.save(tmp_path / "graph.json")
+    assert load_graph(tmp_path / "graph.json").turning_point == 1
+    assert "turning_point" not in unknown.to_json()
+    assert graph.fingerprint == unknown.fingerprint
+
+
 def test_null_means_absent() -> None:
     tensor = {"size_bytes": 4, "shape": None, "dtype": None, "alias_of": None}
     assert graph_from_json({**GRAPH, "tensors": [tensor, tensor]}).tensors == (Tensor(4), Tensor(4))

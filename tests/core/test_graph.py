@@ -95,6 +95,7 @@ BAD_GRAPHS: dict[str, tuple[dict[str, Any], str]] = {
         {"ops": (Op("a", outputs=(0,)), Op("b", outputs=(1,))), "tensors": (Tensor(1), Tensor(1, alias_of=0))},
         "a view of tensor 0, without reading it",
     ),
+    "turning point out of range": ({"ops": (Op("a"),), "tensors": (), "turning_point": 1}, "turning_point names op 1"),
     "in_place of strangers": ({"ops": (Op("a", outputs=(0,), in_place=((1, 0),)),), "tensors": READ_ONLY}, "in_place"),
 }
 

@@ -198,6 +198,63 @@ def test_the_minimum_that_an_error_names_can_be_asked_for_though_the_planner_fin
     assert found.peak_bytes == 115
 
 
+@pytest.mark.parametrize("target_bytes", [1, 50, 59])
+def test_the_minimum_that_an_error_names_does_not_depend_on_what_was_asked_for(target_bytes):
+    """What is suggested is looked at wherever it may have the smallest peak, also far above the target."""
+
+    def real_peak(plan: Plan) -> PeakRange:
+        return PeakRange.exactly(plan.peak_bytes if plan.planner == "suggested" else 120)
+
+    small = dataclasses.replace(plan_for_schedule(GRAPH, (0, *KEEP), planner="suggested"), peak_bytes=60)
+    large = dataclasses.replace(plan_for_schedule(GRAPH, (0, 0, *KEEP), planner="suggested"), peak_bytes=150)
+    for options in ({"suggestions": lambda: [large, small]}, {"likely": lambda: [large, small]}):
+        with pytest.raises(InfeasibleBudget) as caught:
+            plan_within(target_bytes, target_bytes, planned, real_peak, Rounds(6, 4), **options)
+        assert caught.value.minimum_bytes == 60
+
+
+@pytest.mark.parametrize(
+    ("peaks", "asked"),
+    [((100, 90, 80, 70, 60, 50), 6), ((100, 90, 80, 70, 75, 50), 5), ((60, 90, 80, 70, 65, 50), 4)],
+    ids=["falling", "rising at last", "risen before"],
+)
+def test_plans_far_from_the_fewest_bytes_are_tried_while_real_peaks_fall(peaks, asked):
+    real: dict[int, int] = {}
+
+    def plan(budget_bytes: int) -> Plan:
+        if budget_bytes < 1000:
+            raise InfeasibleBudget("too small", minimum_bytes=1000, budget_bytes=budget_bytes, binding_op="op 0")
+        schedule = (0,) * (budget_bytes - 1000) + KEEP
+        return dataclasses.replace(plan_for_schedule(GRAPH, schedule, planner="by hand"), peak_bytes=budget_bytes)
+
+    def real_peak(plan: Plan) -> PeakRange:
+        return PeakRange.exactly(real.setdefault(plan.peak_bytes, peaks[len(real)] if len(real) < len(peaks) else 999))
+
+    with pytest.raises(InfeasibleBudget) as caught:
+        plan_within(10, 10, plan, real_peak, Rounds(1, 6))
+    assert sorted(real) == [1000, 1020, 1050, 1100, 1200, 1300][:asked]
+    assert caught.value.minimum_bytes == min(peaks[:asked])
+
+
+def test_a_later_error_names_no_more_than_an_earlier_one():
+    """Where a planner finds other plans the next time, the plan behind the first error still counts."""
+    real = {KEEP: 115, REMAKE: 140}
+    schedules = iter(real)
+
+    def another_each_time(budget_bytes: int) -> Plan:
+        if budget_bytes < 40:
+            raise InfeasibleBudget("too small", minimum_bytes=40, budget_bytes=budget_bytes, binding_op="op 0")
+        return dataclasses.replace(plan_for_schedule(GRAPH, next(schedules), planner="by hand"), peak_bytes=90)
+
+    def real_peak(plan: Plan) -> PeakRange:
+        return PeakRange.exactly(real[plan.schedule])
+
+    for target_bytes in (10, 5):
+        with pytest.raises(InfeasibleBudget) as caught:
+            plan_within(target_bytes, 40, another_each_time, real_peak, Rounds(1, 0))
+        assert caught.value.minimum_bytes == 115
+
+
 def test_the_minimum_that_an_error_names_is_planned_in_two_rounds():
     """Its plan is known: one round finds that the target itself does not hold, the other looks for a cheaper one."""
     planner = SmoothPlanner()

@@ -49,3 +49,28 @@ def test_a_variant_that_needs_less_than_those_behind_it_is_found():
     ways = [(1000, 1.0), (900, 1.1), (550, 1.2), (720, 1.3), (700, 1.4), (680, 1.5), (500, 1.6)]
 
     assert cheapest(ways, 601).time_s == pytest.approx(1.2)
+
+
+def test_variants_aside_run_as_they_are_and_are_never_planned():
+    made = []
+
+    def aside():
+        made.append(True)
+        return Way(200, 1.05)
+
+    variants = Variants([lambda way=way: Way(*way) for way in AS_MODELLED], aside=[aside])
+    planned = cheapest_plan(variants, 950, Request(950, planner="store_all"), None)
+    assert (len(variants), made) == (len(AS_MODELLED), [])
+    assert planned.time_s == pytest.approx(1.1)
+
+    (plan,) = variants.aside("its author")
+    assert (plan.planner, plan.peak_bytes, plan.recomputed) == ("its author", 201, 0)
+    assert plan.overhead == pytest.approx(0.05)
+    assert variants.of_plan(plan).size_bytes == 200
+    assert variants.of_plan(planned).size_bytes == 900
+    assert len(made) == 1
+
+    larger = variants.changed(lambda way: Way(way.size_bytes + 5, way.time_s))
+    (changed,) = larger.aside("its author")
+    assert changed.peak_bytes == 206
+    assert larger.of_plan(changed).size_bytes == 205

@@ -15,7 +15,7 @@ import remat.jax
 from remat.core.simulator import simulate
 from remat.jax import _buffers, candidate
 from remat.jax.candidate import FunctionCandidate
-from remat.jax.peak import Lowered, peak_of
+from remat.jax.peak import Compiler, Lowered, peak_of
 from remat.jax.scans.menu import menu_of
 from remat.jax.scans.pairs import find_pairs
 from remat.jax.scans.variants import _forward_program
@@ -166,26 +166,89 @@ def test_a_cut_at_blocks_that_takes_too_many_runs_is_left_out(monkeypatch):
     assert ours.plan.measured_peak_bytes <= ours.plan.budget_bytes
 
 
-def test_blocks_that_read_far_back_are_tried_as_under_checkpoint():
-    """Three blocks with ``lax.associative_scan``: a cut between them has no end, ``jax.checkpoint`` has."""
-    width = 8
+def in_states(x, decay, drive, out):
+    """A block whose gradient stores on its way down for its way up."""
 
     def combine(left, right):
         return left[0] * right[0], right[0] * left[1] + right[1]
 
+    _, states = lax.associative_scan(combine, (jax.nn.sigmoid(x @ decay), jax.nn.softplus(x @ drive)), axis=1)
+    return x + jnp.tanh(states * x) @ out
+
+
+def loss_over(block):
     def loss(blocks, x):
-        for decay, drive, out in blocks:
-            _, states = lax.associative_scan(combine, (jax.nn.sigmoid(x @ decay), x @ drive), axis=1)
-            x = x + jnp.tanh(states * x) @ out
+        for own in blocks:
+            x = block(x, *own)
         return jnp.mean(x**2)
 
-    flat, structure = jax.tree.flatten(([(jnp.ones((width, width)),) * 3] * 3, jnp.ones((2, 64, width))))
-    variants, _ = variants_of(lambda *own: jax.value_and_grad(loss)(*jax.tree.unflatten(structure, own)), flat)
-    graph = variants[0].graph
+    return loss
 
-    (found,) = FunctionCandidate(variants, lambda plan: pytest.fail("nothing is compiled")).suggestions()
-    assert found.peak_bytes < 0.6 * simulate(graph, graph.plain_schedule).peak_bytes
-    assert found.overhead < 0.6
+
+WIDTH = 8
+STATES = ([(jnp.ones((WIDTH, WIDTH)),) * 3] * 3, jnp.ones((8, 16, WIDTH)))
+
+
+def suggested(loss):
+    """The plans that are suggested for a step with the peaks that they compile to, and the step as it is."""
+    flat, structure = jax.tree.flatten(STATES)
+
+    def step(*own):
+        return jax.value_and_grad(loss)(*jax.tree.unflatten(structure, own))
+
+    variants, _ = variants_of(step, flat)
+    one = FunctionCandidate(variants, lambda plan: pytest.fail("nothing is compiled"))
+    shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in flat]
+
+    def peak_bytes(plan):
+        variant = one.variant_of(plan)
+        return Compiler(variant.program, variant.turning_point, "barrier", shapes).peak(plan.schedule).expected_bytes
+
+    return [(plan, peak_bytes(plan)) for plan in one.suggestions()], variants[0].graph
+
+
+def test_blocks_that_read_far_back_are_tried_as_under_checkpoint():
+    """Three blocks with ``lax.associative_scan``: a cut between them has no end, ``jax.checkpoint`` has."""
+    found, graph = suggested(loss_over(in_states))
+
+    (plan,) = (plan for plan, _ in found if plan.planner == "blocks")
+    assert plan.peak_bytes < 0.6 * simulate(graph, graph.plain_schedule).peak_bytes
+    assert plan.overhead < 0.6
+
+
+def test_the_placement_of_checkpoint_takes_its_bytes():
+    checkpointed = loss_over(jax.checkpoint(in_states))
+    limit_bytes = Lowered(jax.value_and_grad(checkpointed), STATES, "barrier").peak_bytes()
+
+    assert next(peak for plan, peak in suggested(loss_over(in_states))[0] if plan.planner == "blocks") <= limit_bytes
+    as_written, as_planned = (p for plan, p in suggested(checkpointed)[0] if plan.planner == "jax.checkpoint")
+    assert as_written == limit_bytes
+    # A barrier around more values has a longer table of their places.
+    assert as_planned <= limit_bytes + 256
+    # A planner that saves nothing leaves the candidates.
+    ours = remat.jax.jit(jax.value_and_grad(loss_over(in_states)), budget=limit_bytes, planner="store_all")
+    plan = ours.plan_for(*STATES)
+    assert plan.planner == "blocks"
+    assert plan.peak_bytes <= limit_bytes
+
+
+def test_regions_with_derivatives_of_their_own_run_as_they_are_written():
+    """By the time that a region is written again, JAX has taken the rule: it is not recognised as the same function."""
+
+    @jax.custom_vjp
+    def rounded(x):
+        return jnp.round(x * 16) / 16
+
+    rounded.defvjp(lambda x: (rounded(x), x), lambda x, g: (g * (jnp.abs(x) < 4),))
+    loss = loss_over(jax.checkpoint(lambda x, w: jnp.tanh(rounded(jnp.sin(x @ w)) @ w)))
+    args = ([(jnp.full((16, 16), 0.1),)] * 6, jnp.ones((256, 16)))
+    limit_bytes = Lowered(jax.value_and_grad(loss), args, "barrier").peak_bytes()
+    ours = remat.jax.jit(jax.value_and_grad(loss), budget=limit_bytes, planner="store_all")
+
+    assert_close(ours(*args), jax.jit(jax.value_and_grad(loss))(*args))
+    assert ours.plan.planner == "jax.checkpoint"
+    assert ours.plan.measured_peak_bytes <= limit_bytes
+    assert 2 * limit_bytes < Lowered(jax.value_and_grad(loss), args, "data").peak_bytes()
 
 
 def test_the_menu_of_a_loop_has_no_wide_gaps():

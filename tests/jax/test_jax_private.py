@@ -51,6 +51,19 @@ def test_symbol_is_there(module, name):
     assert found, MOVED.format(name=f"{module}.{name}")
 
 
+def test_the_rule_of_a_call_is_found():
+    (call,) = jax.make_jaxpr(jax.nn.relu)(jnp.ones(3)).eqns
+    if call.primitive.name != "custom_jvp_call":
+        (call,) = call.params["jaxpr"].eqns
+    assert call.primitive.name == "custom_jvp_call", MOVED.format(name="custom_jvp_call")
+    assert _private.RULE_OF_A_CALL in call.params, MOVED.format(name=f"custom_jvp_call's {_private.RULE_OF_A_CALL}")
+
+    rule, constants, are_zero = _private.rule_of_call(call)
+    assert len(rule.invars) == 2  # A value and its tangent.
+    assert (list(constants), list(are_zero)) == ([], [False])
+    assert ".py:" in _private.source_of_rule(call)
+
+
 def test_private_modules_are_imported_in_one_file_only():
     folder = Path(inspect.getsourcefile(remat.jax)).parent
     paths = list(folder.rglob("*.py"))

@@ -98,6 +98,7 @@ class Graph:
         outputs: ids of tensors that live to the end of the step.
         free_order: may a plan move first computations, within the dependencies?
         notes: for people: what the trace had to assume, a sentence each.
+        turning_point: the op that ends the forward part, where the front end knows it; None leaves it to planners.
 
     Raises:
         InvalidGraph: where a structural rule is broken; the message names the op or tensor.
@@ -109,6 +110,7 @@ class Graph:
     outputs: tuple[int, ...] = ()
     free_order: bool = True
     notes: tuple[str, ...] = ()
+    turning_point: int | None = None
 
     def __post_init__(self) -> None:
         _check(self)
@@ -155,7 +157,7 @@ class Graph:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A digest of everything a plan depends on; what is for people only is left out."""
+        """A digest of everything that a schedule depends on: not what is for people, nor the turning point."""
         parts = {
             "tensors": [(t.size_bytes, t.alias_of) for t in self.tensors],
             "ops": [
@@ -193,6 +195,7 @@ class Graph:
             "outputs": list(self.outputs),
             "free_order": self.free_order,
             **({"notes": list(self.notes)} if self.notes else {}),
+            **({} if self.turning_point is None else {"turning_point": self.turning_point}),
         }
 
 
@@ -225,8 +228,9 @@ def graph_from(reader: JsonReader) -> Graph:
     inputs, outputs = reader.integers("inputs"), reader.integers("outputs")
     free_order = reader.flag("free_order", True)
     notes = reader.texts("notes")
+    turning_point = reader.integer("turning_point") if reader.has("turning_point") else None
     try:
-        return Graph(ops, tensors, inputs, outputs, free_order, notes)
+        return Graph(ops, tensors, inputs, outputs, free_order, notes, turning_point)
     except InvalidGraph as error:
         raise InvalidGraph(f"{reader.source}: {error}") from None
 
@@ -276,6 +280,9 @@ def _check(graph: Graph) -> None:
         _check_ids((tensor.alias_of,) if tensor.alias_of is not None else (), count, f"alias_of of tensor {number}")
     _check_ids(graph.inputs, count, "the graph's inputs")
     _check_ids(graph.outputs, count, "the graph's outputs")
+    turn = graph.turning_point
+    if turn is not None and not (_is_int(turn) and 0 <= turn < len(graph.ops)):
+        raise InvalidGraph(f"turning_point names op {turn!r}, but there are {len(graph.ops)} ops")
     _check_alias_cycles(graph)
 
     pinned = set(graph.inputs)

@@ -49,7 +49,7 @@ def labelled(graph: Graph, labels: Sequence[OpLabel], roles: Mapping[int, str]) 
         replace(tensor, role=roles.get(number, tensor.role)) if number in roles else tensor
         for number, tensor in enumerate(graph.tensors)
     )
-    found = Graph(ops, tensors, graph.inputs, graph.outputs, graph.free_order, graph.notes)
+    found = replace(graph, ops=ops, tensors=tensors)
     assert found.fingerprint == graph.fingerprint
     return found
 

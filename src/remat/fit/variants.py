@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Final, Generic, Protocol, TypeVar
@@ -47,13 +48,20 @@ class Variants(Sequence[_W], Generic[_W]):
     Args:
         makers: make the variants, in this order; each is called once at most.
         suggested: numbers of variants that are tried as they are, whatever the trace says of their bytes.
+        aside: make further variants, which have no place in the order and are never planned: they run as they are.
 
     Attributes:
         suggested: as above.
     """
 
-    def __init__(self, makers: Sequence[Callable[[], _W]], suggested: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        makers: Sequence[Callable[[], _W]],
+        suggested: Sequence[int] = (),
+        aside: Sequence[Callable[[], _W]] = (),
+    ) -> None:
         self._makers = tuple(makers)
+        self._aside = tuple(map(functools.cache, aside))
         self.suggested = tuple(suggested)
         self._made: dict[int, _W] = {}
         self._peaks: dict[int, int] = {}
@@ -72,13 +80,17 @@ class Variants(Sequence[_W], Generic[_W]):
     def changed(self, change: Callable[[_W], _W]) -> Variants[_W]:
         """The same variants, each changed when it is asked for."""
         makers = [partial(lambda place: change(self[place]), place) for place in range(len(self))]
-        return Variants(makers, self.suggested)
+        return Variants(makers, self.suggested, [partial(lambda make: change(make()), make) for make in self._aside])
 
     def as_it_is(self, number: int) -> Plan:
         """The plan that runs a variant with nothing recomputed."""
-        graph: Graph = self[number].graph
-        plan = plan_for_schedule(graph, graph.plain_schedule, planner="none")
+        plan = _plain(self[number].graph, "none")
         return plan if number == 0 else beside(plan, self[0].graph.time_s)
+
+    def aside(self, planner: str) -> Iterator[Plan]:
+        """The plans that run the variants aside as they are, by the name of who wrote them so."""
+        for make in self._aside:
+            yield beside(_plain(make().graph, planner), self[0].graph.time_s)
 
     def first_within(self, budget_bytes: int) -> int:
         """Number of the variant that keeps the most and fits as it is; the number of variants where none fits.
@@ -109,11 +121,16 @@ class Variants(Sequence[_W], Generic[_W]):
     def _likeliest_first(self, plan: Plan) -> Iterator[_W]:
         made = dict(sorted(self._made.items()))
         yield from made.values()
+        yield from (make() for make in self._aside)
         budget_bytes = plan.budget_bytes if plan.traced_budget_bytes is None else plan.traced_budget_bytes
         near = self.first_within(budget_bytes)
         for number in sorted(range(len(self)), key=lambda one: abs(one - near)):
             if number not in made:
                 yield self[number]
+
+
+def _plain(graph: Graph, planner: str) -> Plan:
+    return plan_for_schedule(graph, graph.plain_schedule, planner=planner)
 
 
 def cheapest_plan(

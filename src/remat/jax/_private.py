@@ -5,6 +5,7 @@ This file finds all of them in JAX 0.8 to 0.10. Where the versions differ, a com
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -215,6 +216,34 @@ def pulled_back(pullback: Any, gradients: Sequence[Any]) -> list[Any]:
 def scopes_of(eqn: JaxprEqn) -> str:
     """The named scopes and transformations that an equation was traced under: "transpose(jvp(Model))/Dense_0"."""
     return str(eqn.source_info.name_stack)
+
+
+RULE_OF_A_CALL = "jvp_jaxpr_fun"
+"""The parameter of ``custom_jvp_call`` that makes the jaxpr of its rule, by the name of JAX 0.8 to 0.10."""
+
+
+def rule_of_call(eqn: JaxprEqn) -> Any:
+    """The rule of a ``custom_jvp_call`` where no tangent is known to be 0: its jaxpr, its constants, what is 0."""
+    return eqn.params[RULE_OF_A_CALL].call_wrapped(*[False] * (len(eqn.invars) - eqn.params["num_consts"]))
+
+
+def source_of_rule(eqn: JaxprEqn) -> str:
+    """The name and the line of the rule of a ``custom_jvp_call``."""
+    return str(eqn.params[RULE_OF_A_CALL].debug_info.func_src_info)
+
+
+_DIFFERENTIATED = re.compile(r"\b(jvp|transpose)\(")
+"""What differentiation puts around scopes, by the names of JAX 0.10. By other names, no op is known to be backward."""
+
+
+def is_transposed(eqn: JaxprEqn) -> bool:
+    """Did differentiation write an equation into the backward part of the outermost gradient around it?
+
+    JAX writes "transpose(jvp(Model))/Dense_0" there, and "jvp(transpose(jvp()))" for the backward part of an inner
+    gradient, which a forward part runs.
+    """
+    outermost = _DIFFERENTIATED.search(scopes_of(eqn))
+    return outermost is not None and outermost[1] == "transpose"
 
 
 def source_of(eqn: JaxprEqn) -> tuple[str, int, str] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cached_property
@@ -63,7 +64,7 @@ class FunctionCandidate(Candidate):
         traced: the variants before donation. A plan made from a trace, which knows of no donation, is for one of them.
     """
 
-    rounds = Rounds(5, 4, _LEAST_GAIN, _AIM, by_share=True)
+    rounds = Rounds(5, 6, _LEAST_GAIN, _AIM, by_share=True)
     is_compiled = True
 
     def __init__(
@@ -125,6 +126,7 @@ class FunctionCandidate(Candidate):
         variant: Variant = self._variants[0]
         if variant.held:
             return  # These plans know nothing of what the user wants to be kept.
+        yield from self._variants.aside("jax.checkpoint")
         graph, problem = variant.graph, Problem.of(variant.graph)
         own = [(at, again) for at, again in variant.program.regions if at > variant.turning_point]
         if own:
@@ -236,9 +238,15 @@ def _plans_of_blocks(graph: Graph, problem: Problem) -> list[Plan]:
     blocks = BlockChain.of(inner).blocks
     if not blocks:
         return []
-    # As under jax.checkpoint around each block: all that a block reads again is made at once, and held until then.
-    regions = [(block.backward[0], block.forward) for block in blocks if block.backward]
-    schedule = condensed.expand(without_idle_runs(inner, _with_regions(inner.graph, regions)))
+    # As under jax.checkpoint around each block: all that a block reads again is made at once, and held until then. This
+    # holds for the small values that the condensed step leaves out, too: 2 kB in each block of a Mamba.
+    ends = [0, *(condensed.ops[block.forward[-1]] + 1 for block in blocks)]
+    regions = [
+        (condensed.ops[block.backward[0]], range(start, stop))
+        for block, (start, stop) in zip(blocks, itertools.pairwise(ends), strict=True)
+        if block.backward
+    ]
+    schedule = without_idle_runs(problem, _with_regions(graph, regions))
     plans = [plan_for_schedule(graph, schedule, planner="blocks")]
     # What lies between two blocks may read so far back that this cut is no use.
     with contextlib.suppress(TooManyRuns):

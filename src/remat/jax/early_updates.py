@@ -66,5 +66,6 @@ def _in_order(variant: Variant, found: EarlyUpdates) -> Variant:
         dataclasses.replace(graph.ops[op], after=tuple(sorted(map(place.__getitem__, graph.ops[op].after))))
         for op in found.order
     )
-    graph = dataclasses.replace(graph, ops=ops)
+    turn = None if graph.turning_point is None else place[graph.turning_point]
+    graph = dataclasses.replace(graph, ops=ops, turning_point=turn)
     return dataclasses.replace(variant, program=program, graph=graph, turning_point=Problem.of(graph).turning_point)

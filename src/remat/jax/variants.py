@@ -15,7 +15,7 @@ from remat.fit.variants import Variants
 from remat.jax._private import ClosedJaxpr
 from remat.jax.scans.variants import FindReceived, ScanVariants, scan_variants
 from remat.jax.trace.graph import graph_of_program
-from remat.jax.trace.program import Program, program_of, trace_jaxpr
+from remat.jax.trace.program import Program, has_regions, program_of, trace_jaxpr
 from remat.planners.view.problem import Problem
 from remat.running.cost_model import DeviceProfile, device_here, get_profile
 
@@ -88,15 +88,19 @@ def variants_of_jaxpr(
     """
     profile = profile_here()
 
-    def variant_of(make: Callable[[], Any]) -> Variant:
-        program = program_of(make(), kept_names)
+    def variant_of(make: Callable[[], Any], *, keeps_regions: bool = False) -> Variant:
+        program = program_of(make(), kept_names, keeps_regions=keeps_regions)
         graph = graph_of_program(program, profile)
         return Variant(program, graph, Problem.of(graph).turning_point)
 
     written = scan_variants(closed, profile, find_received) if loops else ScanVariants(())
     makers: list[Callable[[], Any]] = [lambda: closed, *written.makers]
     suggested = () if written.checkpointed is None else (1 + written.checkpointed,)
-    return Variants([partial(variant_of, make) for make in makers], suggested)
+    # Regions under jax.checkpoint dissolve, and what they compute again is merged with what the forward part computed.
+    # A function whose rule JAX has taken by then, as of jax.custom_vjp, is not recognised. So the step is tried as it
+    # was written, too.
+    written_so = [partial(variant_of, makers[0], keeps_regions=True)] if has_regions(closed.jaxpr) else []
+    return Variants([partial(variant_of, make) for make in makers], suggested, written_so)
 
 
 def variants_of(

@@ -93,7 +93,7 @@ def smallest_peak_schedules(problem: Problem, strategies: Sequence[Strategy]) ->
         strategies: methods to ask on a small graph, one after another until one finds a schedule.
     """
     graph = problem.graph
-    key = (graph.fingerprint, hash(tuple(op.time_s for op in graph.ops)), tuple(strategies))
+    key = (graph.fingerprint, graph.turning_point, hash(tuple(op.time_s for op in graph.ops)), tuple(strategies))
     if key not in _known:
         _known[key] = _find(problem, strategies)
     _known.move_to_end(key)
@@ -102,7 +102,7 @@ def smallest_peak_schedules(problem: Problem, strategies: Sequence[Strategy]) ->
     return _known[key]
 
 
-_Key = tuple[str, int, tuple[Strategy, ...]]
+_Key = tuple[str, int | None, int, tuple[Strategy, ...]]
 _known: OrderedDict[_Key, list[tuple[int, ...]]] = OrderedDict()
 _MOST_KNOWN: Final = 64
 """A judgement: a schedule of 10,000 ops takes some 100 KB, so that these take a few MB."""

@@ -15,6 +15,7 @@ from remat.jax import _private
 from remat.jax._private import ClosedJaxpr, Jaxpr, JaxprEqn
 from remat.jax.trace import op_facts
 from remat.jax.trace.program import Atom, Instruction, Program, program_of, trace_jaxpr
+from remat.planners.view.problem import Problem
 from remat.running.cost_model import DeviceProfile, get_profile, op_time_s
 
 _TRANSFORMED: Final = re.compile(r"(?:transpose|jvp|vmap|checkpoint|rematted_computation|pjit|jit)\(([^()]*)\)")
@@ -55,7 +56,27 @@ def graph_of_program(program: Program, profile: DeviceProfile) -> Graph:
     ops = []
     for instruction in program.instructions:
         ops.append(_op(instruction, tensors, profile, outputs))
-    return Graph(tuple(ops), tuple(tensors), pinned, outputs, free_order=False)
+    return _with_turning_point(Graph(tuple(ops), tuple(tensors), pinned, outputs, free_order=False), program)
+
+
+def _with_turning_point(graph: Graph, program: Program) -> Graph:
+    """The graph with the end of its forward part.
+
+    It is where idle bytes are most, unless that is in the middle of a backward part: the gradient of
+    ``lax.associative_scan`` stores on its way down for its way up. The forward part then ends before the first op of
+    that backward part.
+    """
+    if not graph.ops:
+        return graph
+    turn = Problem.of(graph).turning_point
+    pending, part = [turn], set[int]()
+    while pending:
+        op = pending.pop()
+        if op not in part and program.instructions[op].is_backward:
+            part.add(op)
+            makers = (graph.producer[value] for value in program.instructions[op].reads)
+            pending += [maker for maker in makers if maker is not None]
+    return dataclasses.replace(graph, turning_point=max(0, min(part) - 1) if part else turn)
 
 
 def after_donation(graph: Graph, program: Program, donated: Collection[int]) -> Graph:

@@ -21,7 +21,7 @@ from remat.core.errors import UnsupportedStep
 from remat.jax import _private
 from remat.jax._private import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from remat.jax.context import for_a_plan
-from remat.jax.trace import op_facts
+from remat.jax.trace import op_facts, same_calls
 
 _NEAR: Final = 12
 """An equation joins the kernel that reads it if at most so many equations lie between the two, whatever they make.
@@ -30,6 +30,9 @@ Farther apart, it joins only where that keeps no more bytes alive. A judgement, 
 at no distance. Too large, the graph keeps tensors alive that the compiler frees; too small, it holds tensors that the
 compiler fuses away. The compiled peak corrects both, at the price of a round or two.
 """
+
+_REGIONS: Final = ("remat2", "checkpoint")
+"""The primitive of ``jax.checkpoint``, by its names in JAX 0.8 to 0.10."""
 
 Atom: TypeAlias = int | Literal
 """A value id, or a scalar that stands in the program itself."""
@@ -43,11 +46,13 @@ class Equation:
         eqn: as JAX traced it, for its primitive and its parameters. Its own variables no longer mean anything.
         inputs: what it reads.
         outputs: ids of the values that it makes.
+        is_backward: did differentiation write it, or a call around it, into a backward part?
     """
 
     eqn: JaxprEqn
     inputs: tuple[Atom, ...]
     outputs: tuple[int, ...]
+    is_backward: bool = False
 
     @property
     def reads(self) -> tuple[int, ...]:
@@ -74,6 +79,11 @@ class Instruction:
         """The equation that makes the outputs."""
         return self.equations[-1].eqn
 
+    @property
+    def is_backward(self) -> bool:
+        """Does any of its equations belong to a backward part?"""
+        return any(equation.is_backward for equation in self.equations)
+
 
 @dataclass(frozen=True)
 class Program:
@@ -99,7 +109,7 @@ class Program:
     regions: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
 
-def program_of(closed: ClosedJaxpr, kept_names: Collection[str] = ()) -> Program:
+def program_of(closed: ClosedJaxpr, kept_names: Collection[str] = (), *, keeps_regions: bool = False) -> Program:
     """Flatten a closed jaxpr.
 
     Calls (``jit`` without shardings of its own, ``closed_call``) are inlined. So are regions under ``jax.checkpoint``:
@@ -110,8 +120,9 @@ def program_of(closed: ClosedJaxpr, kept_names: Collection[str] = ()) -> Program
         closed: the traced function.
         kept_names: a value to which ``jax.ad_checkpoint.checkpoint_name`` gave one of these names ends its instruction,
             so that a plan can keep it.
+        keeps_regions: does what a region under ``jax.checkpoint`` computes again stay one instruction, as JAX runs it?
     """
-    flattener = Flattener()
+    flattener = Flattener(keeps_regions=keeps_regions)
     inputs = tuple(flattener.value(var.aval) for var in closed.jaxpr.invars)
     outputs = flattener.add(closed, inputs)
     equations = alive(flattener.equations, outputs)
@@ -153,6 +164,9 @@ def _regions_of(flattener: Flattener, instructions: Sequence[Instruction]) -> tu
 class Flattener:
     """Writes jaxprs into one flat list of equations; equal computations are merged.
 
+    Args:
+        keeps_regions: as in ``program_of``.
+
     Attributes:
         avals: for each value id, its shape and dtype.
         equations: in program order.
@@ -161,15 +175,18 @@ class Flattener:
             it added, and the numbers of the earlier ones that its own were merged with.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, keeps_regions: bool = False) -> None:
+        self._keeps_regions = keeps_regions
         self.regions: list[tuple[int, int, frozenset[int]]] = []
         self._merged: set[int] | None = None  # In a region: what its equations were merged with so far.
         self._number: dict[tuple[int, ...], int] = {}
+        self._is_backward = False  # Inside of a call of a backward part.
         self.avals: list[Any] = []
         self.equations: list[Equation] = []
         self.constants: dict[int, Any] = {}
         self.constant_ids: dict[int, int] = {}
         self.known: dict[Any, tuple[int, ...]] = {}
+        self._calls: dict[Any, list[JaxprEqn]] = {}  # Those with rules of their own, by what they read.
 
     def value(self, aval: Any) -> int:
         """A new value."""
@@ -196,13 +213,16 @@ class Flattener:
 
         for eqn in jaxpr.eqns:
             inputs = tuple(atom(of) for of in eqn.invars)
-            inner = _inlined(eqn)
+            inner = None if self._keeps_regions and computes_again(eqn) else _inlined(eqn)
             if inner is not None:
                 body, constants = (inner.jaxpr, inner.consts) if isinstance(inner, ClosedJaxpr) else (inner, ())
                 inside: dict[Any, Atom] = dict(zip(body.invars, inputs, strict=True))
                 self._bind_constants(inside, body, constants)
-                is_region = eqn.primitive.name in ("remat2", "checkpoint")
+                is_region = eqn.primitive.name in _REGIONS
+                around = self._is_backward
+                self._is_backward = around or _private.is_transposed(eqn)
                 outputs: Sequence[Atom] = (self._walk_region if is_region else self._walk)(body, inside)
+                self._is_backward = around
             else:
                 outputs = self._add(eqn, inputs)
             scope.update(zip(eqn.outvars, outputs, strict=True))
@@ -218,17 +238,44 @@ class Flattener:
         return outputs
 
     def _add(self, eqn: JaxprEqn, inputs: tuple[Atom, ...]) -> tuple[int, ...]:
-        key = _identity(eqn, inputs) if op_facts.may_repeat(eqn) else None
+        key = self._identity(eqn, inputs) if op_facts.may_repeat(eqn) else None
         if key is not None and key in self.known:
             if self._merged is not None and self.known[key] in self._number:
                 self._merged.add(self._number[self.known[key]])
             return self.known[key]
         outputs = tuple(self.value(var.aval) for var in eqn.outvars)
-        self.equations.append(Equation(eqn, inputs, outputs))
+        self.equations.append(Equation(eqn, inputs, outputs, self._is_backward or _private.is_transposed(eqn)))
         if key is not None:
             self.known[key] = outputs
             self._number[outputs] = len(self.equations) - 1
         return outputs
+
+    def _identity(self, eqn: JaxprEqn, inputs: tuple[Atom, ...]) -> Any:
+        """Equal for two equations that compute the same; None where that cannot be told."""
+        if eqn.primitive.name != same_calls.RULED:
+            return _identity(eqn, inputs)
+        calls = self._calls.setdefault((len(eqn.outvars), _names_of(inputs)), [])
+        same = next((call for call in calls if same_calls.is_same_call(call, eqn)), None)
+        if same is None:
+            calls.append(eqn)
+        return same_calls.RULED, id(same or eqn), _names_of(inputs)
+
+
+def computes_again(eqn: JaxprEqn) -> bool:
+    """Is this the backward part of a region under ``jax.checkpoint``, which the compiler is not to merge?"""
+    is_region = eqn.primitive.name in _REGIONS
+    return is_region and bool(eqn.params.get("differentiated")) and bool(eqn.params.get("prevent_cse"))
+
+
+def has_regions(jaxpr: Jaxpr) -> bool:
+    """Does ``computes_again`` hold for an equation of a program, calls inlined?"""
+    for eqn in jaxpr.eqns:
+        inner = _inlined(eqn)
+        if computes_again(eqn) or (
+            inner is not None and has_regions(inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner)
+        ):
+            return True
+    return False
 
 
 def _inlined(eqn: JaxprEqn) -> Any:
@@ -238,26 +285,30 @@ def _inlined(eqn: JaxprEqn) -> Any:
         return eqn.params["jaxpr"] if _private.is_plain_call(eqn) else None
     if name in ("closed_call", "core_call", "call"):
         return eqn.params["call_jaxpr"]
-    if name in ("remat2", "checkpoint"):
+    if name in _REGIONS:
         return eqn.params["jaxpr"]
     return _private.body_of_recomputed_call(eqn)
 
 
 def _identity(eqn: JaxprEqn, inputs: tuple[Atom, ...]) -> Any:
     """Equal for two equations that compute the same; None where that cannot be told."""
-    reads = tuple(
-        atom
-        if isinstance(atom, int)
-        else ("literal", str(atom.aval), repr(atom.val), bool(getattr(atom.aval, "weak_type", 0)))
-        for atom in inputs
-    )
     context = (str(eqn.ctx.compute_type), str(eqn.ctx.xla_metadata), eqn.ctx.threefry_partitionable)
-    key = (eqn.primitive.name, tuple(sorted(eqn.params.items())), reads, context)
+    key = (eqn.primitive.name, tuple(sorted(eqn.params.items())), _names_of(inputs), context)
     try:
         hash(key)
     except TypeError:
         return None
     return key
+
+
+def _names_of(inputs: tuple[Atom, ...]) -> tuple[Any, ...]:
+    """What equations read, so that it can be compared."""
+    return tuple(
+        atom
+        if isinstance(atom, int)
+        else ("literal", str(atom.aval), repr(atom.val), bool(getattr(atom.aval, "weak_type", 0)))
+        for atom in inputs
+    )
 
 
 def alive(equations: Sequence[Equation], outputs: Sequence[Atom]) -> list[Equation]:

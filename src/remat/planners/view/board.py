@@ -7,6 +7,7 @@ schedule that it returns are the simulator's to say.
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -233,5 +234,8 @@ def _condense(problem: Problem) -> Condensed:
             )
         )
     outputs = tuple(number[s] for s in number if problem.forever[s])
-    condensed = Graph(tuple(reduced), tuple(tensors), (0,), outputs, free_order=False)
+    turn = graph.turning_point
+    # Of the ops that are left, the last one up to the turning point ends the forward part.
+    turning_point = None if turn is None or not ops or ops[0] > turn else bisect.bisect_right(ops, turn) - 1
+    condensed = Graph(tuple(reduced), tuple(tensors), (0,), outputs, free_order=False, turning_point=turning_point)
     return Condensed(board, Problem.of(condensed), ops)

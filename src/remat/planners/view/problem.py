@@ -54,7 +54,7 @@ class Problem(Liveness):
             dataclasses.replace(graph.ops[op], after=tuple(number[other] for other in graph.ops[op].after))
             for op in order
         )
-        return Problem.of(dataclasses.replace(graph, ops=ops))
+        return Problem.of(dataclasses.replace(graph, ops=ops, turning_point=None))
 
     @cached_property
     def droppable(self) -> list[bool]:
@@ -177,9 +177,11 @@ class Problem(Liveness):
     def turning_point(self) -> int:
         """The op that ends the forward part.
 
-        No boundary is given in a joint graph. Idle bytes rise while activations are stored and fall while
+        Where the graph does not say, it is found by bytes. Idle bytes rise while activations are stored and fall while
         the backward ops use them up, so the forward part ends where they are most.
         """
+        if self.graph.turning_point is not None:
+            return self.graph.turning_point
         return int(np.argmax(self.kept_bytes)) if self.count else 0
 
     @cached_property

@@ -1,0 +1,103 @@
+"""How a small step is searched for its smallest peak: who is asked for less and less, and when walks end."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from remat import Graph, simulate
+from remat.planners import get_planner, smallest_peak
+from remat.planners.search import Search
+from remat.planners.smallest_peak import _MOST_IN_VAIN, _ask_for_less, _walk_in_fixed_order
+from remat.planners.view.board import Condensed
+from remat.planners.view.problem import Problem
+from remat.planners.walk.annealing import Walk
+from remat.testing import chain, layered
+
+STEP = chain(40, size_bytes=1000, free_order=False)
+PLAIN_BYTES = simulate(STEP, STEP.plain_schedule).peak_bytes
+
+
+def falling() -> list[tuple[int, ...]]:
+    """Schedules of ever smaller peaks; each is within the nine tenths of the last that are asked for first."""
+    shares = (0.8, 0.65, 0.5, 0.4, 0.3)
+    found = [get_planner("peak_greedy")(STEP, int(share * PLAIN_BYTES)) for share in shares]
+    peaks = [PLAIN_BYTES, *(simulate(STEP, schedule).peak_bytes for schedule in found)]
+    assert all(after <= 0.9 * before for before, after in itertools.pairwise(peaks))
+    return found
+
+
+class Method:
+    """Offers one schedule each time it is asked; nothing where it has None, or none left."""
+
+    def __init__(self, *found: tuple[int, ...] | None) -> None:
+        self.asked = 0
+        self._found = list(found)
+
+    def __call__(self, search: Search) -> None:
+        self.asked += 1
+        schedule = self._found.pop(0) if self._found else None
+        if schedule is not None:
+            search.offer(schedule)
+
+
+def test_a_method_that_finds_nothing_is_not_asked_for_ever_less() -> None:
+    schedules = falling()
+    blind, good = Method(), Method(*schedules)
+
+    found = _ask_for_less(Problem.of(STEP), STEP.plain_schedule, (blind, good))
+
+    assert found == schedules[-1]
+    assert good.asked > len(schedules)
+    assert blind.asked == _MOST_IN_VAIN < len(schedules)
+
+
+def test_a_method_that_finds_something_now_and_then_is_asked_on() -> None:
+    """What it found before counts: only so many times in a row are in vain."""
+    schedules = falling()
+    now_and_then = Method(None, schedules[1], None, schedules[3], None)
+    good = Method(schedules[0], schedules[2], schedules[4])
+
+    found = _ask_for_less(Problem.of(STEP), STEP.plain_schedule, (now_and_then, good))
+
+    assert found == schedules[-1]
+    assert now_and_then.asked > len(schedules)
+
+
+class Walks:
+    """Counts the walks that begin."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, blind: bool) -> None:
+        self.seeds: list[int] = []
+        walks = self
+
+        class Watched(Walk):
+            def __init__(self, *args: object, **options: object) -> None:
+                walks.seeds.append(args[3])  # type: ignore[arg-type]
+                super().__init__(*args, **options)  # type: ignore[arg-type]
+
+            def run(self, *args: object) -> int:
+                return 0 if blind else super().run(*args)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(smallest_peak, "Walk", Watched)
+
+
+@pytest.fixture
+def fixed() -> Graph:
+    return layered(60, 1, free_order=False)
+
+
+def test_the_first_walk_in_vain_is_the_last(fixed: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
+    walks = Walks(monkeypatch, blind=True)
+
+    assert _walk_in_fixed_order(Condensed.of(Problem.of(fixed)), fixed.plain_schedule) == fixed.plain_schedule
+    assert walks.seeds == [0]
+
+
+def test_walks_that_find_less_go_on(fixed: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
+    walks = Walks(monkeypatch, blind=False)
+
+    found = _walk_in_fixed_order(Condensed.of(Problem.of(fixed)), fixed.plain_schedule)
+    assert simulate(fixed, found).peak_bytes < 0.95 * simulate(fixed, fixed.plain_schedule).peak_bytes
+    assert len(walks.seeds) > 1
