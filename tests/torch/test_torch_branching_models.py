@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +12,7 @@ from steps import QUICK
 import remat.torch
 
 
-def longformer(transformers):
+def longformer(transformers, tokens=64):
     config = transformers.LongformerConfig(
         vocab_size=200,
         hidden_size=64,
@@ -18,13 +20,17 @@ def longformer(transformers):
         num_attention_heads=4,
         intermediate_size=128,
         attention_window=[16, 16],
-        max_position_embeddings=130,
+        max_position_embeddings=tokens + 2,
         num_labels=3,
         pad_token_id=1,
     )
     model = transformers.LongformerForSequenceClassification(config)
-    ids, mask, labels = torch.randint(2, 200, (2, 64)), torch.ones(2, 64, dtype=torch.long), torch.tensor([0, 2])
-    mask[1, 40:] = 0
+    ids, mask, labels = (
+        torch.randint(2, 200, (2, tokens)),
+        torch.ones(2, tokens, dtype=torch.long),
+        torch.tensor([0, 2]),
+    )
+    mask[1, tokens * 5 // 8 :] = 0
     seen_by_all = torch.zeros_like(ids)
     seen_by_all[:, 0] = 1
 
@@ -70,8 +76,11 @@ def step(model, loss_fn, args):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("mode", ["eager", "graph"])
-# What autograd notes of each operator counts, and is a third of what this small Longformer takes.
-@pytest.mark.parametrize(("make", "budget"), [(longformer, "96%"), (wav2vec2, "70%")])
+# What autograd notes of each operator counts, and is a third of what the smaller Longformer takes. Whether the other
+# sees some tokens from everywhere follows from a mask for each pair of them.
+@pytest.mark.parametrize(
+    ("make", "budget"), [(longformer, "96%"), (partial(longformer, tokens=128), "85%"), (wav2vec2, "70%")]
+)
 def test_models_that_branch_on_values(make, budget, mode):
     transformers = pytest.importorskip("transformers", reason="transformers is in requirements-dev.txt")
     torch.manual_seed(0)
@@ -85,6 +94,7 @@ def test_models_that_branch_on_values(make, budget, mode):
         assert len(found) == len(plain)
         assert all(map(torch.equal, plain, found))
     plan = limited.plans[-1]
+    assert len(limited.plans) == 1
     assert plan.recomputed > 0
     assert plan.measured_peak_bytes <= 1.01 * plan.budget_bytes
     # Neither can be captured as one graph.

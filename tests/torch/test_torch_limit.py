@@ -189,3 +189,24 @@ def test_a_branch_over_the_budget_is_planned_for(caplog):
         assert same(gradients(module, limited, x), gradients(module, module, x))
     assert len(limited.plans) == 2
     assert limited.plans[1].measured_peak_bytes <= limited.plans[0].budget_bytes
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_branch_that_cannot_be_planned_runs_on(caplog, strict):
+    case = mlp(layers=4)
+    x = torch.randn(256, 64)
+
+    def loss(x):
+        y = case.module(x)
+        if (y * 0 + 1).any():  # Nobody knows beforehand, and a plan hears no.
+            y = y[(y.detach()[:, 0] > 0).nonzero(as_tuple=True)]
+        return y.square().mean()
+
+    limited = remat.torch.limit_memory(loss, "90%", mode="eager", strict=strict, **QUICK)
+    for number in range(3):
+        if strict and number:
+            with pytest.raises(remat.UnsupportedStep, match="without values"):
+                limited(x)
+        else:
+            assert same(gradients(case.module, limited, x), gradients(case.module, loss, x))
+    assert caplog.text.count("another branch than was planned") == (not strict)

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 import remat
 import remat.torch
 from remat.torch import _private
+from remat.torch.trace import late_values
 from remat.torch.trace.fake_step import record_step
 
 
@@ -40,6 +41,7 @@ def assert_traced_as_run(loss_fn, *args):
     assert [op.func for op in traced] == [func for func, _ in real.seen]
     for op, (_, shapes) in zip(traced, real.seen, strict=True):
         assert {recording.storages[number].shape for number in op.makes} <= set(shapes)
+    return recording
 
 
 DETECTORS = {
@@ -101,25 +103,29 @@ def test_a_product_over_groups_is_traced_in_every_dtype(dtype, left, right):
     assert_traced_as_run(lambda a, b: torch._grouped_mm(a, b, offs=ends).float().square().mean(), a, b)
 
 
-def test_mixed_experts_in_float32_keep_a_budget():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_mixed_experts_keep_a_budget_in_every_dtype(mode, dtype, caplog):
     """Experts as libraries write them: gate and up in one grouped product, then down in another."""
     torch.manual_seed(0)
-    up, down = (torch.randn(shape).mul(0.1).requires_grad_() for shape in ((4, 64, 256), (4, 256, 64)))
-    x, ends = torch.randn(512, 64), torch.tensor([100, 260, 300, 512], dtype=torch.int32)
+    up, down = (torch.randn(shape).mul(0.1).to(dtype).requires_grad_() for shape in ((4, 64, 256), (4, 256, 64)))
+    x, ends = torch.randn(512, 64).to(dtype), torch.tensor([100, 260, 300, 512], dtype=torch.int32)
 
     def loss_fn(x):
         for _ in range(4):
             x = x + torch._grouped_mm(nn.functional.silu(torch._grouped_mm(x, up, offs=ends)), down, offs=ends)
-        return x.square().mean()
+        return x.float().square().mean()
 
     loss_fn(x).backward()
     wanted = [weight.grad.clone() for weight in (up, down)]
     up.grad = down.grad = None
-    plan = remat.torch.plan(loss_fn, x, budget="60%")
-    with remat.torch.apply(plan):
-        loss = loss_fn(x)
-    loss.backward()
+    limited = remat.torch.limit_memory(loss_fn, "60%", mode=mode)
+    limited(x).backward()
+    (plan,) = limited.plans
+    assert plan.mode == mode
+    assert not [one for one in caplog.records if one.name == "remat"]  # Nothing was captured as for a compiler.
     assert plan.recomputed > 0
+    assert plan.measured_peak_bytes <= plan.budget_bytes
     assert [torch.equal(weight.grad, one) for weight, one in zip((up, down), wanted, strict=True)] == [True, True]
 
 
@@ -169,6 +175,78 @@ def test_what_the_step_writes_is_known_and_what_it_was_given_stays():
     assert any(op.kind.startswith("mul") for op in graph.ops)
     assert count.tolist() == [1, 2]
     assert not mask.any()
+
+
+def wide_mask(mask, hidden):
+    """What a library makes of a mask of tokens: numbers to add, for each pair of tokens; more than are followed."""
+    pairs = mask[:, None, None, :].logical_and(mask[:, None, :, None])
+    added = torch.where(pairs, torch.tensor(0.0), torch.tensor(float("-inf"))).expand(-1, 1, -1, -1).clone()
+    added[:, 0, 0, :][hidden] = 5.0  # Written in place, to a part of it, by another mask.
+    return added[:, 0, 0]
+
+
+@pytest.mark.parametrize("hides", [False, True])
+def test_a_truth_value_by_way_of_a_large_tensor_is_known(hides):
+    layer, mask = nn.Linear(8, 8), torch.ones(2, 200, dtype=torch.bool)
+    hidden = torch.zeros_like(mask)
+    hidden[1, 150:] = hides
+
+    def loss(x, mask, hidden):
+        found = wide_mask(mask, hidden) > 0
+        y = layer(x)
+        if not found.any():
+            return y.tanh().sum()
+        found.logical_not_()
+        return (y.exp()[~found].sum() + y[(~found).nonzero(as_tuple=True)].sum()).sin()
+
+    recording = assert_traced_as_run(loss, torch.randn(2, 200, 8), mask, hidden)
+    assert mask.all()
+    # What is noted for later holds no tensor of the step.
+    made = [s for s in recording.storages if s.shape is not None and s.shape[-2:] == (200, 200)]
+    assert {s.dtype for s in made} == {"bool", "float32"}
+    assert all(s.released < recording.forward_ops for s in made)
+
+
+def test_a_truth_value_of_a_large_batch_is_known():
+    layer = nn.Linear(8, 8)
+
+    def loss(x):
+        x[0] = 0.5
+        return (layer(x * 2).exp() if (x.abs() > 3.5).any() else layer(x * 2).tanh()).sum()
+
+    for largest, row in ((1.0, 1), (4.0, 0), (4.0, 5000)):
+        x = torch.full((10_000, 8), 1.0)
+        x[row, 3] = largest
+        record_step(loss, (x,))
+        assert x[row, 3] == largest
+        assert (x == 1).sum() >= 10_000 * 8 - 1
+        assert_traced_as_run(loss, x)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_truth_value_of_large_constants_is_known(device):
+    layer = nn.Linear(8, 8, device=device)
+
+    def loss(x):
+        places = torch.arange(1100, device=x.device)
+        sees = places[:, None] >= places
+        numbers = torch.zeros(sees.shape, device=x.device).masked_fill_(sees, 1)
+        y = layer(x)
+        return (y.exp() if numbers.sum() == 1100 * 1101 / 2 else y.tanh()).sum()
+
+    recording = record_step(loss, (torch.ones(2, 8, device=device),))
+    assert any(op.name.endswith("exp") for op in recording.ops)
+
+
+def test_what_takes_too_much_work_is_not_computed(monkeypatch):
+    monkeypatch.setattr(late_values, "_MOST_BYTES", 1 << 10)
+    layer = nn.Linear(8, 8)
+
+    def loss(x):
+        return (layer(x).exp() if (x.abs() > 3.5).any() else layer(x).tanh()).sum()
+
+    recording = record_step(loss, (torch.full((10_000, 8), 4.0),))
+    assert any(op.name.endswith("tanh") for op in recording.ops)
 
 
 def test_a_truth_value_that_nobody_knows_is_no():

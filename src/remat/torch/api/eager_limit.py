@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import torch
 
-from remat.core.errors import InfeasibleBudget
+from remat.core.errors import InfeasibleBudget, UnsupportedStep
 from remat.fit.first_step import no_room_for_excess
 from remat.torch import _private
 from remat.torch.api.apply import Applied
@@ -73,6 +73,8 @@ class EagerLimit:
         self._strict = strict
         self._options = options
         self._corrected: set[Any] = set()
+        # Calls whose steps depart from their plan, and cannot be traced through the branch that they take.
+        self._given_up: set[Any] = set()
         self._applied: dict[Any, list[Applied]] = {}
         # What the steps planned so far do with the gradients of sharded modules.
         self._accumulations: list[Any] = []
@@ -83,10 +85,27 @@ class EagerLimit:
 
         Raises:
             InfeasibleBudget: if no plan fits.
-            UnsupportedStep: where the step needs numbers that are not known before it runs.
+            UnsupportedStep: where the step needs numbers that are not known before it runs. Where that comes up once a
+                step has departed from its plan, it keeps that plan and says so, unless ``strict``.
         """
         key = self._key(args, kwargs)
         known = self._applied.get(key, [])
+        if key in self._given_up:
+            return known[-1]
+        try:
+            return self._planned_for(args, kwargs, key, known)
+        except UnsupportedStep as error:
+            if not known or self._strict:
+                raise
+            self._given_up.add(key)
+            _log.warning(
+                "A step took another branch than was planned, which cannot be planned: %s. It runs on under the plan "
+                "that it has: its numbers are right, its memory is not limited. This is said once.",
+                error,
+            )
+            return known[-1]
+
+    def _planned_for(self, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any, known: list[Applied]) -> Applied:
         followed = [applied for applied in known if not applied.departures]
         excess = known[-1].excess_bytes if known else 0
         # A step that branched on values that nobody knew beforehand is traced again through the branch that it took.

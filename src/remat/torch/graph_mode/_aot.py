@@ -33,6 +33,7 @@ from remat.torch._dynamo import once_left_unsaid
 from remat.torch.graph_mode import layouts
 from remat.torch.graph_mode._answers import Answers
 from remat.torch.graph_mode._branches import decided_branches
+from remat.torch.graph_mode._shape_rules import taken_as_by_kernels
 from remat.torch.graph_mode.recurrent import lstm
 from remat.torch.recompute import without_marks
 from remat.torch.trace import aot_notes
@@ -231,7 +232,14 @@ def capturing(answers: Answers, numbers: ChangingNumbers) -> Iterator[None]:
         setattr(dynamo_config, name, _WHILE_CAPTURING[name])
     _ListOfAClass.as_proxy = _as_plain_list
     try:
-        with answers.given(), numbers.noticed(), decided_branches(), without_marks(), once_left_unsaid():
+        with (
+            answers.given(),
+            numbers.noticed(),
+            decided_branches(),
+            taken_as_by_kernels(),
+            without_marks(),
+            once_left_unsaid(),
+        ):
             yield
     finally:
         _ListOfAClass.as_proxy = _as_any_variable

@@ -1,6 +1,7 @@
 """The values of tensors while a step is traced, where they follow from constants and from what the step is given.
 
 Python asks for values: a seed, "is anything masked?". What is known has real memory, and operators on it run for real.
+Results that are too large for that are computed when somebody asks, see ``late_values``.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ import torch
 from remat.torch import _private
 from remat.torch._private import OpOverload, Storage
 from remat.torch.trace import op_facts
+from remat.torch.trace.late_values import LateCall, LateValue, Pattern, Place, Read, compute
 from remat.torch.trace.stand_ins import is_plain
 
 _MOST_WHOLE_NUMBERS: Final = 1 << 20
 """Elements of a tensor of whole numbers or truth values that is followed: token ids, masks, positions. A judgement, not
-measured: the mask of 8 sequences of 360 tokens has as many, and an operator on them takes a millisecond. Of a larger
-tensor no value is known; a larger limit costs memory and time while a step is traced."""
+measured: the mask of 8 sequences of 360 tokens has as many, and an operator on them takes a millisecond. What follows
+from larger ones is computed when it is asked for; a larger limit costs memory and time while a step is traced."""
 _MOST_OTHER_NUMBERS: Final = 1 << 14
 """The same of any other dtype. Branches hardly ever depend on such a value, and frozen weights and images are of this
 kind, so that a larger limit would compute parts of the model. A judgement, too."""
@@ -44,11 +46,18 @@ class KnownValues:
         # By the storage's key: the storage, and the copy; None where the storage itself holds its values.
         self._known: dict[int, tuple[Callable[[], Storage | None], torch.Tensor | None]] = {}
         self._given: set[int] = set()
+        # By the storage's key, as above: what will be in a storage, and what was in it when a late call read it.
+        self._late: dict[int, tuple[Callable[[], Storage | None], LateValue]] = {}
+        self._read_late: dict[int, tuple[Callable[[], Storage | None], LateValue]] = {}
 
-    def pin(self, tensor: torch.Tensor) -> None:
-        """Remember that the values of a tensor from before the step are known."""
-        if tensor.device.type != "meta" and not tensor.requires_grad and is_plain(tensor) and _is_small(tensor):
+    def pin(self, tensor: torch.Tensor, *, is_of_batch: bool = False) -> None:
+        """Remember that the values of a tensor from before the step are known; of a batch, however large they are."""
+        if tensor.device.type == "meta" or tensor.requires_grad or not is_plain(tensor):
+            return
+        if _is_small(tensor):
             self._given.add(self._learn(tensor))
+        elif is_of_batch:
+            self._set_late(tensor, LateValue(None, 0, tensor))
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """A tensor with the values that another has in the real step; None where they are not known."""
@@ -64,12 +73,28 @@ class KnownValues:
         place = (tensor.storage_offset(), tensor.shape, tensor.stride())
         return empty.set_(known[1].untyped_storage(), *place)
 
+    def found(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The same, computed where that is still to be done; None where values are not known or take too much work."""
+        known = self.of(tensor)
+        late = self._late_of(tensor) if known is None else None
+        if late is None:
+            return known
+        base = compute(late)
+        if base is None:
+            return None
+        with _private.no_modes():
+            value = Place.of(tensor).within(base)
+            if _is_small(base):
+                late.found = base
+        return value
+
     def copy_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """A copy of the storage of a tensor of whole numbers or truth values; None where it is not known.
 
         Such a tensor may be an index, and how much a mask selects is known by its values only.
         """
-        value = None if tensor.dtype.is_floating_point or tensor.dtype.is_complex else self.of(tensor)
+        is_other = tensor.dtype.is_floating_point or tensor.dtype.is_complex
+        value = None if is_other else self.found(tensor) if _lies_in_little(tensor) else self.of(tensor)
         if value is None or tensor.device.type == "meta":
             return None  # No operator on the meta device reads an index.
         with _private.no_modes():
@@ -92,10 +117,85 @@ class KnownValues:
 
     def may_run(self, func: OpOverload, inputs: list[torch.Tensor]) -> bool:
         """Do the results of an operator follow from values that are known?"""
-        name = op_facts.base_name(func)
-        if func.namespace != "aten" or name in _UNDEFINED or op_facts.may_draw(func):
-            return False
-        return name in _CONSTANTS or all(self.of(tensor) is not None for tensor in inputs)
+        return _may_follow(func) and (
+            op_facts.base_name(func) in _CONSTANTS or all(self.of(tensor) is not None for tensor in inputs)
+        )
+
+    def may_run_late(self, func: OpOverload, inputs: list[torch.Tensor]) -> bool:
+        """Do they follow from values that are known or can be computed?"""
+        return _may_follow(func) and all(self.of(one) is not None or self._late_of(one) is not None for one in inputs)
+
+    def find(self, inputs: list[torch.Tensor]) -> bool:
+        """Compute the values of an operator's arguments, so that ``run`` can be called; False where one is unknown."""
+        for tensor in inputs:
+            if self.of(tensor) is not None:
+                continue
+            value = self.found(tensor)
+            if value is None:
+                return False
+            storage = tensor.untyped_storage()
+            with _private.no_modes():
+                own = _private.copy_of_storage(value)  # Others may read the one that was found.
+            self._known[_private.storage_key(storage)] = (_private.weak(storage), own)
+        return True
+
+    def note_late(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """Remember how results follow from values that are known or can be computed.
+
+        Args:
+            func: an operator of which ``may_run`` or ``may_run_late`` is true.
+            args: its arguments.
+            kwargs: those by name.
+            out: what it returned without memory.
+        """
+        inputs = [one for one in _private.tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+        outputs = [one for one in _private.tree_leaves(out) if isinstance(one, torch.Tensor)]
+        changed = {id(one) for one in op_facts.written(func, args, kwargs)}
+        written = tuple(place for place, tensor in enumerate(inputs) if id(tensor) in changed)
+        if not all(is_plain(one) and not one.is_conj() and not one.is_neg() for one in (*inputs, *outputs)):
+            self.forget(inputs[place] for place in written)
+            return
+
+        def read(tensor: torch.Tensor) -> Read | Pattern:
+            value = self._value_to_read(tensor)
+            device = torch.device("cpu") if tensor.device.type == "meta" else tensor.device
+            return Pattern(Place.of(tensor), device) if value is None else Read(value, Place.of(tensor))
+
+        arguments = _private.tree_map_only(torch.Tensor, read, (args, kwargs))
+        if _is_on_meta(args, kwargs):
+            arguments = _private.tree_map_only(torch.device, lambda device: torch.device("cpu"), arguments)
+        size_bytes = sum(one.untyped_storage().nbytes() for one in outputs)
+        call = LateCall(func, arguments, written, size_bytes)
+        for slot, tensor in enumerate((*outputs, *(inputs[place] for place in written))):
+            self._set_late(tensor, LateValue(call, slot))
+
+    def _late_of(self, tensor: torch.Tensor) -> LateValue | None:
+        if not is_plain(tensor):
+            return None
+        storage = tensor.untyped_storage()
+        late = self._late.get(_private.storage_key(storage))
+        return late[1] if late is not None and late[0]() is storage else None
+
+    def _set_late(self, tensor: torch.Tensor, value: LateValue) -> None:
+        self.forget([tensor])
+        storage = tensor.untyped_storage()
+        self._late[_private.storage_key(storage)] = (_private.weak(storage), value)
+
+    def _value_to_read(self, tensor: torch.Tensor) -> LateValue | None:
+        """What a late call reads: a copy of values that are there, since a storage that is held is never freed."""
+        late = self._late_of(tensor)
+        value = self.of(tensor)
+        if late is not None or value is None:
+            return late
+        storage = tensor.untyped_storage()
+        key = _private.storage_key(storage)
+        earlier = self._read_late.get(key)
+        if earlier is not None and earlier[0]() is storage:
+            return earlier[1]
+        with _private.no_modes():
+            found = LateValue(None, 0, _private.copy_of_storage(value))
+        self._read_late[key] = (_private.weak(storage), found)
+        return found
 
     def run(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator of which ``may_run`` is true on the values of its arguments; the results are known."""
@@ -103,6 +203,8 @@ class KnownValues:
             return self._run_beside(func, args, kwargs)
         for tensor in op_facts.written(func, args, kwargs):
             self._copy_if_given(tensor)
+            for late in (self._late, self._read_late):
+                late.pop(_private.storage_key(tensor.untyped_storage()), None)
         originals: dict[int, torch.Tensor] = {}
 
         def value_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -145,9 +247,12 @@ class KnownValues:
         """Something that is not known was written to these tensors."""
         for tensor in tensors:
             if is_plain(tensor):
-                self._known.pop(_private.storage_key(tensor.untyped_storage()), None)
+                key = _private.storage_key(tensor.untyped_storage())
+                for values in (self._known, self._late, self._read_late):
+                    values.pop(key, None)
 
     def _learn(self, tensor: torch.Tensor) -> int:
+        self.forget([tensor])
         storage = tensor.untyped_storage()
         key = _private.storage_key(storage)
         self._known[key] = (_private.weak(storage), None)
@@ -168,9 +273,19 @@ def _is_on_meta(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return any(isinstance(one, torch.device) and one.type == "meta" for one in devices)
 
 
+def _may_follow(func: OpOverload) -> bool:
+    """Can results of an operator follow from the values of its arguments?"""
+    return func.namespace == "aten" and op_facts.base_name(func) not in _UNDEFINED and not op_facts.may_draw(func)
+
+
 def are_small(result: Any) -> bool:
     """Are all tensors that an operator returns small enough to be followed?"""
     return all(_is_small(t) for t in _private.tree_leaves(result) if isinstance(t, torch.Tensor))
+
+
+def _lies_in_little(tensor: torch.Tensor) -> bool:
+    """Is the storage of whole numbers or truth values small enough to be followed?"""
+    return is_plain(tensor) and tensor.untyped_storage().nbytes() <= _MOST_WHOLE_NUMBERS * tensor.element_size()
 
 
 def _is_small(tensor: torch.Tensor) -> bool:

@@ -208,7 +208,7 @@ class KnownStorages:
             number = self._known[key] = self._add(tensor, None)
             self._pinned[key] = (tensor.untyped_storage(), number)
             self._recording.storages[number].role = role or _role_of(tensor)
-            self.values.pin(tensor)
+            self.values.pin(tensor, is_of_batch=role == "batch")
         return number
 
     def read(self, tensor: torch.Tensor) -> tuple[int, int]:
@@ -240,7 +240,7 @@ class KnownStorages:
             pinned = self._pinned.get(key)
             if key not in self._known or (pinned is not None and not self._recording.storages[pinned[1]].writes):
                 return tensor  # It is as it was before the step.
-        return self.values.of(tensor)
+        return self.values.found(tensor)
 
     def made(self, tensor: torch.Tensor, made_by: int | None) -> int:
         """Add the storage that an op makes, and return its number."""

@@ -29,6 +29,11 @@ _SELECTIONS: Final = frozenset(
 )
 
 
+def has_rule(func: OpOverload) -> bool:
+    """Is there a rule for an operator whose result no value decides?"""
+    return func is _GROUPED_PRODUCT
+
+
 def with_positions(
     func: OpOverload, args: tuple[Any, ...], value_of: Callable[[torch.Tensor], torch.Tensor | None]
 ) -> tuple[Any, ...]:

@@ -154,14 +154,19 @@ class StepWatcher(_private.TorchDispatchMode):
             if values.of(inputs[0]) is None and self.storages.is_of_the_step(inputs[0]):
                 stand_ins.note(out)
             return out
-        if values.may_run(func, inputs):
+        may_run = values.may_run(func, inputs)
+        if may_run or values.may_run_late(func, inputs):
             try:
                 out = stand_ins.run(func, args, kwargs)
             except (_private.DataDependentOutputException, _private.DynamicOutputShapeException):
-                return values.run(func, args, kwargs)
-            if are_small(out):
-                return values.run(func, args, kwargs)
-        elif func is _ITEM:
+                if may_run or values.find(inputs):
+                    return values.run(func, args, kwargs)
+            else:
+                if may_run and are_small(out):
+                    return values.run(func, args, kwargs)
+                values.note_late(func, args, kwargs, out)
+                return out
+        if func is _ITEM:
             if (value := self.storages.value_of(inputs[0])) is not None:
                 return func(value)
             if inputs[0].dtype is torch.bool:
