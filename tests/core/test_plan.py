@@ -77,6 +77,8 @@ def test_everything_in_a_plan(use: Use, bound: Callable[[float], None]) -> None:
         "split": None,
         "update": None,
         "mode": None,
+        "expected_time_s": None,
+        "baseline_expected_time_s": None,
     }
     assert plan.recomputed == 1
     assert 0 < plan.plan_seconds < 60
@@ -89,6 +91,20 @@ def test_report_names_what_matters(use: Use, bound: Callable[[float], None]) -> 
     assert len(report.splitlines()) <= 8
     for part in ("'given'", "4 MiB", "80.0% of plain", "5 MiB", "16.67%", "as the test says", "1 of 6 ops", "1 extra"):
         assert part in report
+
+
+def test_what_runs_are_expected_to_take_stands_beside_the_overhead(use: Use, tmp_path: Path) -> None:
+    use(RECOMPUTED)
+    plan = remat.plan(chain(3, time_s=2.0), 4, planner="given")
+    assert plan.expected_overhead == plan.overhead == pytest.approx(2.0 / 12.0)
+    assert "expected " not in str(plan)
+
+    known = dataclasses.replace(plan, expected_time_s=9.0, baseline_expected_time_s=10.0)
+    assert known.expected_overhead == pytest.approx(-0.1)
+    assert known.overhead == plan.overhead
+    assert "expected       -10.00% (9 s, plain 10 s)" in str(known)
+    known.save(tmp_path / "plan.json")
+    assert remat.load_plan(tmp_path / "plan.json").expected_overhead == known.expected_overhead
 
 
 def test_planner_gets_budget_limit_and_options(use: Use) -> None:

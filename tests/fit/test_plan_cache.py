@@ -145,3 +145,24 @@ def test_the_oldest_are_forgotten(monkeypatch, cache):
     assert len(list(cache.glob("*"))) == 3
     assert planned(budget="80%")[1] == 0
     assert planned(budget="60%")[1] > 0
+
+
+def test_what_runs_are_expected_to_take_is_worked_out_anew():
+    """It depends on the machine, so that a plan of an earlier run brings the seconds of this one."""
+
+    class Clocked(Traced):
+        seconds = 1.0
+
+        def expected_time_s(self, plan):
+            return self.seconds if plan is None else 3 * self.seconds
+
+    first, asked = planned(Clocked())
+    assert asked > 0
+    assert (first.expected_time_s, first.baseline_expected_time_s) == (3.0, 1.0)
+    assert first.expected_overhead == 2.0
+
+    quicker = Clocked()
+    quicker.seconds = 0.5
+    again, asked = planned(quicker)
+    assert asked == 0
+    assert (again.expected_time_s, again.baseline_expected_time_s) == (1.5, 0.5)

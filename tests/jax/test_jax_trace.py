@@ -122,6 +122,37 @@ def test_a_loop_is_one_op_with_the_work_of_all_its_iterations():
     assert short.ops[0].workspace_bytes >= 64 * 64 * 4
 
 
+@pytest.mark.parametrize(("device", "is_dear"), [("cpu", True), ("a100", False)])
+def test_random_bits_are_dear_on_a_cpu_only(device, is_dear):
+    def function(key, x):
+        return jax.random.bits(key, (512, 512)) ^ jnp.sort(x)
+
+    graph = remat.jax.trace(function, jax.random.key(0), jnp.ones((512, 512), jnp.uint32), device=device)
+    seconds = {op.kind: op.time_s for op in graph.ops}
+    traffic_s = 4 * 512 * 512 / get_profile(device).memory_rate
+    assert (seconds["random_bits"] > 10 * traffic_s) is is_dear
+
+
+def test_gradients_of_weights_take_longer_than_other_products_on_a_cpu():
+    """Those that are summed over samples and tokens: XLA copies one operand in another order."""
+    x, y, w = jnp.ones((4, 64, 64)), jnp.ones((4, 64, 128)), jnp.ones((64, 128))
+
+    def seconds(function, *args, device="cpu"):
+        (op,) = (op for op in remat.jax.trace(function, *args, device=device).ops if op.kind == "dot_general")
+        return op.time_s - get_profile(device).overhead_s
+
+    def of_a_weight(y, x):
+        return jax.lax.dot_general(y, x, (((0, 1), (0, 1)), ((), ())))
+
+    def of_a_weight_of_samples(y, x):
+        return jax.lax.dot_general(y, x, (((0,), (0,)), ((), ())))
+
+    flat = y.reshape(256, 128), x.reshape(256, 64)
+    assert seconds(of_a_weight_of_samples, *flat) == pytest.approx(seconds(jnp.matmul, x, w))
+    assert seconds(of_a_weight, y, x) > 3 * seconds(jnp.matmul, x, w)
+    assert seconds(of_a_weight, y, x, device="a100") == pytest.approx(seconds(jnp.matmul, x, w, device="a100"))
+
+
 def test_shapes_suffice():
     case = mlp()
     shapes = jax.eval_shape(lambda *a: a, *case.args)

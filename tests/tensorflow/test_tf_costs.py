@@ -8,7 +8,7 @@ import tensorflow as tf
 from remat.running.cost_model import get_profile
 from remat.tensorflow.peak.device import current_device
 from remat.tensorflow.trace.func_graph import trace_func_graph
-from remat.tensorflow.trace.op_facts import flops
+from remat.tensorflow.trace.op_facts import flops, flops_on_cpu
 
 B, H, W, C, F = 2, 16, 12, 8, 24
 
@@ -120,6 +120,41 @@ def test_unknown_shapes_count_what_is_known():
     (op,) = [op for op in graph.get_operations() if op.type == "MatMul"]
 
     assert flops(op, [None, (7, 11)], [(5, 11)]) == 2 * 5 * 11  # As if what is summed over had one element.
+
+
+def on_cpu(build, kind):
+    """What an operation counts as on a CPU, beside its own operations."""
+    with tf.Graph().as_default() as graph:
+        build()
+    (op,) = [op for op in graph.get_operations() if op.type == kind]
+    shapes = [[tuple(t.shape) for t in tensors] for tensors in (op.inputs, op.outputs)]
+    return flops_on_cpu(op, *shapes) / flops(op, *shapes)
+
+
+def test_what_is_dear_on_a_cpu_counts_as_what_it_takes():
+    assert on_cpu(lambda: ones(5, 7) @ ones(7, 11), "MatMul") == 1
+    assert on_cpu(lambda: tf.random.stateless_uniform((64, 64), (1, 2)), "StatelessRandomUniformV2") > 500
+    assert on_cpu(lambda: tf.tanh(ones(5, 7)), "Tanh") > 10
+    build, kind, _ = CASES["gradient of a depthwise convolution's filter"]
+    assert on_cpu(build, kind) > 2
+
+
+def test_powers_that_become_products_are_cheap():
+    assert on_cpu(lambda: tf.pow(ones(5, 7), 3.0), "Pow") == 1
+    assert on_cpu(lambda: tf.pow(ones(5, 7), tf.constant(3.0) - tf.constant(1.0)), "Pow") == 1
+    assert on_cpu(lambda: tf.pow(ones(5, 7), 2.7), "Pow") > 1000
+    assert on_cpu(lambda: tf.pow(ones(5, 7), ones(5, 7) * 2.0), "Pow") > 1000
+
+
+@pytest.mark.parametrize(("device", "is_dear"), [("cpu", True), ("a100", False)])
+def test_random_numbers_are_dear_on_a_cpu_only(device, is_dear):
+    @tf.function
+    def step(x):
+        return x + tf.random.stateless_uniform((512, 512), (1, 2))
+
+    graph = trace_func_graph(step.get_concrete_function(tf.ones((512, 512))).graph, profile=get_profile(device)).graph
+    seconds = {op.kind: op.time_s for op in graph.ops}
+    assert (seconds["StatelessRandomUniformV2"] > 3 * seconds["AddV2"]) is is_dear
 
 
 @pytest.mark.parametrize(("dtype", "temporaries"), [(tf.float32, 0), (tf.float16, 3)])

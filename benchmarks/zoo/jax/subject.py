@@ -77,7 +77,7 @@ class JaxModel(Subject):
             results=results,
             planning_s=traced - started if is_planned else 0.0,
             compiling_s=ended - (traced if is_planned else started),
-            predicted=None if jitted.plan is None else jitted.plan.overhead,
+            predicted=None if jitted.plan is None else jitted.plan.expected_overhead,
         )
 
     def _copies(self) -> tuple[Any, ...]:

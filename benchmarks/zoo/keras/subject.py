@@ -118,7 +118,7 @@ class KerasModel(Subject):
             results=results,
             planning_s=0.0 if plan is None else first_s,
             compiling_s=0.0 if plan is not None else first_s,
-            predicted=None if plan is None else plan.overhead,
+            predicted=None if plan is None else plan.expected_overhead,
             predicted_bytes=None if plan is None else plan.peak_bytes,
             budget_bytes=None if plan is None else plan.budget_bytes,
             said=" ".join(said),

@@ -108,7 +108,7 @@ def _measure_table(
 ) -> Table:
     runs = (
         ("plain", plain, plan.baseline_peak_bytes, 0.0),
-        (f"within {format_bytes(plan.budget_bytes)}", planned, plan.peak_bytes, plan.overhead),
+        (f"within {format_bytes(plan.budget_bytes)}", planned, plan.peak_bytes, plan.expected_overhead),
     )
     table = Table(title=f"Measured: {source.name}", title_justify="left", title_style="bold")
     table.add_column("A step", no_wrap=True)
@@ -157,7 +157,7 @@ def _measure_as_json(
             "measured_time_s": planned["step_time_s"],
             "losses": planned["losses"],
         },
-        "predicted_overhead": plan.overhead,
+        "predicted_overhead": plan.expected_overhead,
         "measured_overhead": planned["step_time_s"] / plain["step_time_s"] - 1,
         "calibration": calibration,
     }

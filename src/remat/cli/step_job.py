@@ -9,7 +9,7 @@ import importlib
 import os
 import random
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,11 +20,13 @@ from remat.cli.options import Source
 from remat.cli.source import computing_framework, workload_from_source
 from remat.core.files import read_json, write_json
 from remat.core.plan import Plan, load_plan
-from remat.running.calibration import op_samples
+from remat.running.calibration import cached_bytes_per_s, op_samples
 from remat.running.check import check_workload
 from remat.running.cost_model import DEVICE_VARIABLE, MEASURED, calibrate, save_measured
+from remat.running.fresh_memory import measured_bytes_per_s
 from remat.running.machine import memory_bytes
 from remat.running.process import answer_job, run_job
+from remat.running.step_time import cache_bytes
 from remat.running.workload import Workload
 
 _RESULT_FILE: Final = "result.json"
@@ -103,6 +105,8 @@ def _calibrate(request: dict[str, Any], workload: Workload, folder: Path) -> dic
     ops: Any = importlib.import_module(f"remat.{framework}.timed_ops").TimedOps()
     samples = op_samples(ops)
     profile = calibrate(samples, f"measured by {framework}", memory_bytes=memory_bytes())
+    cached = cached_bytes_per_s(samples, cache_bytes())
+    profile = replace(profile, fresh_bytes_per_s=measured_bytes_per_s(), cached_bytes_per_s=cached)
     path = save_measured(profile)
     graph = workload.graph(MEASURED)
     return {
@@ -111,6 +115,8 @@ def _calibrate(request: dict[str, Any], workload: Workload, folder: Path) -> dic
         "flops_per_s": profile.flops_per_s["float32"],
         "bytes_per_s": profile.bytes_per_s,
         "overhead_s": profile.overhead_s,
+        "fresh_bytes_per_s": profile.fresh_bytes_per_s,
+        "cached_bytes_per_s": profile.cached_bytes_per_s,
         "plain_time_s": graph.time_s,
     }
 

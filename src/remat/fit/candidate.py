@@ -48,6 +48,14 @@ class Candidate(abc.ABC):
     def real_peak(self, plan: Plan) -> PeakRange:
         """The real peak under a plan, without what is resident beside it."""
 
+    def expected_time_s(self, plan: Plan | None) -> float | None:
+        """Seconds of a run with what memory does to it; None where that is not known.
+
+        Args:
+            plan: whose run; None for the plain step's.
+        """
+        return None
+
     def find(self, budget_bytes: int, request: Request) -> Plan:
         """The planner's plan within a budget of the trace; nothing is proved about it.
 

@@ -47,7 +47,7 @@ def fit(candidate: Candidate, request: Request, *, share_of_bytes: int | None = 
     entry = Entry.of(candidate, request, budget_bytes, share_of_bytes, proves)
     earlier = entry.plan(candidate, budget_bytes)
     if earlier is not None:
-        return earlier
+        return _with_expected_time(earlier, candidate)
     target_bytes = candidate.target_bytes(budget_bytes)
     if is_plain:
         graph = candidate.graph
@@ -80,7 +80,13 @@ def fit(candidate: Candidate, request: Request, *, share_of_bytes: int | None = 
         budget_bytes=budget_bytes,
     )
     entry.keep(found)
-    return found
+    return _with_expected_time(found, candidate)
+
+
+def _with_expected_time(plan: Plan, candidate: Candidate) -> Plan:
+    """The plan with what runs are expected to take, which depends on the machine and is kept in no file."""
+    ours, plain = candidate.expected_time_s(plan), candidate.expected_time_s(None)
+    return dataclasses.replace(plan, expected_time_s=ours, baseline_expected_time_s=plain)
 
 
 def fits_plainly(candidate: Candidate, budget_bytes: int) -> bool:

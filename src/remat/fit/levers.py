@@ -91,6 +91,7 @@ def fit_with_splits(
     plan, chosen, split = min(found, key=lambda one: one[0].time_s)
     if split is not None:
         plan = _beside_unsplit(plan, split, candidate.graph.time_s)
+        plan = dataclasses.replace(plan, baseline_expected_time_s=candidate.expected_time_s(None))
     return proved(plan, chosen, request) if proves else plan
 
 

@@ -12,10 +12,13 @@ class PeakRange:
     Attributes:
         expected_bytes: what a run of a few steps is expected to show.
         highest_bytes: the most that it may show, which a budget has to hold; the same where the figure is exact.
+        block_bytes: of the block that a run asks for at once and gives back at its end; 0 where memory is asked for
+            in another way.
     """
 
     expected_bytes: int
     highest_bytes: int
+    block_bytes: int = 0
 
     @classmethod
     def exactly(cls, peak_bytes: int) -> PeakRange:
@@ -33,4 +36,4 @@ class PeakRange:
         return (self.expected_bytes + self.highest_bytes) // 2
 
     def __add__(self, more_bytes: int) -> PeakRange:
-        return PeakRange(self.expected_bytes + more_bytes, self.highest_bytes + more_bytes)
+        return PeakRange(self.expected_bytes + more_bytes, self.highest_bytes + more_bytes, self.block_bytes)

@@ -2,15 +2,17 @@
 
 XLA assigns buffers after its passes over the program and before it makes kernels. On the models of the zoo that takes
 .04 to .8 s where compiling takes .5 to 9. ``stopping`` puts a call of a function that nobody registered into a program,
-at which the compiler gives up once it begins with kernels; ``assigned_bytes`` reads the assignment that XLA has written
-to a folder by then. Both the error and the file are private to XLA: where either is not as expected, there is no
-figure, and a program has to be compiled. ``tests/jax/test_jax_peaks.py`` compares the figures with compiled programs.
+at which the compiler gives up once it begins with kernels; ``assigned_memory`` reads the assignment that XLA has
+written to a folder by then. Both the error and the file are private to XLA: where either is not as expected, there is
+no figure, and a program has to be compiled. ``tests/jax/test_jax_peaks.py`` compares the figures with those of compiled
+programs.
 """
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -38,8 +40,21 @@ def stopping(function: Callable[..., Any]) -> Callable[..., Any]:
     return stopped
 
 
-def assigned_bytes(lowered: Any, options: Mapping[str, Any]) -> int | None:
-    """Bytes of arguments, results and all between of a program that ``stopping`` made, what they share counted once.
+@dataclass(frozen=True)
+class ProgramMemory:
+    """What a program takes.
+
+    Attributes:
+        peak_bytes: of arguments, results and all between, what they share counted once.
+        temporary_bytes: of what is neither argument nor result. A run asks for it in one block.
+    """
+
+    peak_bytes: int
+    temporary_bytes: int
+
+
+def assigned_memory(lowered: Any, options: Mapping[str, Any]) -> ProgramMemory | None:
+    """The memory of a program that ``stopping`` made.
 
     Args:
         lowered: the program, as ``jax.stages.Lowered``.
@@ -54,12 +69,12 @@ def assigned_bytes(lowered: Any, options: Mapping[str, Any]) -> int | None:
             lowered.compile(compiler_options={**options, "xla_dump_to": folder, "xla_dump_hlo_as_proto": True})
         except jax.errors.JaxRuntimeError as error:
             written = list(Path(folder).glob(_FILES)) if _TARGET in str(error) else []
-            return _bytes_of_allocations(memoryview(written[0].read_bytes())) if len(written) == 1 else None
+            return _memory_of_allocations(memoryview(written[0].read_bytes())) if len(written) == 1 else None
     return None
 
 
-def _bytes_of_allocations(written: memoryview) -> int | None:
-    total, found = 0, False
+def _memory_of_allocations(written: memoryview) -> ProgramMemory | None:
+    total, temporary, found = 0, 0, False
     for number, assignment in _fields(written):
         for own, allocation in _fields(assignment) if number == _ASSIGNMENT else ():
             if own != _ALLOCATION:
@@ -67,9 +82,12 @@ def _bytes_of_allocations(written: memoryview) -> int | None:
             found = True
             facts = dict(_fields(allocation))
             is_inside = facts.get(_IS_THREAD_LOCAL) or facts.get(_IS_CONSTANT)
-            if facts.get(_IS_PARAMETER) or facts.get(_LIVES_ON) or not is_inside:
+            is_outside = facts.get(_IS_PARAMETER) or facts.get(_LIVES_ON)
+            if is_outside or not is_inside:
                 total += facts.get(_SIZE, 0)
-    return total if found else None
+            if not is_outside and not is_inside:
+                temporary += facts.get(_SIZE, 0)
+    return ProgramMemory(total, temporary) if found else None
 
 
 def _fields(message: memoryview) -> Iterator[tuple[int, Any]]:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cached_property
 from typing import Final
 
+import jax
+
 from remat.core.errors import InfeasibleBudget, UnsupportedStep
 from remat.core.graph import Graph
 from remat.core.plan import Plan, plan_for_schedule
@@ -22,7 +24,7 @@ from remat.fit.variants import Variants
 from remat.fit.variants import cheapest_plan as cheapest_of_variants
 from remat.jax.peak import REFUSED
 from remat.jax.trace.program import Program, name_of
-from remat.jax.variants import Variant
+from remat.jax.variants import Variant, profile_here
 from remat.planners.chain.programme import BlockChain
 from remat.planners.replay.improve import without_idle_runs
 from remat.planners.replay.residents import TooManyRuns
@@ -30,6 +32,8 @@ from remat.planners.view.board import Condensed
 from remat.planners.view.problem import Problem
 from remat.planning.checkpoints import plan_with_checkpoints
 from remat.planning.prove import prove
+from remat.running import fresh_memory
+from remat.running.step_time import step_time_s
 
 _log = logging.getLogger("remat")
 
@@ -92,6 +96,21 @@ class FunctionCandidate(Candidate):
     def real_peak(self, plan: Plan) -> PeakRange:
         """The peak of the program that a plan leads to."""
         return self._compiled_peak(plan)
+
+    def expected_time_s(self, plan: Plan | None) -> float | None:
+        """On a CPU, seconds with what is in caches and the pages of the block between arguments and results.
+
+        Args:
+            plan: whose run; None for the plain step's.
+        """
+        if jax.default_backend() != "cpu":
+            return None
+        profile = profile_here()
+        graph = self.graph if plan is None else self.graph_of(plan)
+        schedule = graph.plain_schedule if plan is None else plan.schedule
+        peak = self.plain_peak if plan is None else self.real_peak(plan)
+        fetched_bytes = fresh_memory.fetched_bytes([peak.block_bytes])
+        return step_time_s(graph, schedule, profile) + fetched_bytes / profile.fresh_rate
 
     def find(self, budget_bytes: int, request: Request) -> Plan:
         """The cheapest plan over the variants."""

@@ -14,6 +14,7 @@ from remat.core.errors import UnsupportedStep
 from remat.core.schedule import Schedule
 from remat.fit.peaks import PeakRange
 from remat.jax import _buffers, _private
+from remat.jax._buffers import ProgramMemory
 from remat.jax.context import Tie
 from remat.jax.emit.evaluate import FlatFunction, emit
 from remat.jax.mapped import MappedFunction
@@ -62,6 +63,15 @@ def peak_of(memory: Any) -> int:
     )
 
 
+def memory_of(memory: Any) -> ProgramMemory:
+    """What a program takes by ``compiled.memory_analysis()``.
+
+    Raises:
+        UnsupportedStep: where the platform does not say.
+    """
+    return ProgramMemory(peak_of(memory), int(memory.temp_size_in_bytes))
+
+
 class Compiler:
     """Compiles schedules of one program and remembers their peaks.
 
@@ -105,9 +115,9 @@ class Compiler:
 
     def _peak(self, lowered: Lowered) -> PeakRange:
         if self._accept is None:
-            return PeakRange.exactly(lowered.peak_bytes())
+            return lowered.peak()
         compiled = lowered.compiled()  # What is asked of the program needs the one that will run.
-        return PeakRange.exactly(peak_of(compiled.memory_analysis())) if self._accept(compiled) else REFUSED
+        return _range_of(memory_of(compiled.memory_analysis())) if self._accept(compiled) else REFUSED
 
     def compile(self, schedule: Schedule) -> Any:
         """The compiled program of a schedule, as ``jax.stages.Compiled``."""
@@ -185,7 +195,7 @@ class Lowered:
         """The program, as ``jax.stages.Compiled``."""
         return self._lowered(self._function).compile(compiler_options=self._options())
 
-    def peak_bytes(self) -> int:
+    def peak(self) -> PeakRange:
         """What the compiler says of the program's memory; remembered, so that equal programs are looked at once.
 
         Raises:
@@ -196,12 +206,12 @@ class Lowered:
         text = repr((self._options(), jax.devices(), lowered.as_text()))
         key = hashlib.sha256(text.encode()).digest()
         if key not in _known:
-            peak_bytes = _buffers.assigned_bytes(lowered, self._options()) if is_read_early else None
-            _known[key] = peak_of(self.compiled().memory_analysis()) if peak_bytes is None else peak_bytes
+            memory = _buffers.assigned_memory(lowered, self._options()) if is_read_early else None
+            _known[key] = memory_of(self.compiled().memory_analysis()) if memory is None else memory
         _known.move_to_end(key)
         while len(_known) > _MOST_KNOWN:
             _known.popitem(last=False)
-        return _known[key]
+        return _range_of(_known[key])
 
     def _lowered(self, function: Any) -> Any:
         return jax.jit(function, **self._jit_options).lower(*self._shapes)
@@ -213,8 +223,12 @@ class Lowered:
         return options
 
 
-_known: OrderedDict[bytes, int] = OrderedDict()
-"""The peaks of programs, by the hash of their text and options. A step that is planned for a second budget, as after a
+def _range_of(memory: ProgramMemory) -> PeakRange:
+    return PeakRange(memory.peak_bytes, memory.peak_bytes, memory.temporary_bytes)
+
+
+_known: OrderedDict[bytes, ProgramMemory] = OrderedDict()
+"""The memory of programs, by the hash of their text and options. A step that is planned for a second budget, as after a
 refusal, looks at its plain form once less."""
 
 _MOST_KNOWN: Final = 256

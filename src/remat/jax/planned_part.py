@@ -191,7 +191,7 @@ def plan_part(
                 return emitted(followed, own)(*some, **named)
 
             everything = (*shapes, *(array for group in arrays.values() for array in group))
-            return PeakRange.exactly(Lowered(flat, everything, tie, donated).peak_bytes())
+            return Lowered(flat, everything, tie, donated).peak()
 
         candidate = FunctionCandidate(variants_of_jaxpr(closed, None, main.kept_names), compiled_peak)
         return candidate
@@ -243,7 +243,7 @@ def _plain_peak_bytes(plain: Function, structure: Any, shapes: Sequence[Any], ti
         return plain(*some, **named)
 
     with for_a_plan():
-        return Lowered(flat, shapes, tie, donated).peak_bytes()
+        return Lowered(flat, shapes, tie, donated).peak().expected_bytes
 
 
 class PartlyPlanned(Follower):

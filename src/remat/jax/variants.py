@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import jax
 
@@ -17,7 +17,15 @@ from remat.jax.scans.variants import FindReceived, ScanVariants, scan_variants
 from remat.jax.trace.graph import graph_of_program
 from remat.jax.trace.program import Program, program_of, trace_jaxpr
 from remat.planners.view.problem import Problem
-from remat.running.cost_model import device_here, get_profile
+from remat.running.cost_model import DeviceProfile, device_here, get_profile
+
+_CPU: Final = "cpu"
+
+_KERNEL_S: Final = 5e-7
+"""What XLA on a CPU needs to begin a kernel, which the usual profile has as 5 us: tiny products took .45 us each.
+
+Too high, loops over many small kernels look dear: the GRU of the zoo by a factor of three.
+"""
 
 
 @dataclass(frozen=True)
@@ -48,6 +56,18 @@ class Variant:
         return dataclasses.replace(self.graph, ops=ops)
 
 
+def profile_here() -> DeviceProfile:
+    """The figures of the device that a step is planned for."""
+    if jax.default_backend() != "cpu":
+        return get_profile(device_here("a100"))
+    name = device_here(_CPU)
+    profile = get_profile(name)
+    if name != _CPU:
+        return profile
+    # XLA's own sums of vectors took as long in caches as in main memory, 40 GB/s, and so did most of its kernels.
+    return dataclasses.replace(profile, overhead_s=_KERNEL_S, cached_bytes_per_s=profile.memory_rate)
+
+
 def variants_of_jaxpr(
     closed: ClosedJaxpr,
     find_received: FindReceived | None = None,
@@ -66,7 +86,7 @@ def variants_of_jaxpr(
     Raises:
         UnsupportedStep: where a shape is unknown.
     """
-    profile = get_profile(device_here("cpu" if jax.default_backend() == "cpu" else "a100"))
+    profile = profile_here()
 
     def variant_of(make: Callable[[], Any]) -> Variant:
         program = program_of(make(), kept_names)

@@ -206,7 +206,7 @@ def _cards(graph: Graph, plan: Plan) -> list[dict[str, str]]:
         {
             "name": "Extra time",
             "value": f"{plan.overhead:.2%}",
-            "note": f"{format_time(plan.time_s)} a step, plain {format_time(plan.baseline_time_s)}",
+            "note": f"{format_time(plan.time_s)} a step, plain {format_time(plan.baseline_time_s)}{_expected(plan)}",
         },
         _bound_card(plan),
         {
@@ -215,6 +215,11 @@ def _cards(graph: Graph, plan: Plan) -> list[dict[str, str]]:
             "note": f"found by {plan.planner} in {plan.plan_seconds:.1f} s{mode}",
         },
     ]
+
+
+def _expected(plan: Plan) -> str:
+    """What runs are expected to take, where a front end knows what memory does to them."""
+    return "" if plan.expected_time_s is None else f"; {plan.expected_overhead:+.2%} expected, memory counted"
 
 
 def _bound_card(plan: Plan) -> dict[str, str]:

@@ -86,6 +86,17 @@ def op_samples(ops: TimedOps, on_sample: Callable[[int, int], None] | None = Non
     return found
 
 
+def cached_bytes_per_s(samples: Sequence[OpSample], cache_bytes: int) -> float | None:
+    """Bandwidth of those additions whose vectors fit into a cache together; None where none do.
+
+    Args:
+        samples: of ``op_samples``.
+        cache_bytes: what the last-level cache holds, half of which counts: a framework needs some of it, too.
+    """
+    fitting = [one for one in samples if one.flops < one.bytes_moved <= cache_bytes / 2 and one.bytes_moved >= 2**20]
+    return max((one.bytes_moved / one.time_s for one in fitting), default=None)
+
+
 def _least_time_s(run: Callable[[], Any], wait: Callable[[Any], None]) -> float:
     """The least seconds of a run over some rounds. Whatever disturbs a run makes it longer, never shorter."""
     wait(run())  # The first run may compile.

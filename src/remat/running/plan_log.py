@@ -57,5 +57,6 @@ class PlanLog:
                 "remat/measured_peak_bytes": plan.measured_peak_bytes,
                 "remat/budget_bytes": plan.budget_bytes,
                 "remat/overhead": plan.overhead,
+                "remat/expected_overhead": plan.expected_overhead,
             }
             self._run.log({name: value for name, value in figures.items() if value is not None}, commit=False)

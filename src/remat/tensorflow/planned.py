@@ -21,14 +21,19 @@ from remat.fit.fit import fit
 from remat.fit.levers import proved
 from remat.fit.request import AUTO, Request
 from remat.fit.variants import Variants
-from remat.running.cost_model import DeviceProfile, device_here, get_profile
 from remat.tensorflow._private import FuncGraph
 from remat.tensorflow.api.checkpoints import chosen_plan
 from remat.tensorflow.early_updates import EarlyUpdates
 from remat.tensorflow.emit.emit import Rewritten, emit
 from remat.tensorflow.loops.variants import Variant, variants_of
 from remat.tensorflow.peak.candidates import CompiledFunction, ExecutedFunction, FunctionCandidate
-from remat.tensorflow.peak.device import appended_bytes, current_device, planning_for, resident_elsewhere_bytes
+from remat.tensorflow.peak.device import (
+    appended_bytes,
+    current_device,
+    planning_for,
+    profile_here,
+    resident_elsewhere_bytes,
+)
 from remat.tensorflow.replicas import planned_for_all, plans_of_replicas
 from remat.tensorflow.split.choose import SplittableFunction
 from remat.tensorflow.trace.device_part import device_part, inputs_of_device
@@ -190,7 +195,7 @@ def _traced(function: FunctionToPlan, bodies: Mapping[tf.Operation, FuncGraph] |
         allocator = dataclasses.replace(allocator, own_kernels="none", compiles_calls=False)  # XLA has its own kernels.
     step = trace_func_graph(
         function.func_graph,
-        profile=_profile(),
+        profile=profile_here(),
         input_shapes=function.input_shapes,
         allocator=allocator,
         outputs=function.outputs,
@@ -212,11 +217,7 @@ def _variants(function: FunctionToPlan, step: TracedStep) -> Variants[Variant]:
     if not isinstance(function.func_graph, FuncGraph):
         return Variants([lambda: Variant(step)])
     sizes = sizes_with_loops(function.func_graph, function.input_shapes)
-    return variants_of(step, sizes, _profile(), partial(_traced, function))
-
-
-def _profile() -> DeviceProfile:
-    return get_profile(device_here("a100" if current_device().is_gpu else "cpu"))
+    return variants_of(step, sizes, profile_here(), partial(_traced, function))
 
 
 def _resident_bytes(function: FunctionToPlan) -> int:

@@ -154,7 +154,7 @@ def _time_s(instruction: Instruction, tensors: list[Tensor], profile: DeviceProf
     if len(instruction.equations) == 1 and (op_facts.viewed_input(eqn) is not None or op_facts.holds_nothing(eqn)):
         return 0.0
     moved = _bytes_read(instruction, tensors) + sum(tensors[value].size_bytes for value in instruction.outputs)
-    work = sum(op_facts.flops(equation.eqn) for equation in instruction.equations)
+    work = sum(op_facts.flops(equation.eqn, on_cpu=profile.is_cpu) for equation in instruction.equations)
     dtype = tensors[instruction.outputs[0]].dtype if instruction.outputs else None
     return op_time_s(profile, work, moved, dtype or "float32")
 

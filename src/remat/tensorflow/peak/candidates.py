@@ -16,11 +16,13 @@ from remat.fit.loop import Rounds
 from remat.fit.peaks import PeakRange
 from remat.fit.request import Request
 from remat.fit.variants import Variants, cheapest_plan
+from remat.running.step_time import step_time_s
 from remat.tensorflow import _private
 from remat.tensorflow.emit.emit import emit
 from remat.tensorflow.loops.variants import Variant
 from remat.tensorflow.peak.allocator import AllocatorModel
 from remat.tensorflow.peak.compiled_memory import program_memory
+from remat.tensorflow.peak.device import current_device, profile_here
 from remat.tensorflow.trace.func_graph import FunctionToPlan, TracedStep
 
 _UNSEEN: Final = 0.04
@@ -135,6 +137,17 @@ class ExecutedFunction(FunctionCandidate):
     def real_peak(self, plan: Plan) -> PeakRange:
         """The peak of the function under a plan."""
         return self._allocator.peak_range(self.graph_of(plan), plan.schedule)
+
+    def expected_time_s(self, plan: Plan | None) -> float | None:
+        """On a CPU, seconds with what is in caches; TensorFlow keeps its heap, so that no page is fetched anew.
+
+        Args:
+            plan: whose run; None for the plain step's.
+        """
+        if current_device().is_gpu:
+            return None
+        graph = self.graph if plan is None else self.graph_of(plan)
+        return step_time_s(graph, graph.plain_schedule if plan is None else plan.schedule, profile_here())
 
 
 class CompiledFunction(FunctionCandidate):

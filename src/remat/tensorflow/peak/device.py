@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from remat.core.errors import UnsupportedStep
 from remat.fit.auto_budget import auto_budget_bytes
+from remat.running.cost_model import DeviceProfile, device_here, get_profile
 from remat.tensorflow import _private
 from remat.tensorflow.peak.allocator import AllocatorModel
 from remat.tensorflow.trace.sizes import HANDLES, Sizes, handle_bytes, shape_bytes
@@ -159,6 +160,11 @@ def current_device() -> Device:
     if planned is not None:
         return planned
     return Device("GPU:0" if tf.config.list_logical_devices("GPU") else "CPU:0")
+
+
+def profile_here() -> DeviceProfile:
+    """The figures of the device that a step is planned for."""
+    return get_profile(device_here("a100" if current_device().is_gpu else "cpu"))
 
 
 def resident_elsewhere_bytes(

@@ -382,7 +382,8 @@ class _Tracer:
             return self._loop(op).iterations() * self._memory(op).time_s
         if op.type in CALLS:
             return self._called(op)[1].time_s
-        work = op_facts.flops(op, [self.sizes.shape(t) for t in op.inputs], [self.sizes.shape(t) for t in op.outputs])
+        count = op_facts.flops_on_cpu if self.profile.is_cpu else op_facts.flops
+        work = count(op, [self.sizes.shape(t) for t in op.inputs], [self.sizes.shape(t) for t in op.outputs])
         moved = sum(self.tensors[self.ids[t.name]].size_bytes for t in op.inputs)
         moved += sum(self.tensors[number].size_bytes for number in outputs)
         return op_time_s(self.profile, work, moved, op.outputs[0].dtype.name)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any, Final
 
 import tensorflow as tf
 
@@ -243,6 +244,72 @@ def converted_from_half(op: tf.Operation, shapes: Sequence[Shape]) -> list[tuple
     if op.type not in MATRIX_PRODUCTS or op.outputs[0].dtype != tf.float16:
         return []
     return [shape for shape in shapes if shape is not None]
+
+
+# What a CPU's kernels take for each element of a result, in nanoseconds, where it is more than the traffic: measured on
+# one core of an AMD EPYC of 2024 with TensorFlow 2.21 and oneDNN, most of them in the steps of BERT, EfficientNetB0 and
+# DenseNet121. A product takes 1/230 ns for each operation there. Too low, plans recompute what is dear: the random
+# numbers of a GPT-2's dropouts are 16 % of its step, and a roofline has them as .7 %.
+_NANOSECONDS_PER_ELEMENT = {
+    **dict.fromkeys(("RandomUniform", "StatelessRandomUniform", "StatelessRandomUniformV2"), 2.7),
+    **dict.fromkeys(("StatelessRandomUniformInt", "StatelessRandomUniformIntV2"), 2.7),
+    **dict.fromkeys(("RandomStandardNormal", "StatelessRandomNormal", "StatelessRandomNormalV2"), 4.5),
+    **dict.fromkeys(("TruncatedNormal", "StatelessTruncatedNormal", "StatelessTruncatedNormalV2"), 4.5),
+    **dict.fromkeys(("Exp", "Log", "Log1p", "Sigmoid", "Elu", "Selu", "LogSoftmax", "Erfc"), 0.5),
+    **dict.fromkeys(("Tanh", "Erf", "Softmax", "SelectV2", "Select", "SquaredDifference"), 0.25),
+    **dict.fromkeys(("Sin", "Cos", "Atan", "Atan2"), 0.8),
+    **dict.fromkeys(("Expm1", "Softplus", "FloorMod", "UnsortedSegmentSum"), 2.3),
+    **dict.fromkeys(("Erfinv", "Ndtri", "Cumsum", "Cumprod"), 5.0),
+    **dict.fromkeys(("Tan", "Sinh", "Cosh", "Lgamma", "Digamma", "Pow"), 8.5),
+}
+_FLOPS_PER_NANOSECOND: Final = 230.0
+
+# How many times longer than a product of two matrices others take on that core. Convolutions: those of the demo's
+# residual network, MobileNetV3Small, EfficientNetB0 and DenseNet121; by channel, 57 to 100 operations in a nanosecond,
+# and the gradients of filters 18 times their roofline. ``Einsum``, which copies what it has to transpose, and batches
+# of products: attention in BERT and a vision transformer. Gradients of filters are never repeated, so too high a figure
+# of them makes recomputation look cheap; too high a figure of the others, dear.
+_SLOWER_PRODUCTS = {
+    "Einsum": 3.5,
+    "BatchMatMulV2": 1.2,
+    "Conv2D": 1.3,
+    "Conv2DBackpropInput": 1.3,
+    "Conv2DBackpropFilter": 1.6,
+    "DepthwiseConv2dNative": 3.0,
+    "DepthwiseConv2dNativeBackpropInput": 4.0,
+    "DepthwiseConv2dNativeBackpropFilter": 16.0,
+}
+
+_SIMPLE_POWERS = frozenset({-1.0, -0.5, 0.0, 0.5, 1.0, 2.0, 3.0})
+"""Powers that the graph optimizer makes products, roots and quotients of."""
+
+
+def flops_on_cpu(op: tf.Operation, inputs: Sequence[Shape], outputs: Sequence[Shape]) -> float:
+    """As ``flops``; what is dear by itself on a CPU counts as what it takes in such operations.
+
+    Args:
+        op: the operation.
+        inputs: shapes, None where unknown.
+        outputs: likewise.
+    """
+    counted = flops(op, inputs, outputs) * _SLOWER_PRODUCTS.get(op.type, 1.0)
+    each = _NANOSECONDS_PER_ELEMENT.get(op.type)
+    if each is None or (op.type == "Pow" and _is_simple_power(op)):
+        return counted
+    return max(counted, each * _FLOPS_PER_NANOSECOND * math.prod(outputs[0] or ()))
+
+
+def _is_simple_power(op: tf.Operation) -> bool:
+    power = _static_power(op.inputs[1])
+    return power is not None and power.size == 1 and float(power.item()) in _SIMPLE_POWERS
+
+
+def _static_power(tensor: tf.Tensor) -> Any:
+    """A constant, or the difference of two, which the gradient of a power has."""
+    if tensor.op.type != "Sub":
+        return tf.get_static_value(tensor)
+    first, second = (tf.get_static_value(operand) for operand in tensor.op.inputs)
+    return None if first is None or second is None else first - second
 
 
 def flops(op: tf.Operation, inputs: Sequence[Shape], outputs: Sequence[Shape]) -> float:
