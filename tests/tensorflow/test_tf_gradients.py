@@ -121,14 +121,23 @@ def in_session(network: Network, take: Callable[..., Any]) -> list[Any]:
         return values
 
 
+# A step of half precision holds float32 copies of what a product reads, which no plan makes smaller.
+BUDGETS = {half: "97%"}
+# A budget writes the bodies of a loop anew, which nothing else here does.
+QUICK = [(network, "memory") for network in NETWORKS] + [(while_loop, "budget")]
+SLOW = [(network, way) for network in NETWORKS for way in WAYS if (network, way) not in QUICK]
+
+
 @pytest.mark.parametrize(
-    "way", [*list(WAYS)[:1], *(pytest.param(way, marks=pytest.mark.slow) for way in list(WAYS)[1:])]
+    ("network", "way"),
+    [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
+    ids=lambda one: one if isinstance(one, str) else one.__name__,
 )
-@pytest.mark.parametrize("network", NETWORKS, ids=lambda network: network.__name__)
 @pytest.mark.parametrize("kind", [in_function, in_session], ids=lambda kind: kind.__name__)
 def test_numbers_are_those_of_tf_gradients(kind, network, way):
     plain = kind(network, tf.gradients)
-    found = kind(network, lambda ys, xs: gradients(ys, xs, **WAYS[way]))
+    options = {**WAYS[way], **({"budget": BUDGETS[network]} if way == "budget" and network in BUDGETS else {})}
+    found = kind(network, lambda ys, xs: gradients(ys, xs, **options))
     assert last_plan().recomputed > 0 or way == "knee"
     for one, other in zip(found, plain, strict=True):
         tolerance = 2e-2 if one.dtype == np.float16 else 1e-5

@@ -13,7 +13,7 @@ import itertools
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import tensorflow as tf
 from tensorflow.compiler.xla.service.hlo_pb2 import HloProto as CompiledProgram
@@ -344,6 +344,7 @@ def copied_function(function: FuncGraph, outside: tf.Graph) -> tuple[FuncGraph, 
     nodes = [node for node in definition.node if node.name not in given]
     del definition.node[:]
     definition.node.extend(nodes)
+    drop_places_outside(definition)
     read = {name.partition(":")[0].removeprefix("^") for node in nodes for name in node.input}
     with outside.as_default():
         copy = FuncGraph(f"{function.name}_remat_{next(_numbers_of_copies)}")
@@ -367,6 +368,24 @@ def copied_function(function: FuncGraph, outside: tf.Graph) -> tuple[FuncGraph, 
     copy.inputs = list(inputs.values())
     copy.outputs = [named(t.name) for t in function.outputs]
     return copy, named
+
+
+_COLOCATED: Final = "_class"
+_WITH: Final = b"loc:@"
+
+
+def drop_places_outside(definition: Any) -> None:
+    """Have no operation of a function share the device of one outside, which a copy could not be imported with.
+
+    ``tf.gradients`` asks for that in the backward body of a loop.
+    """
+    here = {_WITH + node.name.encode() for node in definition.node}
+    for node in definition.node:
+        if _COLOCATED in node.attr:
+            places = node.attr[_COLOCATED].list.s
+            kept = [place for place in places if not place.startswith(_WITH) or place in here]
+            del places[:]
+            places.extend(kept)
 
 
 _numbers_of_copies = itertools.count()
@@ -482,6 +501,7 @@ def compiled_program(
     nodes = [node for node in definition.node if node.name not in inputs]
     del definition.node[:]
     definition.node.extend(nodes)
+    drop_places_outside(definition)
     read = {name.partition(":")[0] for node in nodes for name in node.input}
     shapes = {t.name: tuple(input_shapes.get(t.name, t.shape)) for t in func_graph.inputs if t.dtype != tf.resource}
     resolved = {name: _outermost(outer) for name, outer in handed.items()}

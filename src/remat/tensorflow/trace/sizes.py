@@ -88,6 +88,7 @@ def handle_bytes(handle: tf.Tensor) -> int:
 
 def _with_known_shapes(graph: _private.FuncGraph, known_shapes: Mapping[str, Sequence[int]]) -> tf.Graph:
     definition = graph.as_graph_def()
+    _private.drop_places_outside(definition)
     for node in definition.node:
         node.attr.pop("_output_shapes", None)
         if node.op in ("StatelessWhile", "While"):
