@@ -339,13 +339,8 @@ def copied_function(function: FuncGraph, outside: tf.Graph) -> tuple[FuncGraph, 
 
     What the original captured are inputs of the copy like others.
     """
-    definition = function.as_graph_def()
-    given = {t.op.name for t in function.inputs}
-    nodes = [node for node in definition.node if node.name not in given]
-    del definition.node[:]
-    definition.node.extend(nodes)
-    drop_places_outside(definition)
-    read = {name.partition(":")[0].removeprefix("^") for node in nodes for name in node.input}
+    definition = _definition_without_inputs(function)
+    read = {name.partition(":")[0].removeprefix("^") for node in definition.node for name in node.input}
     with outside.as_default():
         copy = FuncGraph(f"{function.name}_remat_{next(_numbers_of_copies)}")
     inputs: dict[str, tf.Tensor] = {}
@@ -368,6 +363,17 @@ def copied_function(function: FuncGraph, outside: tf.Graph) -> tuple[FuncGraph, 
     copy.inputs = list(inputs.values())
     copy.outputs = [named(t.name) for t in function.outputs]
     return copy, named
+
+
+def _definition_without_inputs(function: FuncGraph) -> Any:
+    """A function's operations, to be imported where others stand for its inputs."""
+    definition = function.as_graph_def()
+    given = {t.op.name for t in function.inputs}
+    nodes = [node for node in definition.node if node.name not in given]
+    del definition.node[:]
+    definition.node.extend(nodes)
+    drop_places_outside(definition)
+    return definition
 
 
 _COLOCATED: Final = "_class"
@@ -496,13 +502,8 @@ def compiled_program(
             before all others and in the order of its outputs. The program is then a loop of two iterations.
         handed: what a caller hands over for inputs, by their names: handles, whose variables the program needs.
     """
-    definition = func_graph.as_graph_def()
-    inputs = {t.op.name for t in func_graph.inputs}
-    nodes = [node for node in definition.node if node.name not in inputs]
-    del definition.node[:]
-    definition.node.extend(nodes)
-    drop_places_outside(definition)
-    read = {name.partition(":")[0] for node in nodes for name in node.input}
+    definition = _definition_without_inputs(func_graph)
+    read = {name.partition(":")[0] for node in definition.node for name in node.input}
     shapes = {t.name: tuple(input_shapes.get(t.name, t.shape)) for t in func_graph.inputs if t.dtype != tf.resource}
     resolved = {name: _outermost(outer) for name, outer in handed.items()}
     resolved |= {inner.name: _outermost(outer) for outer, inner in func_graph.captures}

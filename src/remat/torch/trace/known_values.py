@@ -7,7 +7,8 @@ Results that are too large for that are computed when somebody asks, see ``late_
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Any, Final, Generic, TypeVar
 
 import torch
 
@@ -35,6 +36,41 @@ _UNDEFINED: Final = frozenset(
 )
 
 
+_T = TypeVar("_T")
+
+
+class _ByStorage(Generic[_T]):
+    """Something for each storage, as long as that lives: another may come to have its key."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[Callable[[], Storage | None], _T]] = {}
+
+    def get(self, tensor: torch.Tensor) -> _T | None:
+        storage = tensor.untyped_storage()
+        found = self._found.get(_private.storage_key(storage))
+        return found[1] if found is not None and found[0]() is storage else None
+
+    def set(self, tensor: torch.Tensor, value: _T) -> None:
+        storage = tensor.untyped_storage()
+        self._found[_private.storage_key(storage)] = (_private.weak(storage), value)
+
+    def drop(self, tensor: torch.Tensor) -> None:
+        self._found.pop(_private.storage_key(tensor.untyped_storage()), None)
+
+
+@dataclass(frozen=True)
+class _Held:
+    """Where the values of a storage are.
+
+    Attributes:
+        copy: a tensor in another storage that has them; None where the storage itself does.
+        is_given: was the storage there before the step, which must not write to it?
+    """
+
+    copy: torch.Tensor | None = None
+    is_given: bool = False
+
+
 class KnownValues:
     """Which storages hold the values that they have in the real step.
 
@@ -43,19 +79,17 @@ class KnownValues:
     """
 
     def __init__(self) -> None:
-        # By the storage's key: the storage, and the copy; None where the storage itself holds its values.
-        self._known: dict[int, tuple[Callable[[], Storage | None], torch.Tensor | None]] = {}
-        self._given: set[int] = set()
-        # By the storage's key, as above: what will be in a storage, and what was in it when a late call read it.
-        self._late: dict[int, tuple[Callable[[], Storage | None], LateValue]] = {}
-        self._read_late: dict[int, tuple[Callable[[], Storage | None], LateValue]] = {}
+        self._known: _ByStorage[_Held] = _ByStorage()
+        # What will be in a storage, and what was in it when a late call read it.
+        self._late: _ByStorage[LateValue] = _ByStorage()
+        self._read_late: _ByStorage[LateValue] = _ByStorage()
 
     def pin(self, tensor: torch.Tensor, *, is_of_batch: bool = False) -> None:
         """Remember that the values of a tensor from before the step are known; of a batch, however large they are."""
         if tensor.device.type == "meta" or tensor.requires_grad or not is_plain(tensor):
             return
         if _is_small(tensor):
-            self._given.add(self._learn(tensor))
+            self._learn(tensor, _Held(is_given=True))
         elif is_of_batch:
             self._set_late(tensor, LateValue(None, 0, tensor))
 
@@ -63,15 +97,10 @@ class KnownValues:
         """A tensor with the values that another has in the real step; None where they are not known."""
         if not is_plain(tensor):
             return None
-        storage = tensor.untyped_storage()
-        known = self._known.get(_private.storage_key(storage))
-        if known is None or known[0]() is not storage:
-            return None
-        if known[1] is None:
-            return tensor
-        empty = torch.empty(0, dtype=tensor.dtype, device=known[1].device)
-        place = (tensor.storage_offset(), tensor.shape, tensor.stride())
-        return empty.set_(known[1].untyped_storage(), *place)
+        known = self._known.get(tensor)
+        if known is None or known.copy is None:
+            return None if known is None else tensor
+        return Place.of(tensor).within(known.copy)
 
     def found(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The same, computed where that is still to be done; None where values are not known or take too much work."""
@@ -93,10 +122,11 @@ class KnownValues:
 
         Such a tensor may be an index, and how much a mask selects is known by its values only.
         """
-        is_other = tensor.dtype.is_floating_point or tensor.dtype.is_complex
-        value = None if is_other else self.found(tensor) if _lies_in_little(tensor) else self.of(tensor)
-        if value is None or tensor.device.type == "meta":
+        if tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.device.type == "meta":
             return None  # No operator on the meta device reads an index.
+        value = self.found(tensor) if _lies_in_little(tensor) else self.of(tensor)
+        if value is None:
+            return None
         with _private.no_modes():
             return _private.copy_of_storage(value)
 
@@ -112,7 +142,7 @@ class KnownValues:
             copied = _private.copy_of_storage(values)
             tensor = torch.empty(0, dtype=values.dtype, device=values.device)
             tensor.set_(copied.untyped_storage(), offset, shape, stride)
-        self._learn(tensor)
+        self._learn(tensor, _Held())
         return tensor
 
     def may_run(self, func: OpOverload, inputs: list[torch.Tensor]) -> bool:
@@ -133,10 +163,9 @@ class KnownValues:
             value = self.found(tensor)
             if value is None:
                 return False
-            storage = tensor.untyped_storage()
             with _private.no_modes():
                 own = _private.copy_of_storage(value)  # Others may read the one that was found.
-            self._known[_private.storage_key(storage)] = (_private.weak(storage), own)
+            self._known.set(tensor, _Held(own))
         return True
 
     def note_late(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
@@ -170,16 +199,11 @@ class KnownValues:
             self._set_late(tensor, LateValue(call, slot))
 
     def _late_of(self, tensor: torch.Tensor) -> LateValue | None:
-        if not is_plain(tensor):
-            return None
-        storage = tensor.untyped_storage()
-        late = self._late.get(_private.storage_key(storage))
-        return late[1] if late is not None and late[0]() is storage else None
+        return self._late.get(tensor) if is_plain(tensor) else None
 
     def _set_late(self, tensor: torch.Tensor, value: LateValue) -> None:
         self.forget([tensor])
-        storage = tensor.untyped_storage()
-        self._late[_private.storage_key(storage)] = (_private.weak(storage), value)
+        self._late.set(tensor, value)
 
     def _value_to_read(self, tensor: torch.Tensor) -> LateValue | None:
         """What a late call reads: a copy of values that are there, since a storage that is held is never freed."""
@@ -187,24 +211,21 @@ class KnownValues:
         value = self.of(tensor)
         if late is not None or value is None:
             return late
-        storage = tensor.untyped_storage()
-        key = _private.storage_key(storage)
-        earlier = self._read_late.get(key)
-        if earlier is not None and earlier[0]() is storage:
-            return earlier[1]
-        with _private.no_modes():
-            found = LateValue(None, 0, _private.copy_of_storage(value))
-        self._read_late[key] = (_private.weak(storage), found)
+        found = self._read_late.get(tensor)
+        if found is None:
+            with _private.no_modes():
+                found = LateValue(None, 0, _private.copy_of_storage(value))
+            self._read_late.set(tensor, found)
         return found
 
     def run(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator of which ``may_run`` is true on the values of its arguments; the results are known."""
-        if _is_on_meta(args, kwargs):
-            return self._run_beside(func, args, kwargs)
         for tensor in op_facts.written(func, args, kwargs):
             self._copy_if_given(tensor)
-            for late in (self._late, self._read_late):
-                late.pop(_private.storage_key(tensor.untyped_storage()), None)
+            self._late.drop(tensor)
+            self._read_late.drop(tensor)
+        if _is_on_meta(args, kwargs):
+            return self._run_beside(func, args, kwargs)
         originals: dict[int, torch.Tensor] = {}
 
         def value_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -219,7 +240,7 @@ class KnownValues:
         out = _private.tree_map_only(torch.Tensor, lambda made: originals.get(id(made), made), out)
         for made in _private.tree_leaves(out):
             if isinstance(made, torch.Tensor) and is_plain(made) and self.of(made) is None:
-                self._learn(made)
+                self._learn(made, _Held())
         return out
 
     def _run_beside(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -239,31 +260,24 @@ class KnownValues:
         made = [one for one in _private.tree_leaves(returned) if isinstance(one, torch.Tensor)]
         for tensor, value in zip(made, results, strict=True):
             if is_plain(tensor) and self.of(tensor) is None:
-                storage = tensor.untyped_storage()
-                self._known[_private.storage_key(storage)] = (_private.weak(storage), value)
+                self._known.set(tensor, _Held(value))
         return returned
 
     def forget(self, tensors: Iterable[torch.Tensor]) -> None:
         """Something that is not known was written to these tensors."""
         for tensor in tensors:
             if is_plain(tensor):
-                key = _private.storage_key(tensor.untyped_storage())
                 for values in (self._known, self._late, self._read_late):
-                    values.pop(key, None)
+                    values.drop(tensor)
 
-    def _learn(self, tensor: torch.Tensor) -> int:
+    def _learn(self, tensor: torch.Tensor, held: _Held) -> None:
         self.forget([tensor])
-        storage = tensor.untyped_storage()
-        key = _private.storage_key(storage)
-        self._known[key] = (_private.weak(storage), None)
-        self._given.discard(key)
-        return key
+        self._known.set(tensor, held)
 
     def _copy_if_given(self, tensor: torch.Tensor) -> None:
-        key = _private.storage_key(tensor.untyped_storage()) if is_plain(tensor) else -1
-        known = self._known.get(key)
-        if key in self._given and known is not None and known[1] is None:
-            self._known[key] = (known[0], _private.copy_of_storage(tensor))
+        known = self._known.get(tensor) if is_plain(tensor) else None
+        if known is not None and known.is_given:
+            self._known.set(tensor, _Held(_private.copy_of_storage(tensor)))
 
 
 def _is_on_meta(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
