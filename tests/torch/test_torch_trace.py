@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections import OrderedDict
 from pathlib import Path
@@ -217,3 +218,25 @@ def test_layers_phases_and_source_lines():
     assert [op.source.rpartition("/")[2] for op in products] == [f"{Path(__file__).name}:{number} in forward"] * 2
     assert [op.layer for op in products] == ["first", "second"]
     assert {t.name for t in graph.tensors if t.role == "parameter"} >= {"first.inner.0.weight", "second.inner.0.bias"}
+
+
+def test_a_tensor_in_a_circle_is_released_at_no_other_place_the_next_time():
+    layer = nn.Linear(64, 64)
+
+    def loss(x):
+        for _ in range(8):
+            x = layer(x).sin()
+            circle = [x.exp()]
+            circle.append(circle)
+        return x.sum()
+
+    x = torch.randn(32, 64)
+    prints = set()
+    before = gc.get_threshold()
+    try:
+        for threshold in ((1, 1, 1), (1_000_000,)):
+            gc.set_threshold(*threshold)
+            prints.add(remat.torch.trace(loss, x).fingerprint)
+    finally:
+        gc.set_threshold(*before)
+    assert len(prints) == 1

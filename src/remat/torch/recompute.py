@@ -14,6 +14,7 @@ from remat.torch import _private
 from remat.torch.emit.recipes import (
     Activation,
     ActivationTable,
+    Recipe,
     check_version,
     kept,
     new_storages,
@@ -87,7 +88,26 @@ class _CallState:
 
     def __init__(self) -> None:
         self.wanted: dict[int, tuple[Activation, int]] = {}
+        self._recipes: list[Recipe] = []
         self._is_made = False
+
+    def __del__(self) -> None:
+        for recipe in self._recipes:
+            recipe.take_apart()
+
+    def end_of_call(self, recipes: list[Recipe]) -> None:
+        """The call is over, and these are its recipes. Those that no saved tensor needs are taken apart now."""
+        needed: dict[int, Recipe] = {}
+        waiting = [one for one, _ in self.wanted.values()]
+        while waiting:
+            recipe = waiting.pop().recipe
+            if recipe is not None and id(recipe) not in needed:
+                needed |= {id(call): call for call in (recipe, *recipe.writes)}
+                waiting += recipe.arguments()
+        self._recipes = list(needed.values())
+        for recipe in recipes:
+            if id(recipe) not in needed:
+                recipe.take_apart()
 
     def value_of(self, activation: Activation) -> torch.Tensor:
         """The value of an activation. The first call makes the values of all activations that autograd will read."""
@@ -148,7 +168,11 @@ class _CallWatcher(_private.TorchDispatchMode):
         self._state = _CallState()
         self._table = ActivationTable()
         self._saved: set[int] = set()
-        self._count = 0
+        self._recipes: list[Recipe] = []
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._state.end_of_call(self._recipes)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -162,8 +186,9 @@ class _CallWatcher(_private.TorchDispatchMode):
         untouched = len(written) == 1 and not (written[0][1].is_read or id(written[0][1]) in self._saved)
         recipe = None
         if strided and op_facts.may_repeat(func, args, kwargs, on_gpu=on_gpu):
-            self._count += 1
-            recipe = self._table.call(self._count, func, args, kwargs)
+            recipe = self._table.call(len(self._recipes), func, args, kwargs)
+            if recipe is not None:
+                self._recipes.append(recipe)
         for tensor, activation in written:
             if recipe is not None and activation.recipe is not None and untouched:
                 activation.recipe.writes.append(recipe)
@@ -173,7 +198,7 @@ class _CallWatcher(_private.TorchDispatchMode):
         out = func(*args, **kwargs)
         outputs = tensors_in((out,))
         for place in new_storages(outputs, inputs):
-            activation = Activation(self._count, outputs[place])
+            activation = Activation(len(self._recipes), outputs[place])
             if recipe is not None:
                 activation.recipe = recipe
                 recipe.activations.append(activation)

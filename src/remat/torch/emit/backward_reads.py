@@ -25,6 +25,10 @@ class StepState:
         self.activations: dict[int, Activation] = {}
         self.recipes: dict[int, Recipe] = {}
 
+    def __del__(self) -> None:
+        for recipe in self.recipes.values():
+            recipe.take_apart()
+
     def value_for(self, saved: int, activation: Activation) -> torch.Tensor:
         """The value that a saved tensor's storage has, once everything has run that the plan recomputes here.
 

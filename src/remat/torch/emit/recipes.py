@@ -230,12 +230,29 @@ class Recipe:
         return found
 
     def _missing_arguments(self) -> list[Activation]:
-        found = []
-        for _, argument in self.tensors:
-            for part in argument.parts if type(argument) is Several else (argument,):
-                if type(part) is Made and part.activation.value is None and part.activation.before_write is None:
-                    found.append(part.activation)
-        return found
+        return [one for one in self._own_arguments() if one.value is None and one.before_write is None]
+
+    def arguments(self) -> list[Activation]:
+        """The activations that the call and the writes after it read, whether they have values or not."""
+        return [one for call in (self, *self.writes) for one in call._own_arguments()]
+
+    def _own_arguments(self) -> list[Activation]:
+        return [
+            part.activation
+            for _, argument in self.tensors
+            for part in (argument.parts if type(argument) is Several else (argument,))
+            if type(part) is Made
+        ]
+
+    def take_apart(self) -> None:
+        """Forget what it reads and makes; it will not run again.
+
+        A recipe and what it makes refer to each other, and would hold a step's batch until Python looks for circles,
+        which it does once in many steps.
+        """
+        self.tensors.clear()
+        self.activations.clear()
+        self.writes.clear()
 
     def run(self, others: dict[int, torch.Tensor]) -> list[torch.Tensor]:
         """Make the storages again; called below autograd.

@@ -5,7 +5,6 @@ Importing this imports Dynamo, which takes a second or two: only graph mode does
 
 from __future__ import annotations
 
-import gc
 import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -38,6 +37,7 @@ from remat.torch.graph_mode._shape_rules import taken_as_by_kernels
 from remat.torch.graph_mode.recurrent import lstm
 from remat.torch.recompute import without_marks
 from remat.torch.trace import aot_notes
+from remat.torch.trace.fake_step import without_collections
 
 __all__ = ["BackendCompilerFailed", "TorchDynamoException", "backend"]
 
@@ -248,22 +248,6 @@ def capturing(answers: Answers, numbers: ChangingNumbers) -> Iterator[None]:
         _ListOfAClass.as_proxy = _as_any_variable
         for name, value in before.items():
             setattr(dynamo_config, name, value)
-
-
-@contextmanager
-def without_collections() -> Iterator[None]:
-    """Inside, Python does not look for cycles of objects.
-
-    A capture makes millions of objects and hardly any that can go: of a GPT-2 of 24 layers, 1.6 s of 20 are spent on
-    collections.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 @contextmanager

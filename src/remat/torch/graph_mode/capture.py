@@ -33,6 +33,7 @@ from remat.torch.graph_mode.source import function_of
 from remat.torch.graph_mode.taken_gradients import Updates
 from remat.torch.graph_mode.timed_calls import TimedCalls
 from remat.torch.trace import aot_notes
+from remat.torch.trace.fake_step import without_collections
 
 _log = logging.getLogger("remat")
 
@@ -164,7 +165,7 @@ class Captured:
         self._error = None
         if self._is_outdated:
             self._compiled = self._captured_anew()
-        uncollected = _aot.without_collections() if self._is_new else nullcontext()
+        uncollected = without_collections() if self._is_new else nullcontext()
         try:
             with _aot.capturing(self._answers, self._numbers), uncollected:
                 result = self._compiled(*args, **kwargs)
