@@ -344,6 +344,17 @@ def test_what_is_refused(name, error, message):
     assert message in result_of(name)["message"]
 
 
+def test_the_smallest_budget_is_that_of_the_mode_in_force():
+    spec = {"model": "deep", "batch": 2048, "samples": 2048, "mode": "graph"}
+
+    def smallest(budget):
+        return int(re.search(r"can be kept is (\d+) bytes", ask("outcome", {**spec, "budget": budget})["message"])[1])
+
+    named = smallest(1000)
+    assert "error" not in ask("outcome", {**spec, "budget": named})
+    assert smallest(int(0.97 * named)) == named
+
+
 @pytest.mark.slow
 def test_check_compares_plain_and_limited_training():
     found = ask("checked", "90%")

@@ -16,10 +16,11 @@ from typing import Any
 import keras
 import torch
 
-from remat.core.errors import UnsupportedStep
+from remat.core.errors import InfeasibleBudget, UnsupportedStep
 from remat.core.graph import Graph
 from remat.core.plan import Plan
 from remat.core.simulator import simulate
+from remat.fit.fit import infeasible
 from remat.fit.request import Request
 from remat.keras import _private
 from remat.keras.shared.step import LossGroups, LossTerm, PieceLoss
@@ -94,17 +95,21 @@ class GraphSteps:
             # Those of earlier micro-batches are added up while all of another's arrive.
             return state_bytes if whole_bytes is None else state_bytes + gradients_bytes
 
-        self._captured = capture.Captured(
-            _copy_of(function),
-            request,
-            resident_bytes,
-            None,
-            self._made,
-            strict=strict,
-            replans=replans,
-            takers_for=(lambda _: {}) if self._early is None else self._early.takers_for,
-            early=self._early,
-        )
+        def captured_for(request: Request) -> Callable[..., Any]:
+            return capture.Captured(
+                _copy_of(function),
+                request,
+                resident_bytes,
+                None,
+                self._made,
+                strict=strict,
+                replans=replans,
+                takers_for=(lambda _: {}) if self._early is None else self._early.takers_for,
+                early=self._early,
+            )
+
+        self._captured_for = captured_for
+        self._captured = captured_for(request)
         self._not_captured = capture.NOT_CAPTURED
         self._shapes: dict[Hashable, _Shapes] = {}
         self._targets: dict[Hashable, int] = {}
@@ -134,19 +139,11 @@ class GraphSteps:
         return key in self._shapes
 
     def add(self, key: Hashable, whole: EagerCandidate) -> None:
-        """Take note of a step with its update, as it was traced for batches of these shapes.
-
-        Raises:
-            InfeasibleBudget: if the update alone needs more than the budget.
-        """
+        """Take note of a step with its update, as it was traced for batches of these shapes."""
         graph = whole.graph
         timeline = simulate(graph, graph.plain_schedule)
         update = [size for op, size in zip(graph.ops, timeline.bytes, strict=True) if op.phase == "update"]
-        update_bytes = max(update, default=0)
-        is_late = self._early is None or self._early.bound_by
-        if is_late and self._kept is None and update_bytes > int(self.request.budget or 0):
-            whole.fitted(self.request)  # It raises the error that names the smallest budget.
-        self._shapes[key] = _Shapes(timeline.peak_bytes, update_bytes)
+        self._shapes[key] = _Shapes(timeline.peak_bytes, max(update, default=0))
 
     def run(self, model: keras.Model, key: Hashable, batch: Sequence[Any]) -> dict[str, Any]:
         """One training step as ``keras.Model.train_step`` does it, on a batch of known shapes; returns the logs.
@@ -202,11 +199,31 @@ class GraphSteps:
         try:
             marking = nullcontext() if self._kept is None else self._kept.marking_captured()
             with _private.backend_known_to_layers(), marking:
+                self._check_update(self._shapes[key], model, args)
                 result = self._captured(model, *args)
         except (UnsupportedStep, *self._not_captured) as error:
             raise NotCaptured(reason_not_captured(error)) from None
         self._plans += [(plan, self._shapes[key]) for plan in self._made[len(self._plans) :]]
         return result
+
+    def _check_update(self, shapes: _Shapes, model: keras.Model, args: Sequence[Any]) -> None:
+        """Refuse a budget that the update exceeds, naming what both passes and the update can be kept in.
+
+        Raises:
+            InfeasibleBudget: then.
+        """
+        budget_bytes = int(self.request.budget or 0)
+        is_late = self._early is None or self._early.bound_by
+        if self._kept is not None or not is_late or shapes.update_bytes <= budget_bytes:
+            return
+        least_bytes, binding_op = 0, ""
+        try:
+            self._captured_for(dataclasses.replace(self.request, budget=1))(model, *args)
+        except InfeasibleBudget as error:
+            least_bytes, binding_op = error.minimum_bytes, error.binding_op
+        if least_bytes < shapes.update_bytes:
+            least_bytes, binding_op = shapes.update_bytes, "the optimizer's update"
+        raise infeasible(budget_bytes, least_bytes, binding_op)
 
 
 def _update(model: keras.Model) -> None:
