@@ -102,6 +102,32 @@ def test_the_gradient_of_what_shard_map_returns_is_planned(devices):
     assert planned_and_plain(jax.value_and_grad(loss), sharded(case, mesh), "75%").plan.recomputed > 0
 
 
+@pytest.mark.slow
+def test_a_pipeline_is_planned(devices):
+    """Four stages that hand micro-batches on; what they send goes once, and a plan makes the rest again."""
+    mesh, stages, pieces = Mesh(devices.reshape(4), ("stage",)), 4, 4
+    ring = [(n, (n + 1) % stages) for n in range(stages)]
+
+    def run(weights, xs):
+        number = jax.lax.axis_index("stage")
+        state, made = jnp.zeros_like(xs[0] * weights[0, 0, 0, 0]), []
+        for tick in range(pieces + stages - 1):
+            x = jnp.where(number == 0, xs[min(tick, pieces - 1)], state)
+            for weight in weights[0]:
+                x = x + jnp.tanh(x @ weight)
+            made.append(x)
+            state = jax.lax.ppermute(x, "stage", ring)
+        last = jnp.stack(made[stages - 1 :])
+        return jax.lax.psum(jnp.where(number == stages - 1, last, 0.0), "stage")
+
+    specs = PartitionSpec("stage"), PartitionSpec()
+    mapped = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=PartitionSpec())
+    step = jax.value_and_grad(lambda weights, xs: jnp.mean(mapped(weights, xs) ** 2))
+    weights = jax.device_put(0.1 * normal(1, stages, 3, WIDTH, WIDTH), NamedSharding(mesh, specs[0]))
+    xs = jax.device_put(normal(2, pieces, 256, WIDTH), NamedSharding(mesh, specs[1]))
+    assert planned_and_plain(step, (weights, xs), "65%").plan.recomputed > 0
+
+
 def test_values_may_lie_otherwise_from_call_to_call(devices):
     """The devices send one another what the second call reads in another layout, no more than in the plain step."""
     mesh = Mesh(devices, ("data", "model"))
