@@ -272,6 +272,42 @@ def test_the_minimum_that_an_error_names_is_planned_in_two_rounds():
     assert planner.asked == 2
 
 
+def test_far_above_that_minimum_the_search_goes_on():
+    """The plan behind the minimum fits a larger budget, too, but cheaper ones do as well."""
+    planner = SmoothPlanner()
+
+    def real_peak(plan: Plan) -> PeakRange:
+        return PeakRange.exactly(plan.peak_bytes + (60 if plan.peak_bytes > 80 else 0))
+
+    with pytest.raises(InfeasibleBudget) as caught:
+        plan_within(30, 30, planner.plan, real_peak, rounds=Rounds(6, 1))
+    found = plan_within(130, 130, planner.plan, real_peak, rounds=Rounds(6, 4))
+
+    assert caught.value.minimum_bytes == 40 < found.peak_bytes <= 80
+
+
+@pytest.mark.parametrize(("seconds", "chosen"), [(0.8, "small"), (0.97, "large"), (None, "large")])
+def test_a_plan_whose_run_is_expected_to_be_much_faster_is_taken(seconds, chosen):
+    """What is recomputed may cost less than the memory that it saves."""
+
+    def way(name: str, size_bytes: int, time_s: float) -> Plan:
+        plan = plan_for_schedule(GRAPH, KEEP, planner="by hand")
+        return dataclasses.replace(plan, fingerprint=name, peak_bytes=size_bytes, time_s=time_s, overhead=time_s - 1)
+
+    too_large, large, small = way("too large", 110, 1.0), way("large", 90, 1.03), way("small", 40, 1.14)
+    expected = {"large": 1.0, "small": seconds}
+    found = plan_within(
+        100,
+        120,
+        lambda budget_bytes: too_large if budget_bytes >= 110 else large,
+        lambda plan: PeakRange.exactly(plan.peak_bytes),
+        Rounds(6, 4),
+        likely=lambda: [small],
+        expected_s=lambda plan: expected[plan.fingerprint],
+    )
+    assert found.fingerprint == chosen
+
+
 @pytest.mark.parametrize("has_likely", [True, False])
 def test_a_likely_plan_that_fits_leaves_room_for_a_cheaper_one(has_likely):
     """Of three ways to write a step, far apart in bytes, guesses often lead to one that is known to be too large."""

@@ -232,20 +232,6 @@ def test_gradients_of_a_planned_shard_map(mesh):
     assert_close(*gradients)
 
 
-def test_a_gradient_of_several_shard_maps_is_refused(mesh):
-    case = mlp(batch=64)
-    specs = PartitionSpec(), PartitionSpec("data")
-    loss = jax.shard_map(
-        lambda params, x: jax.lax.pmean(case.loss(params, x), "data"),
-        mesh=mesh,
-        in_specs=specs,
-        out_specs=PartitionSpec(),
-    )
-
-    with pytest.raises(remat.UnsupportedStep, match="take the gradient inside of shard_map"):
-        remat.jax.jit(jax.value_and_grad(loss), budget="50%").plan_for(*sharded(case, mesh))
-
-
 @pytest.mark.parametrize("name", ["psum", "all_gather", "ppermute"])
 def test_named_collectives_are_not_repeatable(mesh, name):
     run = {

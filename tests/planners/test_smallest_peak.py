@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import itertools
+from collections import OrderedDict
 
 import pytest
 
 from remat import Graph, simulate
 from remat.planners import get_planner, smallest_peak
 from remat.planners.search import Search
-from remat.planners.smallest_peak import _MOST_IN_VAIN, _ask_for_less, _walk_in_fixed_order
+from remat.planners.smallest_peak import (
+    _FEWEST_OPS_ASKED_IN_PART,
+    _MOST_IN_VAIN,
+    _ask_for_less,
+    _walk_in_fixed_order,
+    smallest_peak_schedules,
+)
 from remat.planners.view.board import Condensed
 from remat.planners.view.problem import Problem
 from remat.planners.walk.annealing import Walk
@@ -46,9 +53,9 @@ def test_a_method_that_finds_nothing_is_not_asked_for_ever_less() -> None:
     schedules = falling()
     blind, good = Method(), Method(*schedules)
 
-    found = _ask_for_less(Problem.of(STEP), STEP.plain_schedule, (blind, good))
+    found = list(_ask_for_less(Problem.of(STEP), STEP.plain_schedule, (blind, good)))
 
-    assert found == schedules[-1]
+    assert found == schedules
     assert good.asked > len(schedules)
     assert blind.asked == _MOST_IN_VAIN < len(schedules)
 
@@ -59,10 +66,42 @@ def test_a_method_that_finds_something_now_and_then_is_asked_on() -> None:
     now_and_then = Method(None, schedules[1], None, schedules[3], None)
     good = Method(schedules[0], schedules[2], schedules[4])
 
-    found = _ask_for_less(Problem.of(STEP), STEP.plain_schedule, (now_and_then, good))
+    *_, found = _ask_for_less(Problem.of(STEP), STEP.plain_schedule, (now_and_then, good))
 
     assert found == schedules[-1]
     assert now_and_then.asked > len(schedules)
+
+
+@pytest.fixture
+def without_rules_of_thumb(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first level is the plain step, and what methods find comes next."""
+    monkeypatch.setattr(smallest_peak, "_evict_to_the_smallest", lambda *args: None)
+    monkeypatch.setattr(smallest_peak, "_MOST_OPS_NESTED", 0)
+    monkeypatch.setattr(smallest_peak, "_known", OrderedDict())
+
+
+@pytest.mark.usefixtures("without_rules_of_thumb")
+def test_no_smaller_peak_is_looked_for_than_will_do() -> None:
+    schedules = falling()
+    method, problem = Method(*schedules), Problem.of(STEP)
+    assert problem.count >= _FEWEST_OPS_ASKED_IN_PART
+    peaks = [simulate(STEP, schedule).peak_bytes for schedule in schedules]
+
+    def reached(enough_bytes: int) -> int:
+        found = smallest_peak_schedules(problem, (method,), enough_bytes)
+        return max(simulate(STEP, schedule).peak_bytes for schedule in found)
+
+    assert reached(peaks[1]) == peaks[1]
+    assert method.asked == 2
+    assert reached(1) == peaks[-1]
+    # What is found for a budget does not depend on what was asked for before.
+    asked = method.asked
+    assert [reached(peak_bytes) for peak_bytes in (peaks[3], peaks[0], PLAIN_BYTES)] == [
+        peaks[3],
+        peaks[0],
+        PLAIN_BYTES,
+    ]
+    assert method.asked == asked
 
 
 class Walks:

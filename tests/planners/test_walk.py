@@ -48,6 +48,33 @@ def test_the_best_fits_and_costs_what_it_says(seed: int) -> None:
     assert timeline.time_s - graph.time_s == pytest.approx(walk.best_s)
 
 
+@pytest.mark.parametrize(("share", "patience", "tried"), [(0.0, 6000, 2000), (0.99, 200, 5999)])
+def test_a_walk_gives_up_where_it_gets_nowhere(share: float, patience: int, tried: int) -> None:
+    """Far above its budget after a third of its edits; and right below what it can reach, after edits in vain."""
+    graph = layered(40, 3, free_order=False)
+    problem = Problem.of(graph)
+    board = Board(problem, whole=False)
+    budget_bytes = int(share * problem.largest_step_bytes)
+    patient, hasty = (Walk(board, graph.plain_schedule, budget_bytes, 0, patience=n) for n in (None, patience))
+
+    assert patient.run(6000, 1e-2, 1e-4, None) == 6000
+    assert hasty.run(6000, 1e-2, 1e-4, None) <= tried
+    assert hasty.best is None
+    assert hasty.is_hopeless == (share == 0.0)
+
+
+def test_a_walk_that_finds_something_goes_on() -> None:
+    graph = layered(40, 3, free_order=False)
+    problem = Problem.of(graph)
+    board = Board(problem, whole=False)
+    budget_bytes = int(0.8 * problem.plain.peak_bytes + 0.2 * problem.largest_step_bytes)
+    patient, hasty = (Walk(board, graph.plain_schedule, budget_bytes, 0, patience=n) for n in (None, 2000))
+
+    assert patient.run(6000, 1e-2, 1e-4, None) == hasty.run(6000, 1e-2, 1e-4, None)
+    assert patient.best is not None
+    assert patient.best == hasty.best
+
+
 def test_a_fixed_order_stays() -> None:
     free, fixed = layered(20, 2), layered(20, 2, free_order=False)
     budget_bytes = int(0.85 * simulate(free, free.plain_schedule).peak_bytes)

@@ -63,6 +63,8 @@ def fit(candidate: Candidate, request: Request, *, share_of_bytes: int | None = 
                 candidate.rounds,
                 candidate.suggestions,
                 candidate.likely,
+                # Elsewhere it was not compared with runs in this place.
+                candidate.expected_time_s if candidate.is_compiled else None,
             )
         except InfeasibleBudget as error:
             minimum_bytes = candidate.smallest_budget(min(error.minimum_bytes, plain.highest_bytes))

@@ -142,6 +142,18 @@ def varying_axes(aval: Any) -> frozenset[str]:
     return frozenset(getattr(aval, "vma", None) or () if kind is None else kind.varying)
 
 
+def pending_axes(aval: Any) -> frozenset[str]:
+    """Inside of ``shard_map``, the axes over which a value is still to be summed, or was and is marked so."""
+    # Since JAX 0.10; before, no value could be in such a state.
+    kind = getattr(aval, "mat", None)
+    return frozenset() if kind is None else frozenset(kind.unreduced) | frozenset(kind.reduced)
+
+
+def other_effects(eqn: JaxprEqn) -> bool:
+    """Has an equation an effect beside that it names an axis, as collectives do?"""
+    return any(not isinstance(effect, core.NamedAxisEffect) for effect in eqn.effects)
+
+
 def manual_axes(eqn: JaxprEqn) -> frozenset[str]:
     """The axes that a call of ``shard_map`` maps over."""
     # By another name before JAX 0.10.

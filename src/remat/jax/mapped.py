@@ -1,26 +1,25 @@
-"""A function that is one call of ``shard_map``: its body is planned, with the bytes of one device.
+"""A function that calls ``shard_map``: where it is one call, its body is planned, with the bytes of one device.
 
 For a plan ``shard_map`` is one operation that cannot be parted. So the body takes the place of the function: its shapes
 are those of one device, collectives among its operations run once, as ever, and what is emitted goes back into the same
-``shard_map``. What stands around it runs as it is.
+``shard_map``. What stands around it runs as it is. Several calls, as where each layer is one, are taken apart in place
+of that: see ``remat.jax.trace.maps``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import jax
 
-from remat.core.errors import UnsupportedStep
 from remat.jax import _private
 from remat.jax._private import ClosedJaxpr, Jaxpr
 from remat.jax.emit.evaluate import FlatFunction
 from remat.jax.trace import op_facts
+from remat.jax.trace.maps import NAME
 from remat.jax.trace.program import Equation, Program, program_of
-
-_NAME: Final = "shard_map"
 
 
 @dataclass(frozen=True)
@@ -37,28 +36,17 @@ class MappedFunction:
 
     @classmethod
     def of(cls, closed: ClosedJaxpr) -> MappedFunction | None:
-        """The function as one around a ``shard_map``; None where it is none.
-
-        Raises:
-            UnsupportedStep: where there are several with equations to plan, as where the gradient was taken around one.
-        """
-        if not _holds_a_map(closed.jaxpr):
+        """The function as one around a ``shard_map``; None where it is none, or where there are several."""
+        if not holds_a_map(closed.jaxpr):
             return None
         program = program_of(closed)
         found = [one for instruction in program.instructions for one in instruction.equations if _is_mapped(one)]
-        if not found:
+        if len(found) != 1:
             return None
         around = sum(op_facts.flops(one.eqn) for n in program.instructions for one in n.equations if one not in found)
-        inside = [sum(map(op_facts.flops, one.eqn.params["jaxpr"].eqns)) for one in found]
-        if around > sum(inside):
-            return None  # What is mapped is a part of the step, such as one kernel.
-        if len(found) > 1:
-            raise UnsupportedStep(
-                f"the step calls shard_map {len(found)} times, as where a gradient is taken of what shard_map returns, "
-                "and a plan goes no further than one call: take the gradient inside of shard_map, or leave it to "
-                "jax.jit with sharded arguments"
-            )
-        return cls(program, found[0])
+        inside = sum(map(op_facts.flops, found[0].eqn.params["jaxpr"].eqns))
+        # Else what is mapped is a part of the step, such as one kernel.
+        return cls(program, found[0]) if around <= inside else None
 
     @property
     def body(self) -> ClosedJaxpr:
@@ -92,9 +80,10 @@ class MappedFunction:
         )
 
 
-def _holds_a_map(jaxpr: Jaxpr) -> bool:
-    return any(eqn.primitive.name == _NAME or any(map(_holds_a_map, op_facts.inner_jaxprs(eqn))) for eqn in jaxpr.eqns)
+def holds_a_map(jaxpr: Jaxpr) -> bool:
+    """Is there a call of ``shard_map``, at whatever depth?"""
+    return any(eqn.primitive.name == NAME or any(map(holds_a_map, op_facts.inner_jaxprs(eqn))) for eqn in jaxpr.eqns)
 
 
 def _is_mapped(equation: Equation) -> bool:
-    return equation.eqn.primitive.name == _NAME
+    return equation.eqn.primitive.name == NAME

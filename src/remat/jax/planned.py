@@ -25,13 +25,13 @@ from remat.jax.candidate import FunctionCandidate
 from remat.jax.context import Tie
 from remat.jax.early_updates import EarlyUpdatesOf
 from remat.jax.emit.evaluate import FlatFunction
-from remat.jax.mapped import MappedFunction
-from remat.jax.peak import Compiler, Returned, emitted
+from remat.jax.mapped import MappedFunction, holds_a_map
+from remat.jax.peak import Compiler, Returned, emitted, peak_of
 from remat.jax.ranks import planned_for_all
 from remat.jax.sharding import arrays_sent, is_sharded, on_one_device, received_in_bodies
 from remat.jax.split.choose import SplittableFunction
 from remat.jax.trace.graph import after_donation
-from remat.jax.trace.program import Program, trace_jaxpr
+from remat.jax.trace.program import Program, program_of, trace_jaxpr
 from remat.jax.variants import Variant, variants_of_jaxpr
 
 _log = logging.getLogger("remat")
@@ -184,8 +184,7 @@ def plan_function(
     Raises:
         InfeasibleBudget: where no schedule fits; it names the smallest budget.
         PlanMismatch: where ``request.plan`` is for another function.
-        UnsupportedStep: where a shape is unknown, or where slices are asked for over several devices; where it calls
-            ``shard_map`` several times.
+        UnsupportedStep: where a shape is unknown, or where slices are asked for over several devices.
     """
     refuse_slices_over_devices(request, shapes)
     closed, structure = trace_jaxpr(function, arguments)
@@ -193,7 +192,8 @@ def plan_function(
     if mapped is not None:
         _refuse_levers_of_whole_steps(request)
         closed = mapped.body
-    is_over_devices = is_sharded(shapes) and mapped is None
+    takes_maps_apart = mapped is None and not _private.names_devices() and holds_a_map(closed.jaxpr)
+    is_over_devices = mapped is None and (takes_maps_apart or is_sharded(shapes))
     find_received = functools.partial(received_in_bodies, shapes=shapes, tie=tie) if is_over_devices else None
     returned = None if out_shardings is None else Returned(structure, out_shardings)
     accept: Callable[[Any], bool] | None = None
@@ -208,7 +208,9 @@ def plan_function(
 
     def candidate_of(one: ClosedJaxpr, slices: int) -> FunctionCandidate:
         nonlocal accept
-        variants = variants_of_jaxpr(one, find_received, request.checkpoints or (), loops=mapped is None)
+        variants = variants_of_jaxpr(
+            one, find_received, request.checkpoints or (), loops=mapped is None, maps=takes_maps_apart
+        )
         if moves_updates:
             variants = variants.changed(updates.moved)
         if find_received is not None:
@@ -238,10 +240,11 @@ def plan_function(
         return candidate
 
     splittable = SplittableFunction(closed, candidate_of)
+    plain_bytes = _plain_bytes(closed, shapes, tie, donated, returned) if takes_maps_apart else None
 
     def make() -> Plan:
         with naming_our_jit(tie):
-            plan = splittable.planned(request)
+            plan = splittable.planned(request, plain_bytes)
         if plan in (request.plan, request.known):
             return plan
         if moves_updates:
@@ -297,6 +300,20 @@ def naming_our_jit(tie: Tie) -> Iterator[None]:
             budget_bytes=error.budget_bytes,
             binding_op=error.binding_op,
         ) from None
+
+
+def _plain_bytes(
+    closed: ClosedJaxpr,
+    shapes: Sequence[jax.ShapeDtypeStruct],
+    tie: Tie,
+    donated: Sequence[int],
+    returned: Returned | None,
+) -> int:
+    """The peak of a function as it is: taken apart, the calls of ``shard_map`` need less, or more, than they do."""
+    whole = program_of(closed)
+    compiler = Compiler(whole, len(whole.instructions) - 1, tie, shapes, donated, None, returned)
+    plain = compiler.compile(tuple(range(len(whole.instructions))))
+    return peak_of(plain.memory_analysis())
 
 
 def _on_one_device(variant: Variant, shapes: Sequence[jax.ShapeDtypeStruct], tie: Tie) -> Variant:

@@ -98,7 +98,15 @@ def on_one_device(
         for number, op in enumerate(graph.ops)
     )
     graph = resized(dataclasses.replace(graph, ops=ops), sizes)
-    return dataclasses.replace(program, shardings=shardings), graph
+    mapped = {v for instruction in program.instructions if instruction.is_mapped for v in instruction.outputs}
+    asked = {value: one for value, one in shardings.items() if value not in mapped and not _is_in_the_type(one)}
+    return dataclasses.replace(program, shardings=asked), graph
+
+
+def _is_in_the_type(sharding: Any) -> bool:
+    """Is a sharding a part of the types of values, as over the explicit axes of a mesh? No compiler changes it then."""
+    kinds = getattr(getattr(sharding, "mesh", None), "axis_types", ())
+    return any(kind == jax.sharding.AxisType.Explicit for kind in kinds)
 
 
 def _own_bytes(tensor: Tensor, sharding: Any) -> int:

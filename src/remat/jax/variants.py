@@ -74,6 +74,7 @@ def variants_of_jaxpr(
     kept_names: Sequence[str] = (),
     *,
     loops: bool = True,
+    maps: bool = False,
 ) -> Variants[Variant]:
     """A traced function as it is, then with loops that keep less and less.
 
@@ -82,6 +83,7 @@ def variants_of_jaxpr(
         find_received: as in ``scan_variants``, where the arguments lie on several devices.
         kept_names: as in ``program_of``.
         loops: may its loops be written again?
+        maps: are calls of ``shard_map`` taken apart?
 
     Raises:
         UnsupportedStep: where a shape is unknown.
@@ -89,7 +91,7 @@ def variants_of_jaxpr(
     profile = profile_here()
 
     def variant_of(make: Callable[[], Any], *, keeps_regions: bool = False) -> Variant:
-        program = program_of(make(), kept_names, keeps_regions=keeps_regions)
+        program = program_of(make(), kept_names, keeps_regions=keeps_regions, takes_maps_apart=maps)
         graph = graph_of_program(program, profile)
         return Variant(program, graph, Problem.of(graph).turning_point)
 

@@ -92,7 +92,7 @@ def strategy(
             if search.best is not None or has_fallbacks:
                 return search.result(search.fallbacks)
             asked = [_STRATEGIES[one] for one in _FOR_THE_SMALLEST_PEAK]
-            return search.result(smallest_peak_schedules(problem, asked))
+            return search.result(smallest_peak_schedules(problem, asked, budget_bytes))
 
         planner.__name__ = planner.__qualname__ = name
         planner.__doc__ = method.__doc__

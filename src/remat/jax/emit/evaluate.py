@@ -7,7 +7,7 @@ two kinds of tie work stands in ``remat.jax.emit.ties``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
@@ -19,6 +19,7 @@ from remat.jax import _private
 from remat.jax._private import JaxprEqn
 from remat.jax.context import Tie
 from remat.jax.emit import ties
+from remat.jax.emit.in_maps import evaluate_together, map_of
 from remat.jax.trace import op_facts
 from remat.jax.trace.program import Program
 
@@ -78,6 +79,8 @@ def emit(program: Program, schedule: Schedule, turning_point: int, tie: Tie) -> 
         if value not in returned:
             dies.setdefault(position, []).append(value)
 
+    runs = list(_runs(program, schedule, holds))
+
     def placed(numbers: Sequence[int], arrays: Sequence[Any]) -> dict[int, Any]:
         constrained: Callable[[Any, Any], Any] = jax.lax.with_sharding_constraint
         return {
@@ -88,7 +91,8 @@ def emit(program: Program, schedule: Schedule, turning_point: int, tie: Tie) -> 
     def run(arguments: Sequence[Any], captured: Sequence[Any]) -> list[Any]:
         values: dict[int, Any] = dict(zip(program.inputs, arguments, strict=True))
         values.update(zip(program.constants, captured, strict=True))
-        for position, number in enumerate(schedule):
+        for position, stop in runs:
+            number = schedule[position]
             hold = holds.get(position)
             if hold is not None:
                 wanted = [value for value in hold.values if value in values]
@@ -101,12 +105,35 @@ def emit(program: Program, schedule: Schedule, turning_point: int, tie: Tie) -> 
                 else:
                     tied = ties.tie_by_data(read, [values[hold.trigger]])
                 values.update(placed(wanted, tied))
-            values.update(placed(program.instructions[number].outputs, _execute(program, number, values, apart)))
-            for value in dies.get(position, ()):
-                del values[value]
+            if stop > position + 1:
+                equations = [
+                    one for number in schedule[position:stop] for one in program.instructions[number].equations
+                ]
+                made = {value for one in equations for value in one.outputs}
+                wanted = [value for value in made if value in returned or last_read.get(value, -1) >= stop]
+                values.update(zip(wanted, evaluate_together(equations, values, wanted), strict=True))
+            else:
+                values.update(placed(program.instructions[number].outputs, _execute(program, number, values, apart)))
+            for at in range(position, stop):
+                for value in dies.get(at, ()):
+                    values.pop(value, None)
         return [values[atom] if isinstance(atom, int) else atom.val for atom in program.outputs]
 
     return run
+
+
+def _runs(program: Program, schedule: Schedule, holds: Mapping[int, Hold]) -> Iterator[tuple[int, int]]:
+    """Stretches of positions that are evaluated at once: one instruction, or several inside of one ``shard_map``."""
+    start = 0
+    while start < len(schedule):
+        own = map_of(program.instructions[schedule[start]])
+        stop = start + 1
+        while own is not None and stop < len(schedule) and stop not in holds:
+            if map_of(program.instructions[schedule[stop]]) != own:
+                break
+            stop += 1
+        yield start, stop
+        start = stop
 
 
 def named_run(program: Program, prefix: str) -> FlatFunction:
@@ -132,9 +159,16 @@ def _execute(program: Program, number: int, values: Mapping[int, Any], apart: Ti
         values: what exists, by id.
         apart: how others are held back, where ``_WITH_CONSTANTS`` are to be held back, too; None leaves them alone.
     """
+    instruction = program.instructions[number]
+    if instruction.is_mapped and map_of(instruction) is not None:
+        return evaluate_together(instruction.equations, values, instruction.outputs)
     inside: dict[int, Any] = {}
     made: list[Any] = []
-    for equation in program.instructions[number].equations:
+    for equation in instruction.equations:
+        if equation.mapped is not None:
+            made = evaluate_together([equation], {**values, **inside}, equation.outputs)
+            inside.update(zip(equation.outputs, made, strict=True))
+            continue
         read = [
             atom.val if not isinstance(atom, int) else inside[atom] if atom in inside else values[atom]
             for atom in equation.inputs

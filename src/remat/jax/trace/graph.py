@@ -143,7 +143,7 @@ def _op(instruction: Instruction, tensors: list[Tensor], profile: DeviceProfile,
         time_s=_time_s(instruction, tensors, profile),
         recomputable=all(op_facts.may_repeat(equation.eqn) for equation in instruction.equations)
         and not any(value in outputs for value in instruction.outputs),
-        workspace_bytes=_workspace_bytes(eqn, profile),
+        workspace_bytes=_workspace_bytes(eqn, profile) * instruction.equations[-1].devices,
         in_place=_in_place(instruction, tensors),
     )
 
@@ -171,11 +171,13 @@ def _time_s(instruction: Instruction, tensors: list[Tensor], profile: DeviceProf
     """Predicted seconds of a kernel: its inner values do not go through memory."""
     eqn = instruction.root
     if any(True for _ in op_facts.inner_jaxprs(eqn)):
-        return _body_time_s(eqn, profile)
+        return _body_time_s(eqn, profile) * instruction.equations[-1].devices
     if len(instruction.equations) == 1 and (op_facts.viewed_input(eqn) is not None or op_facts.holds_nothing(eqn)):
         return 0.0
     moved = _bytes_read(instruction, tensors) + sum(tensors[value].size_bytes for value in instruction.outputs)
-    work = sum(op_facts.flops(equation.eqn, on_cpu=profile.is_cpu) for equation in instruction.equations)
+    work = sum(
+        equation.devices * op_facts.flops(equation.eqn, on_cpu=profile.is_cpu) for equation in instruction.equations
+    )
     dtype = tensors[instruction.outputs[0]].dtype if instruction.outputs else None
     return op_time_s(profile, work, moved, dtype or "float32")
 
@@ -188,7 +190,7 @@ def _bytes_read(instruction: Instruction, tensors: list[Tensor]) -> int:
         source = equation.inputs[0] if equation.inputs and op_facts.takes_slice(equation.eqn) else None
         for value in equation.reads:
             if value == source:
-                made = sum(op_facts.size_bytes(var.aval) for var in equation.eqn.outvars)
+                made = equation.devices * sum(op_facts.size_bytes(var.aval) for var in equation.eqn.outvars)
                 sliced[value] = sliced.get(value, 0) + made
             else:
                 whole.add(value)

@@ -16,12 +16,14 @@ from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
 import jax
+from jax.sharding import PartitionSpec
 
 from remat.core.errors import UnsupportedStep
 from remat.jax import _private
-from remat.jax._private import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from remat.jax._private import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from remat.jax.context import for_a_plan
-from remat.jax.trace import op_facts, same_calls
+from remat.jax.trace import maps, op_facts, same_calls
+from remat.jax.trace.maps import Map, Mapped
 
 _NEAR: Final = 12
 """An equation joins the kernel that reads it if at most so many equations lie between the two, whatever they make.
@@ -47,17 +49,25 @@ class Equation:
         inputs: what it reads.
         outputs: ids of the values that it makes.
         is_backward: did differentiation write it, or a call around it, into a backward part?
+        mapped: how it is mapped, where it comes from the body of a ``shard_map`` that was taken apart. ``eqn`` is then
+            that of one device, and the values are arrays of all devices.
     """
 
     eqn: JaxprEqn
     inputs: tuple[Atom, ...]
     outputs: tuple[int, ...]
     is_backward: bool = False
+    mapped: Mapped | None = None
 
     @property
     def reads(self) -> tuple[int, ...]:
         """Ids of the values read, literals left out."""
         return tuple(atom for atom in self.inputs if isinstance(atom, int))
+
+    @property
+    def devices(self) -> int:
+        """How many devices run ``eqn``, each on values of its own."""
+        return 1 if self.mapped is None else self.mapped.map.devices
 
 
 @dataclass(frozen=True)
@@ -78,6 +88,11 @@ class Instruction:
     def root(self) -> JaxprEqn:
         """The equation that makes the outputs."""
         return self.equations[-1].eqn
+
+    @property
+    def is_mapped(self) -> bool:
+        """Does its last equation come from the body of a ``shard_map``, which lays its results out?"""
+        return self.equations[-1].mapped is not None
 
     @property
     def is_backward(self) -> bool:
@@ -109,7 +124,13 @@ class Program:
     regions: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
 
-def program_of(closed: ClosedJaxpr, kept_names: Collection[str] = (), *, keeps_regions: bool = False) -> Program:
+def program_of(
+    closed: ClosedJaxpr,
+    kept_names: Collection[str] = (),
+    *,
+    keeps_regions: bool = False,
+    takes_maps_apart: bool = False,
+) -> Program:
     """Flatten a closed jaxpr.
 
     Calls (``jit`` without shardings of its own, ``closed_call``) are inlined. So are regions under ``jax.checkpoint``:
@@ -121,8 +142,9 @@ def program_of(closed: ClosedJaxpr, kept_names: Collection[str] = (), *, keeps_r
         kept_names: a value to which ``jax.ad_checkpoint.checkpoint_name`` gave one of these names ends its instruction,
             so that a plan can keep it.
         keeps_regions: does what a region under ``jax.checkpoint`` computes again stay one instruction, as JAX runs it?
+        takes_maps_apart: do calls of ``shard_map`` become the equations of their bodies? See ``remat.jax.trace.maps``.
     """
-    flattener = Flattener(keeps_regions=keeps_regions)
+    flattener = Flattener(keeps_regions=keeps_regions, takes_maps_apart=takes_maps_apart)
     inputs = tuple(flattener.value(var.aval) for var in closed.jaxpr.invars)
     outputs = flattener.add(closed, inputs)
     equations = alive(flattener.equations, outputs)
@@ -166,6 +188,7 @@ class Flattener:
 
     Args:
         keeps_regions: as in ``program_of``.
+        takes_maps_apart: likewise.
 
     Attributes:
         avals: for each value id, its shape and dtype.
@@ -175,8 +198,12 @@ class Flattener:
             it added, and the numbers of the earlier ones that its own were merged with.
     """
 
-    def __init__(self, *, keeps_regions: bool = False) -> None:
+    def __init__(self, *, keeps_regions: bool = False, takes_maps_apart: bool = False) -> None:
         self._keeps_regions = keeps_regions
+        self._takes_maps_apart = takes_maps_apart
+        self._map: Map | None = None  # That of the body under way.
+        self._wanted: Mapping[Any, PartitionSpec] = {}  # How results of that body are to be laid out.
+        self._specs: dict[int, PartitionSpec] = {}  # How values lie that bodies read or make.
         self.regions: list[tuple[int, int, frozenset[int]]] = []
         self._merged: set[int] | None = None  # In a region: what its equations were merged with so far.
         self._number: dict[tuple[int, ...], int] = {}
@@ -223,6 +250,8 @@ class Flattener:
                 self._is_backward = around or _private.is_transposed(eqn)
                 outputs: Sequence[Atom] = (self._walk_region if is_region else self._walk)(body, inside)
                 self._is_backward = around
+            elif self._takes_maps_apart and maps.can_be_taken_apart(eqn):
+                outputs = self._walk_map(eqn, inputs)
             else:
                 outputs = self._add(eqn, inputs)
             scope.update(zip(eqn.outvars, outputs, strict=True))
@@ -237,18 +266,60 @@ class Flattener:
         self._merged = around
         return outputs
 
+    def _walk_map(self, eqn: JaxprEqn, inputs: Sequence[Atom]) -> list[Atom]:
+        """Write the body of a ``shard_map``, each equation mapped by itself."""
+        of, body = Map.of(eqn), eqn.params["jaxpr"]
+        around, self._is_backward = self._is_backward, self._is_backward or _private.is_transposed(eqn)
+        read = [self._laid_out(atom, of, spec) for atom, spec in zip(inputs, eqn.params["in_specs"], strict=True)]
+        returned = list(zip(body.outvars, eqn.params["out_specs"], strict=True))
+        self._wanted = {var: spec for var, spec in returned if isinstance(var, Var) and of.keeps(var.aval, spec)}
+        self._map = of
+        made = self._walk(body, dict(zip(body.invars, read, strict=True)))
+        outputs = [self._returned(atom, var, spec) for atom, (var, spec) in zip(made, returned, strict=True)]
+        self._map, self._wanted, self._is_backward = None, {}, around
+        return outputs
+
+    def _laid_out(self, atom: Atom, of: Map, spec: PartitionSpec) -> Atom:
+        """A value as a body reads it."""
+        if not isinstance(atom, int):
+            return atom
+        if not maps.same_layout(self._specs.setdefault(atom, spec), spec):
+            (atom,) = self._add(maps.laid_out(self.avals[atom], of, spec), (atom,))
+            self._specs[atom] = spec
+        return atom
+
+    def _returned(self, atom: Atom, var: Any, spec: PartitionSpec) -> Atom:
+        """A value of the body under way as the call returns it."""
+        if not isinstance(atom, int) or maps.same_layout(self._specs[atom], spec):
+            return atom
+        self._wanted = {var: spec}
+        (atom,) = self._add(maps.identity(var.aval, spec).replace(outvars=[var]), (atom,))
+        return atom
+
     def _add(self, eqn: JaxprEqn, inputs: tuple[Atom, ...]) -> tuple[int, ...]:
         key = self._identity(eqn, inputs) if op_facts.may_repeat(eqn) else None
+        if key is not None and self._map is not None:
+            key = key, self._map
         if key is not None and key in self.known:
             if self._merged is not None and self.known[key] in self._number:
                 self._merged.add(self._number[self.known[key]])
             return self.known[key]
-        outputs = tuple(self.value(var.aval) for var in eqn.outvars)
-        self.equations.append(Equation(eqn, inputs, outputs, self._is_backward or _private.is_transposed(eqn)))
+        outputs, mapped = self._outputs_of(eqn, inputs)
+        is_backward = self._is_backward or _private.is_transposed(eqn)
+        self.equations.append(Equation(eqn, inputs, outputs, is_backward, mapped))
         if key is not None:
             self.known[key] = outputs
             self._number[outputs] = len(self.equations) - 1
         return outputs
+
+    def _outputs_of(self, eqn: JaxprEqn, inputs: Sequence[Atom]) -> tuple[tuple[int, ...], Mapped | None]:
+        of = self._map
+        if of is None:
+            return tuple(self.value(var.aval) for var in eqn.outvars), None
+        specs = tuple(self._wanted.get(var) or of.own_spec(var.aval) for var in eqn.outvars)
+        outputs = tuple(self.value(of.whole(var.aval, spec)) for var, spec in zip(eqn.outvars, specs, strict=True))
+        self._specs.update(zip(outputs, specs, strict=True))
+        return outputs, Mapped(of, tuple(self._specs[atom] for atom in inputs if isinstance(atom, int)), specs)
 
     def _identity(self, eqn: JaxprEqn, inputs: tuple[Atom, ...]) -> Any:
         """Equal for two equations that compute the same; None where that cannot be told."""

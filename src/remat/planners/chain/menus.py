@@ -29,8 +29,10 @@ _SHRINKS: Final = (0.93, 0.97)
 _WALK_STEPS: Final = 3000
 _HOT: Final = 1e-2
 _COLD: Final = 1e-4
+_PATIENCE: Final = 500
 """The walks that look for options of smaller peaks: the share of the last peak asked for, first the lower one, their
-edits, and temperatures as shares of the block's time."""
+edits, temperatures as shares of the block's time, and the edits without progress after which a walk gives up. Of six
+steps of JAX's zoo, those that found an option took 10 to 172 edits."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,7 +103,7 @@ def squeezed(graph: Graph, turn: int, menu: Sequence[Option]) -> list[Option]:
     while least.peak_bytes > problem.largest_step_bytes:
         for shrink in _SHRINKS:
             budget_bytes = max(problem.largest_step_bytes, int(shrink * least.peak_bytes))
-            walk = Walk(board, least.schedule, budget_bytes, seed, first_fit=True)
+            walk = Walk(board, least.schedule, budget_bytes, seed, first_fit=True, patience=_PATIENCE)
             walk.run(_WALK_STEPS, _HOT, _COLD, None)
             seed += 1
             if walk.best is not None:

@@ -51,6 +51,9 @@ _FRESH_STEPS_PER_RUN: Final = 900
 """Edits of those walks. On layered graphs of 20 to 60 ops they brought one overhead from 84.2 % to 53.6, and another
 from 8.8 to its optimum of 6.3."""
 
+_LOOKS_IN_VAIN: Final = 3
+"""In a search that is not thorough, a walk gives up after one part in so many of its edits without progress."""
+
 _LAST_SEED: Final = 3
 """Of the last walk: none of the seeds of those before it."""
 
@@ -122,7 +125,9 @@ def _anneal_recomputations(search: Search, board: Board) -> None:
         heats, share = (_HEATS_OF_SMALL, 0.3) if is_small else ((_HEAT,), 0.7)
         for seed, heat in enumerate(heats):
             hot, part = _hot(board, heat), fresh // len(heats)
-            _cool(search, board, seed, hot, _COLD, part, _part(search, share), fresh=True)
+            patience = None if search.thorough else part // _LOOKS_IN_VAIN
+            if not _cool(search, board, seed, hot, _COLD, part, _part(search, share), fresh=True, patience=patience):
+                return
     _cool(search, board, _LAST_SEED, _WARM, _COLDEST, steps, search.deadline_s)
 
 
@@ -160,21 +165,24 @@ def _cool(
     deadline_s: float | None,
     *,
     fresh: bool = False,
-) -> None:
+    patience: int | None = None,
+) -> bool:
+    """Offer what a walk finds; is it worth to look further? Not where it gave up far above the budget."""
     budget_bytes = search.budget_bytes
     start = low_memory_order(search.problem, budget_bytes) if fresh or search.best is None else search.best
     for _ in range(_TIGHTENINGS):
-        walk = Walk(board, start, budget_bytes, seed)
+        walk = Walk(board, start, budget_bytes, seed, patience=patience)
         walk.run(steps, hot, cold, deadline_s)
         if walk.best is None:
-            return
+            return not walk.is_hopeless
         schedule = expand(board, walk.best)
         excess_bytes = search.offer(schedule) - search.budget_bytes
         if excess_bytes <= 0:
-            return
+            return True
         # The board counts small storages as the plain schedule has them; what it missed comes off the budget.
         budget_bytes -= excess_bytes
         start, hot, steps = schedule, min(hot, 10 * cold), steps // 4
+    return True
 
 
 def _hot(board: Board, heat: float) -> float:

@@ -25,6 +25,13 @@ _HOPELESS: Final = 12.0
 """Temperatures by which an edit may be worse and still be finished; it would be accepted once in exp(12) = 160,000."""
 _MOST_LOST: Final = 40
 """Edits that found no empty slot, after which the runs are spread anew. More: edits are lost; fewer: time is."""
+_FAR_OVER: Final = 0.1
+_LOOKS_AFTER: Final = 3
+"""A walk that may give up does so where, after one part in three of its edits, the bytes over the budget were never
+less than this; as a share of the budget, summed over positions, and per op that may move. On six steps of JAX's zoo,
+walks that found a schedule had come below .01 by then, or found it; most of those in vain were above .15."""
+_LEAST_LOWERED: Final = 0.99
+"""The share of the smallest excess so far below which a new one counts as progress."""
 _LATE_FROM: Final = 0.05
 """By how much of the whole the clock may be ahead of the edits before cooling follows the clock. Smaller, and a walk
 that would end in time cools faster than it has to, and differently from run to run."""
@@ -38,16 +45,31 @@ class Walk(Edits):
     simulated annealing (Kirkpatrick et al. 1983, doi:10.1126/science.220.4598.671) with strategic oscillation
     (Glover 1989, doi:10.1287/ijoc.1.3.190). A heuristic without guarantee; one step is O(1) range additions in numpy.
 
+    With ``patience`` it gives up where nothing fits yet: where the bytes over the budget have not sunk for so many
+    edits, or are far too many after a third of the edits.
+
     Attributes:
         best: the cheapest order of runs seen that fits, None for none; see ``Slots.order``.
         best_s: its extra seconds.
+        is_hopeless: did it give up far above the budget?
     """
 
     def __init__(
-        self, board: Board, schedule: Sequence[int], budget_bytes: int, seed: int, *, first_fit: bool = False
+        self,
+        board: Board,
+        schedule: Sequence[int],
+        budget_bytes: int,
+        seed: int,
+        *,
+        first_fit: bool = False,
+        patience: int | None = None,
     ) -> None:
         super().__init__(board, budget_bytes, seed)
         self.first_fit = first_fit
+        self.patience = patience
+        self.is_hopeless = False
+        self._least = math.inf  # The smallest excess so far.
+        self._lowered_at = 0  # The edit that brought it.
         self.best: list[int] | None = None
         self.best_s = math.inf
         self.plain_s = max(board.problem.graph.time_s, 1e-300)
@@ -101,8 +123,18 @@ class Walk(Edits):
                 self._respread()
             if not self.over_sum and (self.first_fit or not self.slots.repeats):
                 return step
+            if self.patience is not None and self.best is None and self._gives_up(step, steps, self.patience):
+                return step
             self._step(temperature)
         return steps
+
+    def _gives_up(self, step: int, steps: int, patience: int) -> bool:
+        excess = self.over_sum * self._scale
+        if excess < _LEAST_LOWERED * self._least:
+            self._least, self._lowered_at = excess, step
+        if step == steps // _LOOKS_AFTER and self._least > _FAR_OVER:
+            self.is_hopeless = True
+        return self.is_hopeless or step - self._lowered_at > patience
 
     def _respread(self) -> None:
         self.lost = 0
