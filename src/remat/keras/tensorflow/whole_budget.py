@@ -138,9 +138,9 @@ class WholeBudget:
 def _calls_left(model: keras.Model) -> int | None:
     """How many calls of its training function a model's ``fit`` still makes, about; None where nobody knows."""
     history: Any = getattr(model, "history", None)
-    params = getattr(history, "params", None) or {}
+    params: dict[str, Any] = getattr(history, "params", None) or {}
     epochs, steps = params.get("epochs"), params.get("steps")
     if not epochs or not steps:
         return None
     done = history.epoch[-1] + 1 if history.epoch else 0
-    return max(0, (epochs - done) * steps // int(model.steps_per_execution))
+    return max(0, (int(epochs) - int(done)) * int(steps) // int(model.steps_per_execution))
