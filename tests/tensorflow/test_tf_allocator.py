@@ -222,3 +222,28 @@ def test_prediction_against_a_real_run(budget):
     assert measured <= allowed
     # One block of 1 MiB is 7 % of so small a step; where other programs interrupt the executor two live longer.
     assert predicted == pytest.approx(measured, abs=2.1 * MIB)
+
+
+def test_what_steps_have_shown_takes_the_place_of_other_heaps():
+    graph = step_of(*((size * 64 * KIB, step, step + 2) for step, size in enumerate((4, 5, 6, 7, 9, 4, 5, 6, 7, 9))))
+    schedule = graph.plain_schedule
+    before = EVERYTHING.peak_range(graph, schedule)
+    expected = before.expected_bytes
+
+    same = EVERYTHING.after_steps(graph, schedule, expected // 2, differed=False)
+    above = EVERYTHING.after_steps(graph, schedule, 2 * expected, differed=True)
+
+    assert before.highest_bytes > expected
+    assert (same.shown.varies, above.shown.varies) == (False, True)
+    assert same.peak_range(graph, schedule) == PeakRange(expected, expected), "less than expected promises nothing"
+    assert above.peak_range(graph, schedule) == PeakRange(expected, 2 * expected)
+
+
+def test_variables_that_move_make_steps_differ():
+    tensors = (Tensor(600 * KIB), Tensor(600 * KIB))
+    ops = (Op(outputs=(1,)), Op(inputs=(0, 1), kind="AssignVariableOp"))
+    graph = Graph(ops, tensors, inputs=(0,), free_order=False)
+    small = AllocatorModel(min_counted_bytes=MIB)
+
+    assert EVERYTHING.after_steps(graph, (0, 1), 1, differed=False).shown.varies
+    assert not small.after_steps(graph, (0, 1), 1, differed=False).shown.varies

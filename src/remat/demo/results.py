@@ -33,7 +33,8 @@ class RunResult:
         budget: as the user wrote it; None for plain training.
         measured_peak_bytes: the largest peak of any training step, the first one included, by the device's counter.
         first_step_s: seconds of the first step, which traces, plans and compiles.
-        step_time_s: median seconds of the others.
+        step_time_s: median seconds of a step once training is over; for plain training, of all steps but the first.
+        plain_time_s: median seconds of plain steps that ran in turns with these, in the same process.
         losses: one for each step.
         final_loss: mean over the last epoch.
         final_accuracy: of the last epoch, from 0 to 1.
@@ -45,6 +46,7 @@ class RunResult:
     measured_peak_bytes: int
     first_step_s: float
     step_time_s: float
+    plain_time_s: float
     losses: tuple[float, ...]
     final_loss: float
     final_accuracy: float
@@ -83,7 +85,7 @@ class Line:
     Attributes:
         run: the run.
         predicted_peak_bytes: what the plan promised; for plain training, the peak that a plan started from.
-        relative_time: step time as a multiple of plain training's.
+        relative_time: step time as a multiple of that of plain steps beside it.
         difference: of the weights from plain training's; None for plain training itself.
     """
 
@@ -135,7 +137,7 @@ def compare(runs: Sequence[Run]) -> tuple[Line, ...]:
     lines = [Line(plain, baselines[0], 1.0, None)]
     for run in planned:
         assert run.plan is not None
-        relative_time = run.result.step_time_s / plain.result.step_time_s
+        relative_time = run.result.step_time_s / run.result.plain_time_s
         lines.append(Line(run, run.plan.peak_bytes, relative_time, weight_difference(plain.weights, run.weights)))
     return tuple(lines)
 

@@ -106,6 +106,7 @@ def _line_json(line: Line) -> dict[str, Any]:
         "measured_peak_bytes": result.measured_peak_bytes,
         "prediction_error": line.prediction_error,
         "step_time_s": result.step_time_s,
+        "plain_step_time_s": result.plain_time_s,
         "relative_step_time": line.relative_time,
         "first_step_s": result.first_step_s,
         "recomputed_ops": 0 if plan is None else len(recomputed_ops(plan.schedule)),

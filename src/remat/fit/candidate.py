@@ -29,7 +29,7 @@ class Candidate(abc.ABC):
         resident_bytes: what lies on the device beside the step and counts against the budget.
     """
 
-    rounds: ClassVar[Rounds] = Rounds(6, 4)
+    rounds: Rounds = Rounds(6, 4)
     is_compiled: ClassVar[bool] = False
     reserve: float = 0.0
     resident_bytes: int = 0
@@ -63,6 +63,13 @@ class Candidate(abc.ABC):
             InfeasibleBudget: if it finds none; ``minimum_bytes`` is a budget for which it does.
         """
         return find(self.graph, budget_bytes, request.planner, self.time_limit_of_a_round_s(request), **request.options)
+
+    def polished(self, plan: Plan, request: Request) -> Plan | None:
+        """A plan within the planner's budget of a plan of ``find``, found with more work than a round is worth.
+
+        None where every round does all the work there is.
+        """
+        return None
 
     def suggestions(self) -> Iterable[Plan]:
         """Plans that do not depend on the budget and are worth a look: what a user would do by hand."""

@@ -22,7 +22,8 @@ def fit(candidate: Candidate, request: Request, *, share_of_bytes: int | None = 
         request: with a budget in bytes or as a share; "auto" has been turned into bytes before.
         share_of_bytes: what "60%" is a share of; None for the plain peak of the candidate, what is resident counted.
             A micro-batch passes the plain peak of the whole batch.
-        proves: is the plan's bound wanted? A choice between several steps leaves it out, and proves the chosen one.
+        proves: is the plan's bound wanted, and what more work makes cheaper? A choice between several steps leaves both
+            out, and proves the chosen one.
 
     Returns:
         The plan. Its ``peak_bytes`` and ``baseline_peak_bytes`` are what the device is expected to show, resident bytes
@@ -69,6 +70,8 @@ def fit(candidate: Candidate, request: Request, *, share_of_bytes: int | None = 
         except InfeasibleBudget as error:
             minimum_bytes = candidate.smallest_budget(min(error.minimum_bytes, plain.highest_bytes))
             raise infeasible(budget_bytes, minimum_bytes, error.binding_op) from None
+        if proves:
+            found = _polished(found, candidate, request, target_bytes)
     found = dataclasses.replace(found, traced_budget_bytes=found.budget_bytes)
     if candidate.is_compiled:
         traced = simulate(candidate.graph_of(found), found.schedule)
@@ -83,6 +86,17 @@ def fit(candidate: Candidate, request: Request, *, share_of_bytes: int | None = 
     )
     entry.keep(found)
     return _with_expected_time(found, candidate)
+
+
+def _polished(found: Plan, candidate: Candidate, request: Request, target_bytes: int) -> Plan:
+    """The plan, or a cheaper one that fits, too, and that more work finds than each round of the loop is worth."""
+    better = candidate.polished(found, request)
+    if better is None or better.time_s >= found.time_s:
+        return found
+    peak = candidate.real_peak(better)
+    if peak.highest_bytes > target_bytes:
+        return found
+    return dataclasses.replace(better, peak_bytes=peak.expected_bytes)
 
 
 def _with_expected_time(plan: Plan, candidate: Candidate) -> Plan:

@@ -26,7 +26,7 @@ _log = logging.getLogger("remat")
 
 # The figures below steer the search. They are judgements, without a measurement of their own. Other values cost a round
 # more or leave a little of the budget unused; no plan breaks a budget because of them.
-_CLOSE_ENOUGH: Final = 0.05  # A plan that leaves less than this share of the budget unused ends the search.
+_CLOSE_ENOUGH: Final = 0.05  # Where Rounds does not say otherwise.
 _SMALLEST_STEP: Final = 0.02  # The next guess is lower by at least this share of the target.
 # When the planner's budget falls by one byte, the real peak falls by this much at least. Where two guesses say less,
 # they are taken for an accident: the next guess would be far too low.
@@ -71,6 +71,7 @@ class Rounds:
             leaps, so that a guess at the target itself misses it as often as not.
         by_share: where the first plan needs far more than its tensors say, does the next guess fall by the share by
             which the real peak is to fall, and not by the bytes? Right for a compiler that makes copies.
+        close_enough: a plan that leaves less than this share of the target unused ends the search.
     """
 
     first: int
@@ -78,6 +79,7 @@ class Rounds:
     least_gain: float = 0.0
     aim: float = 1.0
     by_share: bool = False
+    close_enough: float = _CLOSE_ENOUGH
 
 
 def plan_within(
@@ -122,10 +124,11 @@ def plan_within(
             if are_likely and _narrow(target_bytes, guess, find, tried):
                 guess = max(1, _next_guess(target_bytes, tried, rounds))
                 continue
+            _raise_guess(guess, find, tried)
             break
         tried.append(one)
         highest = one.peak.highest_bytes
-        if _is_close(target_bytes, one) or (highest <= target_bytes and one.plan.overhead == 0):
+        if _is_close(target_bytes, one, rounds.close_enough) or (highest <= target_bytes and one.plan.overhead == 0):
             break
         if highest > target_bytes and len(tried) == 1:
             _try_suggestions(target_bytes, likely, real_peak, tried)
@@ -214,6 +217,17 @@ def _narrow(target_bytes: int, guess_bytes: int, find: Callable[[int], Plan], tr
     return False
 
 
+def _raise_guess(guess_bytes: int, find: Callable[[int], Plan], tried: list[_Found]) -> None:
+    """Where a larger guess leads to a plan that was tried, this is the budget that the planner had for it."""
+    try:
+        plan = find(guess_bytes)
+    except InfeasibleBudget:
+        return
+    for number, one in enumerate(tried):
+        if one.is_of(plan) and one.guess_bytes < guess_bytes:
+            tried[number] = dataclasses.replace(one, guess_bytes=guess_bytes)
+
+
 def _try_suggestions(
     target_bytes: int,
     suggestions: Callable[[], Iterable[Plan]],
@@ -295,9 +309,9 @@ def _fastest(fits: Sequence[_Found], expected_s: Callable[[Plan], float | None] 
     return fastest if fastest_s < (1 - _MUCH_FASTER) * cheapest_s else cheapest
 
 
-def _is_close(target_bytes: int, one: _Found) -> bool:
+def _is_close(target_bytes: int, one: _Found, close_enough: float = _CLOSE_ENOUGH) -> bool:
     """Does a plan fit, and use the target well?"""
-    return target_bytes * (1 - _CLOSE_ENOUGH) <= one.peak.highest_bytes <= target_bytes
+    return target_bytes * (1 - close_enough) <= one.peak.highest_bytes <= target_bytes
 
 
 def _fitting(target_bytes: int, tried: Sequence[_Found]) -> list[_Found]:
@@ -356,4 +370,5 @@ class _Found:
         return (self.plan.fingerprint, self.plan.schedule) == (plan.fingerprint, plan.schedule)
 
     def with_real_peak(self) -> Plan:
-        return dataclasses.replace(self.plan, peak_bytes=self.peak.expected_bytes)
+        budget_bytes = max(self.guess_bytes, self.plan.budget_bytes)
+        return dataclasses.replace(self.plan, peak_bytes=self.peak.expected_bytes, budget_bytes=budget_bytes)

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 import logging
+import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, TypeAlias
@@ -27,6 +28,7 @@ from remat.keras.tensorflow.choose import choose_micro_batches
 from remat.keras.tensorflow.kept_layers import KeptLayers
 from remat.keras.tensorflow.step import MicroBatchedStep
 from remat.keras.tensorflow.trace import label_model, traced_step
+from remat.keras.tensorflow.whole_budget import WholeBudget
 from remat.micro_batches.cut import largest_size
 from remat.running.workload import Array
 from remat.tensorflow import _private
@@ -63,6 +65,7 @@ class Limit(ModelLimit):
         self._promised_bytes: int | None = None
         self._lowered_bytes: int | None = None
         self._broken: Plan | None = None
+        self._whole_budget: WholeBudget | None = None
         self._steps_to_measure = 0
         self._measured_on = current_device()
         self._replicas = 1
@@ -310,6 +313,8 @@ class Limit(ModelLimit):
         first step, and a training that ran would be refused its budget.
         """
         if self._broken is None:
+            if self._whole_budget is not None and self._whole_budget.follows is not None:
+                request = dataclasses.replace(request, known=self._whole_budget.follows)
             return rewrite(function, request)
         assert self._promised_bytes is not None
         if self._lowered_bytes is not None:
@@ -331,6 +336,16 @@ class Limit(ModelLimit):
         self._steps_to_measure = _MEASURED_STEPS if self._request.budget is not None and device.has_counter else 0
         if self._steps_to_measure:
             device.reset_peak()
+            if self._may_plan_for_all and self._whole_budget is None:
+                self._whole_budget = WholeBudget()
+            if self._whole_budget is not None:
+                self._whole_budget.begin()
+
+    @property
+    def _may_plan_for_all(self) -> bool:
+        """May the step be planned once more for what its first steps leave of the budget?"""
+        parts = self._replicas > 1 or self._micro_step is not None or self._chooses or self._kept is not None
+        return self._replans and not self._strict and not parts and not self._required_model().jit_compile
 
     def _run_measured(self, iterator: Any) -> Any:
         """Run the training function; after the first steps under a plan, hold what each took against the budget.
@@ -338,15 +353,29 @@ class Limit(ModelLimit):
         The counter's peak goes on from step to step, since others may read it. A step that raises it is the widest.
         """
         before_bytes = self._measured_on.peak_bytes if self._steps_to_measure else 0
+        started = time.perf_counter()
         result = self._run(iterator)
         if self._steps_to_measure and self._rewritten is not None:
             self._steps_to_measure -= 1
             for value in tf.nest.flatten(result)[:1]:
                 np.asarray(value)  # Wait for the device.
             plan, peak_bytes = self._rewritten.plan, self._measured_on.peak_bytes
+            if self._whole_budget is not None:
+                self._whole_budget.add_step(time.perf_counter() - started, peak_bytes)
             if plan.measured_peak_bytes is None or peak_bytes > before_bytes:
                 self._judge(plan, peak_bytes)
+        if not self._steps_to_measure and self._whole_budget is not None and self._rewritten is not None:
+            allocator = self._measured_on.allocator
+            fitted = self._required_model() if isinstance(iterator, tf.data.Iterator) else None
+            if self._whole_budget.finds_cheaper(self._rewritten, allocator, self._request, fitted):
+                self._trace_again()
         return result
+
+    def _trace_again(self) -> None:
+        """At the next call; the largest shapes of the data are known still."""
+        shapes = self._shapes
+        self._make_train_function(force=True)
+        self._shapes = shapes
 
     def _judge(self, plan: Plan, measured_bytes: int) -> None:
         """Plan again for a budget that was broken, once; say so where that is no remedy.
@@ -356,16 +385,18 @@ class Limit(ModelLimit):
         """
         if plan.measured_peak_bytes is None:
             plan.set_measured_peak(measured_bytes)
+        if self._whole_budget is not None and self._whole_budget.takes_back(plan, measured_bytes):
+            self._trace_again()
+            return
         if not exceeds(plan, measured_bytes):
             return
         self._steps_to_measure = 0
+        self._whole_budget = None
         if self._replans and self._promised_bytes is None and not self._chooses:
             self._promised_bytes = plan.budget_bytes
             self._broken = dataclasses.replace(plan, measured_peak_bytes=None)
             self._lowered_bytes = max(1, 2 * plan.budget_bytes - measured_bytes)
-            shapes = self._shapes
-            self._make_train_function(force=True)
-            self._shapes = shapes
+            self._trace_again()
             return
         tell(broken_budget(plan, measured_bytes, None, compared=False), strict=self._strict)
 

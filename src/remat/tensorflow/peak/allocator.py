@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 import tensorflow as tf
@@ -47,6 +47,19 @@ _PAST: Final = (0, None)
 
 
 @dataclass(frozen=True)
+class ShownHeap:
+    """What the first steps under a plan have shown of the heap that they ran on, in place of what might be its past.
+
+    Attributes:
+        share: the most that a step took, as a share of what was expected of it; 1 at least.
+        varies: do steps differ in what they take?
+    """
+
+    share: float
+    varies: bool
+
+
+@dataclass(frozen=True)
 class AllocatorModel:
     """How a device uses and counts memory.
 
@@ -58,6 +71,7 @@ class AllocatorModel:
             kernels for, among them those of float64, or none.
         compiles_calls: does XLA compile functions by themselves that a step calls and that ask for it? Not where it
             compiles the step as a whole.
+        shown: what steps have shown of the heap; None before any has run.
     """
 
     min_counted_bytes: int
@@ -65,6 +79,7 @@ class AllocatorModel:
     first_region_bytes: int = 1 << 20
     own_kernels: Literal["all", "not in oneDNN", "none"] = "none"
     compiles_calls: bool = True
+    shown: ShownHeap | None = None
 
     def runs_own_kernel(self, op: tf.Operation) -> bool:
         """Does TensorFlow's own kernel for CPUs run the operation, whose scratch memory is known?"""
@@ -86,7 +101,8 @@ class AllocatorModel:
         Returns:
             Pinned inputs at their own sizes, the rest as chunks. Expected is the middle of what heaps show whose pinned
             inputs lie side by side, as those of a program that makes its variables first do; highest is the most on
-            these and on heaps whose pinned inputs lie anywhere.
+            these and on heaps whose pinned inputs lie anywhere, or, once steps have run, as far above the expected
+            as theirs was.
         """
         return self._peak_range(list(self._events(graph, schedule)), self._pinned_bytes(graph))
 
@@ -109,9 +125,28 @@ class AllocatorModel:
             )
 
         to_expect = added(_HEAPS_TO_EXPECT, pinned_first=True)
-        highest = max(to_expect[-1], added(_HEAPS_TO_HOLD, pinned_first=False)[-1])
         pinned_bytes = sum(pinned.values())
-        return PeakRange(pinned_bytes + to_expect[_HEAPS_TO_EXPECT // 2], pinned_bytes + highest)
+        expected_bytes = pinned_bytes + to_expect[_HEAPS_TO_EXPECT // 2]
+        if self.shown is not None:
+            return PeakRange(expected_bytes, int(expected_bytes * self.shown.share))
+        highest = max(to_expect[-1], added(_HEAPS_TO_HOLD, pinned_first=False)[-1])
+        return PeakRange(expected_bytes, pinned_bytes + highest)
+
+    def after_steps(self, graph: Graph, schedule: Sequence[int], peak_bytes: int, *, differed: bool) -> AllocatorModel:
+        """The model that goes on from what steps have shown of the heap.
+
+        Args:
+            graph: the step.
+            schedule: that they ran.
+            peak_bytes: the most that the device's statistics showed of one, without what lies beside it.
+            differed: did they show different peaks?
+        """
+        expected_bytes = self.counted_peak(graph, schedule).expected_bytes
+        # Less than was expected promises nothing: under another plan other blocks meet other holes.
+        share = max(1.0, peak_bytes / max(1, expected_bytes))
+        moved = {event.moves_to for event in self._events(graph, schedule) if event.moves_to is not None}
+        moves = any(graph.tensors[variable].size_bytes >= self.min_counted_bytes for variable in moved)
+        return replace(self, shown=ShownHeap(share, differed or moves))
 
     def peak_on_a_new_heap(self, graph: Graph, schedule: Sequence[int], steps: int = 1) -> int:
         """As ``peak_range`` for some steps that are the first thing on the device."""
