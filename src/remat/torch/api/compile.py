@@ -62,9 +62,8 @@ def compile(
     With ``backend="aten"``, which is graph mode, eager PyTorch's own operators run in the order of the plan: the
     numbers are those of eager PyTorch to the last bit on a CPU, nothing is built, and no operator is watched. What
     cannot be captured as one graph runs eagerly, as under ``limit_memory``, and a warning says where and why. What
-    cannot be traced eagerly either, since it asks for values (``.item()``), runs in pieces, each planned by itself;
-    gradients to which several pieces add then differ by rounding. A step whose first run takes more than the budget is
-    captured and planned once more, for what it really took.
+    cannot be traced eagerly either, since it asks for values (``.item()``), runs in pieces, each planned by itself. A
+    step whose first run takes more than the budget is captured and planned once more, for what it really took.
 
     With ``backend="inductor"``, the numbers are those of ``torch.compile``. Inductor is asked what its kernels need
     under each plan before any is built. Random draws are the same in a recomputation, since Inductor derives them from
