@@ -295,7 +295,9 @@ def is_held(found, gathers_most):
     late_bytes = found["largest_gather"]
     for _, predicted, measured, budget in found["plans"]:
         assert predicted <= budget
-        assert measured <= 1.001 * predicted + late_bytes
+        # What ran only beside another call, under one backward pass, has no measurement.
+        assert measured is None or measured <= 1.001 * predicted + late_bytes
+    assert any(measured for _, _, measured, _ in found["plans"])
     _, peak = found["peaks"]
     assert any(0.999 * one <= peak <= 1.001 * one + late_bytes for _, one, _, _ in found["plans"])
 

@@ -115,7 +115,8 @@ class Captured:
         self._resident_bytes = resident_bytes
         self._device = device
         self._strict = strict
-        self._replans = replans and request.plan is None and not in_pieces  # Pieces promise no budget.
+        # Pieces promise no budget, and whoever names what is kept asks for none.
+        self._replans = replans and request.plan is None and request.checkpoints is None and not in_pieces
         self._first_share = first_share
         self._calls = Calls()
         self._timed = TimedCalls()

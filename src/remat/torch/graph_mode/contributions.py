@@ -14,7 +14,6 @@ from typing import Any, Final
 
 import torch
 from torch import fx
-from torch.fx.traceback import GRADIENT_ACC_SPECIAL_STACK
 
 from remat.torch import _backward_pass
 from remat.torch.graph_mode import nodes
@@ -209,5 +208,5 @@ def _is_sum(node: Any) -> bool:
         and node.target in _SUMS
         and not node.kwargs
         and all(isinstance(one, fx.Node) for one in node.args)
-        and GRADIENT_ACC_SPECIAL_STACK in (node.meta.get("stack_trace") or "")
+        and aot_notes.is_sum_of_gradients(node)
     )

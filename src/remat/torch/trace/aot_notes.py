@@ -18,6 +18,9 @@ _TAKER: Final = "remat_taker"  # Where a placeholder carries what takes its grad
 _PARTS: Final = "remat_parts"  # Where a placeholder carries of how many parts its gradient is.
 STAND_INS: Final = "remat_stand_ins"
 """Where a backward pass carries what makes stand-ins for inputs of its step, by their places."""
+_OF_A_SUM: Final = "Gradient addition node due to multiple use of tensor"
+"""In the trace of a node where autograd adds gradients up; PyTorch 2.13 has a name for the words, 2.9 has none."""
+
 _Taker = TypeVar("_Taker")
 _LINE_OF_CODE: Final = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 
@@ -82,6 +85,11 @@ def source_of(node: fx.Node) -> str:
 def _line_in(stack_trace: str) -> str:
     lines = _LINE_OF_CODE.findall(stack_trace)
     return "{}:{} in {}".format(shown_path(lines[-1][0]), *lines[-1][1:]) if lines else ""
+
+
+def is_sum_of_gradients(node: fx.Node) -> bool:
+    """Did autograd itself add the node, between two of its own operators?"""
+    return _OF_A_SUM in (node.meta.get("stack_trace") or "")
 
 
 def note_inputs(joint: fx.GraphModule, names: Sequence[str], takers: Mapping[int, Callable[..., None]]) -> None:
