@@ -130,7 +130,7 @@ def compile(
         beside = Beside(optimizer, accumulates, resident_bytes)
         return GraphCompiled(fn, request, beside, device, strict=strict, first_share=first_share)
     known = {"plan": plan, "optimizer": optimizer, "accumulates": accumulates, "strict": strict}
-    known |= {"levers": request.levers != ("recompute",), "checkpoints": kept}
+    known |= {"levers": request.levers != ("recompute",), "checkpoints": kept is not None}
     if given := [name for name, value in known.items() if value not in (None, False)]:
         raise ValueError(f'{given[0]}= of remat.torch.compile needs backend="aten"')
     return Compiled(fn, request, resident_bytes, device)
@@ -298,9 +298,11 @@ class GraphCompiled:
                 '"recompute" to levers=, which an eager step can do'
             ) from error
         request = self._request
-        options = {"planner": request.planner, "time_limit_s": request.time_limit_s, "device": self._device}
+        options: dict[str, Any] = {"planner": request.planner}
+        options |= {"time_limit_s": request.time_limit_s, "device": self._device}
         options |= self._beside.for_plan | {"levers": levers} | dict(request.options)
-        options |= {} if self._kept is None else {"checkpoints": self._kept.modules}
+        if self._kept is not None:
+            options["checkpoints"] = self._kept.modules
         return EagerLimit(self._fn, request.budget, True, self._strict, options, self.plans)
 
     def _say_eager(self) -> None:
