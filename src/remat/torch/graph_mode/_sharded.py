@@ -447,7 +447,9 @@ def _needs_gradients(value: Any) -> bool:
         value = list(value.values())
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = [getattr(value, one.name) for one in dataclasses.fields(value)]
-    return isinstance(value, list | tuple) and any([_needs_gradients(one) for one in value])
+    # PyTorch 2.9 captures no union of types.
+    is_several = isinstance(value, list) or isinstance(value, tuple)  # noqa: SIM101
+    return is_several and any([_needs_gradients(one) for one in value])
 
 
 def _cast_results(dtype: torch.dtype, module: nn.Module, args: Any, result: Any) -> Any:
