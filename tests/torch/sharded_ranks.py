@@ -241,6 +241,19 @@ def in_all_ways(module, optimizer, loss, args):
     yield update(loss(*args))
 
 
+def several_calls(module, optimizer, loss, args):
+    """Of two calls under one backward pass, some leave their gradients whole."""
+    few = [one[:256] for one in args]
+    for _ in range(2):
+        for step in range(3):
+            module.set_requires_gradient_sync(step == 2)
+            value = loss(*args) + loss(*few)
+            value.backward()
+            yield value.detach()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def cases(rank):
     """What may be special about a step, one after the other."""
     accumulates = {"budget": "80%", "train": reduced_once}
@@ -258,7 +271,8 @@ def cases(rank):
             tokens(rank),
             **accumulates,
         ),
-        "in_all_ways": in_turns(lambda: of_tokens(tied=False), tokens(rank), train=in_all_ways),
+        "in_all_ways": in_turns(of_tokens, tokens(rank), train=in_all_ways),
+        "several_calls": in_turns(of_tokens, tokens(rank), train=several_calls, budget="80%"),
     }
 
 

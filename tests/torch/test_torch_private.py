@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.functional_tensor import dispatch_functionalize
 from torch.profiler import ProfilerActivity, profile
 
-from remat.torch import _private
+from remat.torch import _backward_pass, _private
 from remat.torch.trace import op_facts
 
 
@@ -195,11 +195,11 @@ def test_backward_passes_can_be_surrounded():
         seen.append("after")
         return result
 
-    _private.around_backward_passes(around)
+    _backward_pass.around_backward_passes(around)
     x = torch.ones(2, requires_grad=True)
     x.sum().backward()
     torch.autograd.grad(x.sum(), x)
-    _private.no_longer_around_backward_passes(around)
+    _backward_pass.no_longer_around_backward_passes(around)
     x.sum().backward()
     assert seen == ["before", "after"] * 2
 

@@ -264,3 +264,12 @@ def test_micro_batches_in_graph_mode_reduce_once(tmp_path):
         assert found["mode"] == "graph"
         assert found["same"]
         assert found["calls"] == [2, 2]
+
+
+@pytest.mark.slow
+def test_two_calls_under_one_backward_pass_reduce_once(tmp_path):
+    for found in run("ddp_graph_two_calls", tmp_path):
+        assert found["mode"] == "graph"
+        assert found["same"]
+        plain_numbers, numbers = found["calls"]
+        assert numbers == plain_numbers

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_steps import batch, gradients, model, same
-from sharded_ranks import in_turns, of_tokens, reduced_once, sharded, tokens
+from sharded_ranks import in_all_ways, in_turns, of_tokens, reduced_once, several_calls, sharded, tokens
 from steps import QUICK
 from test_torch_processes import run
 from torch import nn
@@ -153,6 +153,16 @@ def test_gradients_of_several_steps_are_reduced_once(process_group):
         assert measured == pytest.approx(predicted, rel=0.01)
 
 
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("train", [in_all_ways, several_calls])
+def test_parts_of_a_gradient_are_added_in_eager_order(train):
+    """A tied weight, and several calls under one backward pass, with gradients from before or without."""
+    found = in_turns(of_tokens, tokens(0), budget="80%", train=train)
+    assert found["same"]
+    assert found["same_losses"]
+    assert set(found["modes"]) == {"graph"}
+
+
 def sharded_with(**options):
     module = model(blocks=2)
     return sharded(module, module, **options)
@@ -285,7 +295,9 @@ def is_held(found, gathers_most):
     late_bytes = found["largest_gather"]
     for _, predicted, measured, budget in found["plans"]:
         assert predicted <= budget
-        assert measured <= 1.001 * predicted + late_bytes
+        # What ran only beside another call, under one backward pass, has no measurement.
+        assert measured is None or measured <= 1.001 * predicted + late_bytes
+    assert any(measured for _, _, measured, _ in found["plans"])
     _, peak = found["peaks"]
     assert any(0.999 * one <= peak <= 1.001 * one + late_bytes for _, one, _, _ in found["plans"])
 
@@ -309,7 +321,7 @@ def test_two_processes_in_graph_mode_with_special_steps(tmp_path):
         is_held(found, gathers_most=1)
         assert second[name]["calls"] == found["calls"]
         is_held(second[name], gathers_most=1)
-    assert len(first) == 10
+    assert len(first) == 11
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from mesh_ranks import cut_matrices, in_sequence, on_mesh, shard_blocks, tensor
 from rank_steps import batch, counted, gradients, least_peak, model, planned, same, within
 from sharded_ranks import SCENARIOS as IN_GRAPH_MODE
+from sharded_ranks import Tokens, tokens
 from steps import QUICK
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -123,6 +124,29 @@ def ddp_graph(rank, **options):
         "reason": captured.reason,
         "peak": [captured.plan.peak_bytes, peak, captured.plan.budget_bytes],
     }
+
+
+def ddp_graph_two_calls(rank):
+    """Two calls under one backward pass, as for a contrastive loss, and a tied weight: each bucket is reduced once."""
+    one, other = tokens(rank), tokens(rank + 2, rows=448)
+    found, reduced = [], []
+    for is_captured in (False, True):
+        torch.manual_seed(0)
+        module = DistributedDataParallel(Tokens(), bucket_cap_mb=0.05)
+        calls = []
+        module.register_comm_hook(
+            None,
+            lambda state, bucket: (calls.append(bucket.buffer().numel()), allreduce_hook(None, bucket))[1],  # noqa: B023
+        )
+        loss = lambda x, y: nn.functional.cross_entropy(module(x), y)  # noqa: B023, E731
+        if is_captured:
+            loss = remat.torch.compile(loss, budget="80%", backend="aten", **QUICK)
+        for _ in range(3):
+            module.zero_grad()
+            (loss(*one) + loss(*other)).backward()
+        found.append(gradients(module))
+        reduced.append(sum(calls))
+    return {"same": same(*found), "calls": reduced, "mode": loss.plan.mode}
 
 
 def ddp_micro_batches(rank):
@@ -328,6 +352,7 @@ def one_plan(rank):
 
 
 SCENARIOS = {
+    "ddp_graph_two_calls": ddp_graph_two_calls,
     "ddp": ddp,
     "ddp_graph": ddp_graph,
     "ddp_graph_bucket_view": lambda rank: ddp_graph(rank, gradient_as_bucket_view=True),

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache, partial
+from functools import cache
 from types import TracebackType
 from typing import Any, Final, TypeAlias
 
@@ -195,34 +195,6 @@ def copy_of_storage(tensor: torch.Tensor) -> torch.Tensor:
     storage = tensor.untyped_storage()
     empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return empty.set_(storage.clone(), 0, (storage.nbytes() // tensor.element_size(),), (1,))
-
-
-_Around: TypeAlias = Callable[[Callable[[], Any]], Any]
-_around: list[_Around] = []
-_run_backward: Any = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
-
-
-def around_backward_passes(around: _Around) -> None:
-    """From now on call a function in place of each backward pass, with what runs it."""
-    _around.append(around)
-    torch.autograd._engine_run_backward = _run_surrounded  # type: ignore[attr-defined]
-
-
-def no_longer_around_backward_passes(around: _Around) -> None:
-    """Undo ``around_backward_passes``."""
-    if around in _around:
-        _around.remove(around)
-    if not _around:
-        torch.autograd._engine_run_backward = _run_backward  # type: ignore[attr-defined]
-
-
-def _run_surrounded(*args: Any, **kwargs: Any) -> Any:
-    def run() -> Any:
-        return _run_backward(*args, **kwargs)
-
-    for around in list(_around):
-        run = partial(around, run)
-    return run()
 
 
 class BelowAutograd:

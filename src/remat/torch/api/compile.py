@@ -7,11 +7,12 @@ import functools
 import logging
 import re
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from remat.core.errors import InfeasibleBudget, RematError, UnsupportedStep
 from remat.core.graph import Graph
@@ -20,6 +21,7 @@ from remat.core.plan import Plan
 from remat.fit.request import WHOLE_STEP_LEVERS, Request
 from remat.torch.api.eager_limit import EagerLimit, loss_in
 from remat.torch.api.plan import EAGER_LEVERS, StepPlan
+from remat.torch.kept_modules import KeptModules
 from remat.torch.trace.trace import trace
 
 if TYPE_CHECKING:
@@ -49,6 +51,7 @@ def compile(
     device: str | None = None,
     first_share: bool = False,
     levers: tuple[str, ...] = ("recompute",),
+    checkpoints: Sequence[nn.Module] | None = None,
     **options: Any,
 ) -> Compiled | GraphCompiled:
     """Capture a loss function as ``torch.compile`` does, and run its forward and backward pass within a byte budget.
@@ -62,9 +65,8 @@ def compile(
     With ``backend="aten"``, which is graph mode, eager PyTorch's own operators run in the order of the plan: the
     numbers are those of eager PyTorch to the last bit on a CPU, nothing is built, and no operator is watched. What
     cannot be captured as one graph runs eagerly, as under ``limit_memory``, and a warning says where and why. What
-    cannot be traced eagerly either, since it asks for values (``.item()``), runs in pieces, each planned by itself;
-    gradients to which several pieces add then differ by rounding. A step whose first run takes more than the budget is
-    captured and planned once more, for what it really took.
+    cannot be traced eagerly either, since it asks for values (``.item()``), runs in pieces, each planned by itself. A
+    step whose first run takes more than the budget is captured and planned once more, for what it really took.
 
     With ``backend="inductor"``, the numbers are those of ``torch.compile``. Inductor is asked what its kernels need
     under each plan before any is built. Random draws are the same in a recomputation, since Inductor derives them from
@@ -98,6 +100,8 @@ def compile(
             each parameter inside of the backward pass, as soon as its gradient is there and its old values are no
             longer needed, and lets go of the gradient: the same numbers to the bit. ``optimizer.step()`` stays in the
             loop, and does what is left to do. The plan says what forbids it.
+        checkpoints: with ``backend="aten"``, in place of a budget: modules. What they return is kept, and all else is
+            recomputed where that is exact.
         **options: passed on to the planner.
 
     Returns:
@@ -105,24 +109,28 @@ def compile(
 
     Raises:
         InvalidBudget: if the budget cannot be read.
-        ValueError: for another backend, for both a budget and a plan, for unknown levers, for "update" without an
-            optimizer, and for what only the other backend takes.
+        TypeError: for checkpoints that are no modules.
+        ValueError: for another backend, for more than one of budget, plan and checkpoints, for unknown levers, for
+            "update" without an optimizer, and for what only the other backend takes.
         UnsupportedStep: with the lever "update", for an optimizer that does not update each parameter by itself, and
             in several processes.
     """
     if backend not in ("inductor", "aten"):
         raise ValueError(f'backend={backend!r} is unknown; it is "inductor" or "aten"')
-    request = Request(budget, plan, planner=planner, time_limit_s=time_limit_s, options=options, levers=tuple(levers))
+    kept = None if checkpoints is None else KeptModules(checkpoints)
+    request = Request(budget, plan, kept, planner, time_limit_s, options, levers=tuple(levers))
     request = request.check("remat.torch.compile", takes_auto=False, takes_levers=WHOLE_STEP_LEVERS)
     if "update" in request.levers and optimizer is None and backend == "aten":
         raise ValueError("the lever 'update' of remat.torch.compile runs updates of an optimizer: give optimizer=")
+    if kept is not None and request.levers != ("recompute",):
+        raise ValueError("checkpoints= names what is kept, so that no other lever than 'recompute' is chosen")
     if not request.plans:
         request = dataclasses.replace(request, budget="60%")
     if backend == "aten":
         beside = Beside(optimizer, accumulates, resident_bytes)
         return GraphCompiled(fn, request, beside, device, strict=strict, first_share=first_share)
     known = {"plan": plan, "optimizer": optimizer, "accumulates": accumulates, "strict": strict}
-    known["levers"] = request.levers != ("recompute",)
+    known |= {"levers": request.levers != ("recompute",), "checkpoints": kept is not None}
     if given := [name for name, value in known.items() if value not in (None, False)]:
         raise ValueError(f'{given[0]}= of remat.torch.compile needs backend="aten"')
     return Compiled(fn, request, resident_bytes, device)
@@ -153,7 +161,7 @@ class GraphCompiled:
 
     Args:
         fn: returns the loss.
-        request: with a budget or a plan.
+        request: with a budget, a plan, or modules whose results are kept.
         beside: what counts beside the step.
         device: profile for the predicted times.
         strict: is a step over its budget an error?
@@ -180,6 +188,9 @@ class GraphCompiled:
         self.plans: list[GraphPlan | StepPlan] = []
         self.reason: str | None = None
         self._fn = fn
+        self._kept: KeptModules | None = request.checkpoints
+        if self._kept is not None:
+            request = dataclasses.replace(request, checkpoints=self._kept.called)
         self._request = request
         self._beside = beside
         self._device = device
@@ -239,7 +250,8 @@ class GraphCompiled:
                 reduction = self._reducers.reduction
                 if reduction not in self._captured:
                     self._captured[reduction] = self._capture_anew()
-                return self._reducers.run(self._captured[reduction], args, kwargs)
+                with nullcontext() if self._kept is None else self._kept.marking_captured():
+                    return self._reducers.run(self._captured[reduction], args, kwargs)
             except (UnsupportedStep, *self._capture.NOT_CAPTURED) as error:
                 if self._reducers.ranks is not None:
                     self._reducers.ranks.agree(reason_not_captured(error) or type(error).__name__)
@@ -286,9 +298,11 @@ class GraphCompiled:
                 '"recompute" to levers=, which an eager step can do'
             ) from error
         request = self._request
-        assert request.budget is not None, "a request has a budget or a plan"
-        options = {"planner": request.planner, "time_limit_s": request.time_limit_s, "device": self._device}
+        options: dict[str, Any] = {"planner": request.planner}
+        options |= {"time_limit_s": request.time_limit_s, "device": self._device}
         options |= self._beside.for_plan | {"levers": levers} | dict(request.options)
+        if self._kept is not None:
+            options["checkpoints"] = self._kept.modules
         return EagerLimit(self._fn, request.budget, True, self._strict, options, self.plans)
 
     def _say_eager(self) -> None:

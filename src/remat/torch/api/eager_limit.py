@@ -26,7 +26,7 @@ there."""
 
 def eagerly(
     function: Callable[..., Any],
-    budget: int | str,
+    budget: int | str | None,
     plans_again: bool,
     strict: bool,
     options: dict[str, Any],
@@ -36,7 +36,7 @@ def eagerly(
 
     Args:
         function: returns the loss.
-        budget: in bytes or as a share.
+        budget: in bytes or as a share; None where ``options`` name what is kept.
         plans_again: is a step that departs from its plan planned?
         strict: is a step over its budget an error?
         options: passed on to ``plan``.
@@ -61,7 +61,7 @@ class EagerLimit:
     def __init__(
         self,
         loss_fn: Callable[..., Any],
-        budget: int | str,
+        budget: int | str | None,
         replans: bool,
         strict: bool,
         options: dict[str, Any],
@@ -179,7 +179,7 @@ class EagerLimit:
             return loss_in(self._loss_fn(*args, **kwargs))
 
         # Later steps may be smaller; a share stays one of the first.
-        budget = self.plans[0].budget_bytes if self.plans else self._budget
+        budget = self.plans[0].budget_bytes if self.plans and self._budget is not None else self._budget
         options = {**self._options, "resident_bytes": self._options.get("resident_bytes", 0) + excess_bytes}
         with answered_as(answers):
             found = plan(loss_of, args, kwargs, budget=budget, **options)

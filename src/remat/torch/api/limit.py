@@ -20,7 +20,7 @@ had."""
 
 def limit_memory(
     loss_fn: Callable[..., Any] | None = None,
-    budget: int | str = "60%",
+    budget: int | str | None = None,
     *,
     mode: Mode = "auto",
     on_change: OnChange = "replan",
@@ -42,7 +42,8 @@ def limit_memory(
 
     Args:
         loss_fn: returns the loss, a mapping with "loss", or a tuple that begins with it. None gives a decorator.
-        budget: as ``plan`` takes it. A share means one of the first plan's plain step.
+        budget: as ``plan`` takes it; "60%" where neither this nor ``checkpoints=`` is given. A share means one of the
+            first plan's plain step.
         mode: "graph" captures the function and runs the plan itself, as ``compile(backend="aten")`` does. What cannot
             be captured runs eagerly, and one warning says why and where. "eager" watches the operators of each step, as
             ``apply`` does: the same numbers, at a higher cost on the host. "auto" is "graph" wherever ``on_change``
@@ -55,7 +56,8 @@ def limit_memory(
         levers: what a plan may do. "recompute" runs operators again. "split" runs the widest region of the step in
             slices, see ``compile``; it needs graph mode. "update", with ``optimizer=``, runs the update of each
             parameter inside of the backward pass.
-        **options: passed on to ``compile``; in eager mode to ``plan``.
+        **options: passed on to ``compile``; in eager mode to ``plan``. ``checkpoints=``, for one, names modules whose
+            results are kept, in place of a budget.
 
     Returns:
         A function like ``loss_fn``, with the plans made so far in ``plans``. Each plan's ``mode`` says how it is
@@ -76,7 +78,10 @@ def limit_memory(
         raise ValueError(
             'on_change="keep" needs mode="eager" or "auto"; graph mode plans each combination of shapes that it meets'
         )
-    check_budget(budget)
+    if budget is None and options.get("checkpoints") is None:
+        budget = "60%"
+    if budget is not None:
+        check_budget(budget)
     if loss_fn is None:
         return functools.partial(
             limit_memory, budget=budget, mode=mode, on_change=on_change, strict=strict, levers=levers, **options
@@ -98,7 +103,9 @@ def check_mode(mode: str) -> Mode:
     return cast("Mode", mode)
 
 
-def _in_graph_mode(function: Callable[..., Any], budget: int | str, strict: bool, options: dict[str, Any]) -> Any:
+def _in_graph_mode(
+    function: Callable[..., Any], budget: int | str | None, strict: bool, options: dict[str, Any]
+) -> Any:
     resident = {id(t.untyped_storage()): t.untyped_storage().nbytes() for t in options.pop("resident", ())}
     options["resident_bytes"] = options.get("resident_bytes", 0) + sum(resident.values())
     compiled: Any = compile(function, budget=budget, backend="aten", strict=strict, first_share=True, **options)

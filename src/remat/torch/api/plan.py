@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
+from torch import nn
 
 from remat.core.budget import format_bytes
 from remat.core.errors import InfeasibleBudget
@@ -22,6 +23,7 @@ from remat.planning.checkpoints import plan_with_checkpoints
 from remat.running.cost_model import get_profile
 from remat.torch.early_updates import check_optimizer, hook_before_step
 from remat.torch.emit.eager_order import Directions, EagerOrder, Units, directions_of, gathered_early, in_eager_order
+from remat.torch.kept_modules import KeptModules
 from remat.torch.trace.fake_step import record_step
 from remat.torch.trace.recording import Recording
 from remat.torch.trace.trace import TracedStep, default_profile, gpu_of, traced_step
@@ -94,6 +96,7 @@ def plan(
     time_limit_s: float | None = None,
     device: str | None = None,
     levers: Sequence[str] = ("recompute",),
+    checkpoints: Sequence[nn.Module] | None = None,
     **options: Any,
 ) -> StepPlan:
     """Plan a training step within a byte budget, without running it and without allocating anything.
@@ -120,6 +123,8 @@ def plan(
             of each parameter inside of the backward pass, as soon as its gradient is there, and lets go of the
             gradient: the same numbers to the bit. ``optimizer.step()`` stays in the loop, and does what is left to do.
             The plan says what forbids it: a hook of the optimizer that sees all gradients, or ``accumulates``.
+        checkpoints: in place of a budget, modules: what they return is kept, and all else is recomputed where that is
+            exact.
         **options: passed on to the planner.
 
     Returns:
@@ -131,12 +136,13 @@ def plan(
         UnsupportedStep: where the trace would need a tensor's values, or the loss cannot be differentiated; with the
             lever "update", for an optimizer that does not update each parameter by itself, and in several processes.
         PlanMismatch: where ``plan`` is for another step.
-        ValueError: for both a budget and a plan, for levers that are none or unknown here, and for "update" without an
-            optimizer.
+        ValueError: for more than one of budget, plan and checkpoints, for levers that are none or unknown here, and for
+            "update" without an optimizer.
     """
     if not callable(loss_fn):
         raise TypeError(f"remat.torch.plan takes a loss function and its arguments, not {type(loss_fn).__name__}")
-    request = Request(budget, plan, planner=planner, time_limit_s=time_limit_s, options=options, levers=tuple(levers))
+    kept = None if checkpoints is None else KeptModules(checkpoints)
+    request = Request(budget, plan, kept, planner, time_limit_s, options, levers=tuple(levers))
     if "split" in request.levers:
         raise ValueError(
             "an eager step cannot run in slices: leave 'split' out of levers=, or use remat.torch.compile with "
@@ -151,7 +157,7 @@ def plan(
 
     def candidate(early: Collection[torch.Tensor] = ()) -> EagerCandidate:
         recording = record_step(
-            loss_fn,
+            loss_fn if kept is None else kept.marking(loss_fn),
             args,
             optimizer,
             accumulates=accumulates,
@@ -162,6 +168,11 @@ def plan(
         )
         return EagerCandidate(recording, device)
 
+    if kept is not None:
+        if request.levers != ("recompute",):
+            raise ValueError("checkpoints= names what is kept, so that no other lever than 'recompute' is chosen")
+        plain = candidate()
+        return plain.keeping(kept.storages_in(plain.step.recording))
     moves_updates = "update" in request.levers or (plan is not None and plan.update is not None)
     if optimizer is None or not moves_updates:
         plain = candidate()

@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 
 from remat.core.budget import format_bytes
-from remat.torch import _private
+from remat.torch import _backward_pass, _private
 from remat.torch.emit.planned_step import unpack
 from remat.torch.emit.recipes import new_storages, tensors_in
 from remat.torch.trace import cpu_scratch, op_facts
@@ -142,7 +142,7 @@ class StepMeter(StorageMeter):
         self._done = done
         self._is_read = False
         self._thread = threading.get_ident()
-        _private.around_backward_passes(self._around)
+        _backward_pass.around_backward_passes(self._around)
         if (sharded := _private.sharding()) is not None:
             sharded.observe(self)
 
@@ -168,6 +168,6 @@ class StepMeter(StorageMeter):
     def stop(self) -> None:
         """Count no more; a backward pass that is still to come goes by unseen."""
         super().stop()
-        _private.no_longer_around_backward_passes(self._around)
+        _backward_pass.no_longer_around_backward_passes(self._around)
         if (sharded := _private.sharding()) is not None:
             sharded.ignore(self)

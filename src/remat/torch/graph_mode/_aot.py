@@ -29,6 +29,7 @@ from torch._logging._internal import trace_log
 from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode, PythonFunctionalizeAPI
 
+from remat.torch._backward_pass import counted_gradients
 from remat.torch._dynamo import once_left_unsaid
 from remat.torch.graph_mode import layouts
 from remat.torch.graph_mode._answers import Answers
@@ -99,10 +100,15 @@ def backend(
     # Of the inputs of the graph that is traced at present.
     names: list[str] = []
     takers: dict[int, Any] = {}
+    stand_ins: dict[int, Any] = {}
+    parts: list[int] = []
 
     def part(joint: fx.GraphModule, joint_inputs: Any, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         aot_notes.note_inputs(joint, names, takers)
-        return partition(joint, joint_inputs, **options)
+        aot_notes.note_parts(joint, options["num_fwd_outputs"], parts)
+        forward, backward = partition(joint, joint_inputs, **options)
+        stand_ins.update(backward.meta.get(aot_notes.STAND_INS, {}))
+        return forward, backward
 
     traced = aot_autograd(
         fw_compiler=compiler(compile_forward),
@@ -113,7 +119,7 @@ def backend(
     )
 
     def compile_with(module: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-        nonlocal takers
+        nonlocal takers, parts
         names[:] = _input_names(module)
         takers = takers_for([_example(node) for node in module.graph.find_nodes(op="placeholder")])
         with (
@@ -122,9 +128,12 @@ def backend(
             functorch_config.patch(_AT_ONCE),
             without_collections(),
             _without_unread_logs(),
+            counted_gradients() as parts,
         ):
+            stand_ins.clear()
             function = traced(module, inputs)
-        return _with_stand_ins(function, takers) if takers else function
+        found = stand_ins | takers
+        return _with_stand_ins(function, found) if found else function
 
     return compile_with
 
@@ -134,11 +143,11 @@ def _example(node: fx.Node) -> Any:
     return getattr(node.meta.get("grapharg"), "example", None)
 
 
-def _with_stand_ins(function: Callable[..., Any], takers: dict[int, Any]) -> Callable[..., Any]:
+def _with_stand_ins(function: Callable[..., Any], makers: dict[int, Any]) -> Callable[..., Any]:
     def run(*args: Any) -> Any:
         given = list(args)
-        for place, taker in takers.items():
-            given[place] = taker.stand_in(given[place])
+        for place, maker in makers.items():
+            given[place] = maker.stand_in(given[place])
         return function(*given)
 
     return run

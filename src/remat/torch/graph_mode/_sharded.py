@@ -46,6 +46,8 @@ class _Forwards:
     def __init__(self) -> None:
         self.count = 0
         self._is_waiting = False
+        # Parameters whose gradients of several calls are added up, with what earlier backward passes left in ``grad``.
+        self._adds_up: dict[Any, torch.Tensor | None] = {}
 
     def reset_when_done(self) -> None:
         """Called in a backward pass: begin to count anew when autograd is done."""
@@ -55,6 +57,38 @@ class _Forwards:
 
     def _reset(self) -> None:
         self.count, self._is_waiting = 0, False
+
+    def is_adding_up(self, parameter: Any) -> bool:
+        """Has this backward pass added to the gradient of the parameter already?"""
+        return parameter in self._adds_up
+
+    def add_up(self, parameter: Any) -> None:
+        """From here on ``grad`` of the whole parameter is of this backward pass alone; the rest is added at its end.
+
+        Called before ``fully_shard`` asks to be called at the end.
+        """
+        if not self._adds_up:
+            _engine.queue_callback(self._add_earlier)
+        whole = parameter._unsharded_param
+        self._adds_up[parameter], whole.grad = whole.grad, None
+
+    def _add_earlier(self) -> None:
+        for parameter, earlier in self._adds_up.items():
+            whole = parameter._unsharded_param
+            if earlier is not None:
+                whole.grad = earlier if whole.grad is None else earlier.add_(whole.grad)
+        self._adds_up.clear()
+
+
+class _Inputs:
+    """What the newest captured forward pass has seen of the inputs of modules that are gathered together.
+
+    Attributes:
+        need_gradients: do some? Then ``fully_shard`` reduces in the backward pass of each call, else at its end.
+    """
+
+    def __init__(self) -> None:
+        self.need_gradients = False
 
 
 _forwards: weakref.WeakKeyDictionary[Any, _Forwards] = weakref.WeakKeyDictionary()
@@ -74,12 +108,14 @@ class ShardedGroup:
     Attributes:
         gathered_bytes: of all parameters of the group, gathered and padded.
         gather_scratch_bytes: what a gather needs beside these while it runs.
+        inputs: what is known of the inputs of their modules.
     """
 
     def __init__(self, state: Any, group: Any) -> None:
-        self._state = state
+        self.state = state
         self._group = group
         self._forwards = _forwards_of(state)
+        self.inputs = _Inputs()
         sizes = [self._gathered_bytes(one) for one in group.fsdp_params]
         self.gathered_bytes = sum(sizes)
         # What was received lies in one buffer, from which it is copied; twice where a parameter is cut along another
@@ -209,36 +245,60 @@ class ShardedGroup:
         """Take the memory of the whole parameters away."""
         self._group._to_sharded()
 
-    def take(self, places: Sequence[int], gradients: Sequence[torch.Tensor]) -> None:
-        """Add the gradients of the parameters at these places to ``grad``, to be reduced.
+    @property
+    def waits(self) -> bool:
+        """May autograd run the backward passes of several calls at once, whose gradients are added up first?"""
+        return self._forwards.count > 1
+
+    def take(self, places: Sequence[int], gradients: Sequence[torch.Tensor | tuple[torch.Tensor, ...]]) -> None:
+        """Add the gradients of the parameters at these places, or their parts, to ``grad``, to be reduced.
 
         The step may write to them later, so that they are copied unless the reduction comes right behind.
         """
-        stay = self._forwards.count > 1 or not self._group.reduce_grads
-        for place, gradient in zip(places, gradients, strict=True):
-            one = self._group.fsdp_params[place]
+        stay = self.waits or not self._group.reduce_grads
+        parameters = [self._group.fsdp_params[place] for place in places]
+        if self.waits and not any(map(self._forwards.is_adding_up, parameters)):
+            self._begin_to_add_up()
+        for one, given in zip(parameters, gradients, strict=True):
             whole = one._unsharded_param
-            if whole.grad is not None:
-                whole.grad.add_(gradient)
-            else:
-                with self._counted_from_the_start():
-                    whole.grad = gradient.clone() if stay else gradient
+            for gradient in given if isinstance(given, tuple) else (given,):
+                if whole.grad is not None:
+                    whole.grad.add_(gradient)
+                else:
+                    with self._counted_from_the_start():
+                        whole.grad = gradient.clone() if stay else gradient
+
+    def _begin_to_add_up(self) -> None:
+        """What earlier backward passes left is reduced by itself, or joins when all gradients of this one are there."""
+        group = self._group
+        earlier = [one for one in group.fsdp_params if one.unsharded_accumulated_grad is not None or _has_whole(one)]
+        if earlier and group.reduce_grads and self.inputs.need_gradients:
+            # So ``fully_shard`` does behind the first call, when autograd has not yet added up what comes of them all.
+            with self._reduced_as_planned(), group.use_training_state(TrainingState.PRE_BACKWARD):
+                group.post_backward()
+        for one in group.fsdp_params:
+            self._forwards.add_up(one)
 
     def reduce(self) -> None:
         """Reduce the gradients that were taken over the processes, into ``grad`` of each parameter's part.
 
         Where several backward passes may run at once, ``fully_shard`` does so when autograd is done.
         """
-        group = self._group
         # What is left to do when autograd is done, for groups without gradients too.
-        self._state._register_root_post_backward_final_callback()
+        self.state._register_root_post_backward_final_callback()
         self._forwards.reset_when_done()
-        if self._forwards.count > 1:
-            return
-        lets_go, group.reshard_after_backward = group.reshard_after_backward, False  # The schedule says when.
+        if not self.waits:
+            with self._reduced_as_planned():
+                self._group.post_backward()
+
+    @contextmanager
+    def _reduced_as_planned(self) -> Iterator[None]:
+        """Inside, ``fully_shard`` does not let go of parameters: the schedule says when."""
+        group = self._group
+        lets_go, group.reshard_after_backward = group.reshard_after_backward, False
         try:
             with self._counted_from_the_start():
-                group.post_backward()
+                yield
         finally:
             group.reshard_after_backward = lets_go
 
@@ -310,7 +370,8 @@ class ShardedModules:
         self.groups = [ShardedGroup(state, one) for state in self._states for one in _fsdp.groups_of(state)]
         for group in self.groups:
             group.prepare()
-        self._hooks = [hook for state in self._states for hook in _hooks_of(state)]
+        inputs = {group.state: group.inputs for group in self.groups}
+        self._hooks = [hook for state in self._states for hook in _hooks_of(state, inputs.get(state))]
 
     def as_outside(self, result: Any) -> Any:
         """What a step has returned, with this process's parts in place of whole parameters."""
@@ -333,6 +394,7 @@ class ShardedModules:
         for group in self.groups:
             # A forward pass without a backward pass may have left them, from before an update.
             group.let_go()
+            group.inputs.need_gradients = False
         for hooks, number, _, instead in self._hooks:
             hooks[number] = instead
         for group in self.groups:
@@ -352,11 +414,14 @@ def _state_of(module: Any) -> Any:
     return module._get_fsdp_state()
 
 
-def _hooks_of(state: Any) -> Iterator[tuple[Any, int, Any, Any]]:
+def _has_whole(parameter: Any) -> bool:
+    return parameter._unsharded_param.grad is not None
+
+
+def _hooks_of(state: Any, inputs: _Inputs | None) -> Iterator[tuple[Any, int, Any, Any]]:
     """The hooks of a state: where each stands, its number there, itself, and what a captured step does in its place."""
     policy = state._mp_policy
-    casts = policy.cast_forward_inputs and policy.param_dtype
-    before = functools.partial(_cast_inputs, policy.param_dtype) if casts else _nothing
+    before = functools.partial(_before, inputs, policy.param_dtype if policy.cast_forward_inputs else None)
     after = functools.partial(_cast_results, policy.output_dtype) if policy.output_dtype else _nothing
     for handle, instead in ((state._pre_forward_hook_handle, before), (state._post_forward_hook_handle, after)):
         for one in getattr(handle, "handles", (handle,)):
@@ -369,8 +434,22 @@ def _nothing(*args: Any) -> None:
     """A hook that changes nothing."""
 
 
-def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    return _cast(dtype, args), _cast(dtype, kwargs)
+def _before(inputs: _Inputs | None, dtype: torch.dtype | None, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    if inputs is not None and torch.is_grad_enabled() and _needs_gradients((args, kwargs)):
+        inputs.need_gradients = True
+    return None if dtype is None else (_cast(dtype, args), _cast(dtype, kwargs))
+
+
+def _needs_gradients(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.requires_grad
+    if isinstance(value, dict):
+        value = list(value.values())
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = [getattr(value, one.name) for one in dataclasses.fields(value)]
+    # PyTorch 2.9 captures no union of types.
+    is_several = isinstance(value, list) or isinstance(value, tuple)  # noqa: SIM101
+    return is_several and any([_needs_gradients(one) for one in value])
 
 
 def _cast_results(dtype: torch.dtype, module: nn.Module, args: Any, result: Any) -> Any:

@@ -24,6 +24,7 @@ from remat.fit.request import Request
 from remat.planning.checkpoints import plan_with_checkpoints
 from remat.running.cost_model import MEASURED, DeviceProfile, get_profile
 from remat.torch.graph_mode import collectives, marks, nodes
+from remat.torch.graph_mode.contributions import Apart, apart
 from remat.torch.graph_mode.joint_step import gradient_bytes, joint_step, late_peak_bytes
 from remat.torch.graph_mode.layouts import with_layouts
 from remat.torch.graph_mode.program import Program, program_of
@@ -244,12 +245,13 @@ class GraphCandidate(Candidate):
         """The graph that a plan is for: with slices, where the plan has them."""
         return self._of(plan).graph
 
-    def program(self, plan: Plan) -> Program:
-        """Both passes under a plan."""
+    def program(self, plan: Plan) -> tuple[Program, Apart | None]:
+        """Both passes under a plan; and the backward pass with gradients in parts, if some have several."""
         one = self._of(plan)
         program = program_of(one._joint, one._step, plan.schedule, one._forward_outputs)
+        in_parts = apart(one._joint, program.backward, one._forward_outputs)
         reuse_storage(program.forward, program.backward)
-        return program
+        return program, in_parts
 
     def _of(self, plan: Plan) -> GraphCandidate:
         if plan.update is not None and not plan.update.moved and self._step.updates:

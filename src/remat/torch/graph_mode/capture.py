@@ -7,6 +7,7 @@ its own.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -29,6 +30,7 @@ from remat.torch.graph_mode._answers import Answers
 from remat.torch.graph_mode.calls import Calls
 from remat.torch.graph_mode.candidate import GraphCandidate
 from remat.torch.graph_mode.captured_ranks import CapturedRanks
+from remat.torch.graph_mode.contributions import Apart
 from remat.torch.graph_mode.source import function_of
 from remat.torch.graph_mode.taken_gradients import Updates
 from remat.torch.graph_mode.timed_calls import TimedCalls
@@ -113,7 +115,8 @@ class Captured:
         self._resident_bytes = resident_bytes
         self._device = device
         self._strict = strict
-        self._replans = replans and request.plan is None and not in_pieces  # Pieces promise no budget.
+        # Pieces promise no budget, and whoever names what is kept asks for none.
+        self._replans = replans and request.plan is None and request.checkpoints is None and not in_pieces
         self._first_share = first_share
         self._calls = Calls()
         self._timed = TimedCalls()
@@ -186,7 +189,7 @@ class Captured:
             if ranks is not None:
                 ranks.agree()
             plan = self._plan_for(candidate)
-            program = candidate.program(plan)
+            program, apart = candidate.program(plan)
             takers = {taker for _, taker in aot_notes.takers_of(joint, options["num_fwd_outputs"]).values()}
             assert takers <= {node.target for node in program.backward.graph.nodes}, "nobody gets these gradients"
         except RematError as error:
@@ -196,7 +199,7 @@ class Captured:
             module.meta[_NUMBER] = len(self._steps)
         over_budget = self._over_budget if self._may_plan_again(plan) else None
         step = _PlannedStep(
-            plan, program.donated, candidate.resident_bytes, self._strict, over_budget, self._early, ranks
+            plan, program.donated, candidate.resident_bytes, self._strict, over_budget, self._early, ranks, apart
         )
         self._steps.append(step)
         return program.forward, program.backward
@@ -271,7 +274,10 @@ class Captured:
         step = self._step_of(module)
         function = function_of(module, self._calls, "backward")
         object.__setattr__(step.plan, "backward_source", function.source)  # type: ignore[attr-defined]
-        return step.backward(function)
+        if step.apart is None:
+            return step.backward(function)
+        in_parts = functools.cache(functools.partial(function_of, step.apart.module, self._calls, "backward"))
+        return step.backward(function, in_parts)
 
     def _step_of(self, module: fx.GraphModule) -> _PlannedStep:
         """The step that a module is a pass of; other captures may have come since it was parted."""
@@ -298,6 +304,7 @@ class _PlannedStep:
         early: the updates that the step runs itself. Where the first of them make the optimizer's state, which counts
             as there before, the second step is measured.
         ranks: the processes that must run the same, where there are any.
+        apart: the backward pass with gradients in parts, where some have several.
     """
 
     def __init__(
@@ -309,8 +316,10 @@ class _PlannedStep:
         over_budget: Callable[[GraphPlan, int], None] | None,
         early: Updates | None,
         ranks: CapturedRanks | None,
+        apart: Apart | None,
     ) -> None:
         self.plan = plan
+        self.apart = apart
         self._ranks = ranks
         self._is_new = ranks is not None
         self._makes_state = early is not None and not early.has_state
@@ -318,6 +327,7 @@ class _PlannedStep:
         self._over_budget = over_budget
         self._resident_bytes = resident_bytes
         self._donated = donated
+        self._is_measured = True
         self._meter: StorageMeter | None = None
 
     def forward(self, function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
@@ -327,7 +337,7 @@ class _PlannedStep:
             if self._is_new and self._ranks is not None:
                 self._is_new = False
                 self._ranks.done()
-            if self.plan.measured_peak_bytes is not None or self._makes_state:
+            if not self._is_measured or self.plan.measured_peak_bytes is not None or self._makes_state:
                 self._makes_state = False
                 return function(args)
             if self._meter is not None:
@@ -338,13 +348,23 @@ class _PlannedStep:
 
         return run
 
-    def backward(self, function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-        """The backward pass, given its function."""
+    def backward(
+        self,
+        function: Callable[[list[Any]], Any],
+        in_parts: Callable[[], Callable[[list[Any]], Any]] | None = None,
+    ) -> Callable[[list[Any]], Any]:
+        """The backward pass, given its function, and what makes one that hands over gradients in parts."""
 
         def run(args: list[Any]) -> Any:
             if self._donated and _private.keeps_graph():
                 for place in self._donated:
                     args[place] = args[place].clone()
+            if self.apart is not None and in_parts is not None and self.apart.is_due():
+                if self._meter is not None:
+                    self._meter.stop()
+                    self._meter = None
+                self._is_measured = False  # No plan is for such steps.
+                return self.apart.handed_over(in_parts()(args))
             meter = self._meter
             if meter is None:
                 return function(args)

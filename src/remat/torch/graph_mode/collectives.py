@@ -109,15 +109,17 @@ class Take(OwnCode):
     Args:
         group: of parameters.
         places: in the group, of the parameters that have gradients.
+        parts: of how many parts each of the gradients is.
     """
 
     name = "take_gradients"
 
-    def __init__(self, group: ShardedGroup, places: Sequence[int]) -> None:
+    def __init__(self, group: ShardedGroup, places: Sequence[int], parts: Sequence[int]) -> None:
         super().__init__(group)
         self._places = tuple(places)
+        self.parts = tuple(parts)
 
-    def __call__(self, *gradients: torch.Tensor) -> None:
+    def __call__(self, *gradients: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
         """Do so. What is sent, which stands for the result in the graph, is made by the reduction right behind it."""
         self.group.take(self._places, gradients)
 
@@ -234,19 +236,19 @@ def _add_reductions(
     assert isinstance(given, list | tuple)
     results = list(given)
     order = {node: number for number, node in enumerate(graph.nodes)}
-    behind: list[tuple[fx.Node, ShardedGroup, list[tuple[int, int]]]] = []
+    behind: list[tuple[fx.Node, ShardedGroup, list[tuple[int, int, int]]]] = []
     for group, parameters in groups.items():
-        found = [(place, places[node]) for node, place in parameters.items() if node in places]
-        found = [(place, at) for place, at in found if isinstance(results[at], fx.Node)]
+        found = [(place, places[one], aot_notes.parts_of(one)) for one, place in parameters.items() if one in places]
+        found = [one for one in found if isinstance(results[one[1]], fx.Node)]
         if found:
-            behind.append((max((results[at] for _, at in found), key=order.__getitem__), group, sorted(found)))
+            behind.append((max((results[at] for _, at, _ in found), key=order.__getitem__), group, sorted(found)))
     waiting: list[fx.Node] = []
     for last, group, found in sorted(behind, key=lambda one: order[one[0]]):
-        places_in_group = [place for place, _ in found]
+        places_in_group = [place for place, _, _ in found]
         part_bytes, sent_bytes, scratch_bytes = group.reduced_bytes(places_in_group)
-        gradients = tuple(results[at] for _, at in found)
+        gradients = tuple(results[at] for _, at, _ in found)
         with graph.inserting_after(last):
-            sent = graph.call_function(Take(group, places_in_group), gradients)
+            sent = graph.call_function(Take(group, places_in_group, [parts for _, _, parts in found]), gradients)
         with graph.inserting_after(sent):
             part = graph.call_function(Reduce(group, sent_bytes, scratch_bytes), (sent,))
         for node, size_bytes in ((part, part_bytes), (sent, sent_bytes)):
@@ -256,7 +258,7 @@ def _add_reductions(
             with graph.inserting_before(sent):
                 graph.call_function(sent_goes, (waiting.pop(0),)).meta = {"val": None}
         waiting.append(sent)
-        for _, at in found:
+        for _, at, _ in found:
             results[at] = None
         results[found[0][1]] = part
     with graph.inserting_before(output):

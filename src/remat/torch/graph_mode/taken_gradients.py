@@ -6,6 +6,7 @@ a stand-in for a parameter whose gradient somebody waits for, and the backward p
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
@@ -14,7 +15,8 @@ from typing import Any, Protocol
 
 import torch
 
-from remat.torch import _private
+from remat.core.errors import UnsupportedStep
+from remat.torch import _backward_pass, _private
 from remat.torch.early_updates import check_optimizer, hook_before_step, update_of, updater_of
 from remat.torch.emit.first_step import StorageMeter
 
@@ -45,11 +47,51 @@ class TakenGradient:
         setattr(found, _private.STANDS_FOR, parameter)
         return found
 
-    def __call__(self, gradient: torch.Tensor) -> None:
-        """Add the gradient to the parameter's, and run its hooks."""
+    def __call__(self, gradient: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
+        """Add the gradient, or its parts, to the parameter's, and run its hooks.
+
+        Where the backward passes of several calls run at once, the gradients of all are added up first, as autograd
+        does: hooks run once.
+        """
         parameter = None if self._parameter is None else self._parameter()
-        if parameter is not None:
-            self._take(parameter, gradient)
+        if parameter is None:
+            return
+        parts = gradient if isinstance(gradient, tuple) else (gradient,)
+        key, running = _backward_pass.stand_in_key(parameter), _backward_pass.backward_pass()
+        if running is not None and running.edges[id(parameter)]:
+            self._meets_others(parameter)
+        if running is None or not self.waits:
+            self._take(parameter, functools.reduce(torch.add, parts))
+            return
+        total, calls = running.sums.get(key, (None, 0))
+        for part in parts:
+            total = part.clone() if total is None else total.add_(part)
+        if calls + 1 < running.edges[key]:
+            running.sums[key] = total, calls + 1
+        else:
+            running.sums.pop(key, None)
+            self._take(parameter, total)
+
+    def _meets_others(self, parameter: torch.Tensor) -> None:
+        """Code outside of the captured function adds to the gradient as well.
+
+        Raises:
+            UnsupportedStep: since hooks would run for each of the two.
+        """
+        raise UnsupportedStep(
+            f"a parameter of shape {tuple(parameter.shape)} under DistributedDataParallel gets gradients from the "
+            "captured function and from code outside of it, which the reducer would take for two steps. Move that code "
+            'into the function, or use limit_memory with mode="eager"'
+        )
+
+    @property
+    def waits(self) -> bool:
+        """Inside a backward pass: does it run those of several calls, whose gradients are added up first?"""
+        parameter = None if self._parameter is None else self._parameter()
+        running = _backward_pass.backward_pass()
+        if parameter is None or running is None:
+            return False
+        return running.edges[_backward_pass.stand_in_key(parameter)] > 1
 
     def _take(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         torch.autograd.backward((parameter,), (gradient,))
@@ -66,6 +108,9 @@ class UsedGradient(TakenGradient):
         super().__init__()
         self._parameter = weakref.ref(parameter)
         self.__name__ = self.__qualname__ = "update"
+
+    def _meets_others(self, parameter: torch.Tensor) -> None:
+        """The optimizer's step does what is left."""
 
     @property
     def scratch_bytes(self) -> int:

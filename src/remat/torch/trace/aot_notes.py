@@ -15,6 +15,12 @@ from remat.torch._private import tree_leaves
 
 _NAME: Final = "remat_name"  # Where a placeholder carries its name.
 _TAKER: Final = "remat_taker"  # Where a placeholder carries what takes its gradient.
+_PARTS: Final = "remat_parts"  # Where a placeholder carries of how many parts its gradient is.
+STAND_INS: Final = "remat_stand_ins"
+"""Where a backward pass carries what makes stand-ins for inputs of its step, by their places."""
+_OF_A_SUM: Final = "Gradient addition node due to multiple use of tensor"
+"""In the trace of a node where autograd adds gradients up; PyTorch 2.13 has a name for the words, 2.9 has none."""
+
 _Taker = TypeVar("_Taker")
 _LINE_OF_CODE: Final = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 
@@ -81,6 +87,11 @@ def _line_in(stack_trace: str) -> str:
     return "{}:{} in {}".format(shown_path(lines[-1][0]), *lines[-1][1:]) if lines else ""
 
 
+def is_sum_of_gradients(node: fx.Node) -> bool:
+    """Did autograd itself add the node, between two of its own operators?"""
+    return _OF_A_SUM in (node.meta.get("stack_trace") or "")
+
+
 def note_inputs(joint: fx.GraphModule, names: Sequence[str], takers: Mapping[int, Callable[..., None]]) -> None:
     """Note what is known of the inputs of a joint graph.
 
@@ -97,19 +108,57 @@ def note_inputs(joint: fx.GraphModule, names: Sequence[str], takers: Mapping[int
                 node.meta[_TAKER] = takers[place]
 
 
-def takers_of(joint: fx.GraphModule, num_fwd_outputs: int) -> dict[int, tuple[fx.Node, Callable[..., None]]]:
-    """What takes gradients before the end of the backward pass, by their places among the outputs of a joint graph.
+def note_parts(joint: fx.GraphModule, num_fwd_outputs: int, counts: Sequence[int]) -> None:
+    """Note of how many parts, which the joint graph adds up, the gradient of each input is.
 
-    Beside each stands the input that the gradient belongs to.
+    Args:
+        joint: the graph, as it was traced.
+        num_fwd_outputs: how many of its outputs are the forward pass'.
+        counts: the parts of each gradient, 0 where there is none.
     """
-    inputs = {node.meta["desc"]: node for node in joint.graph.find_nodes(op="placeholder") if _TAKER in node.meta}
+    (output,) = joint.graph.find_nodes(op="output")
+    (results,) = output.args
+    assert isinstance(results, list | tuple)
+    made = [place for place in range(num_fwd_outputs, len(results)) if isinstance(results[place], fx.Node)]
+    found = [count for count in counts if count]
+    inputs = gradients_of(joint, num_fwd_outputs)
+    # Where a gradient is missing that autograd had a way for, nobody knows which: all sums in front count then.
+    known = found if len(found) == len(made) else [len(joint.graph.nodes)] * len(made)
+    for place, count in zip(made, known, strict=True):
+        if place in inputs:
+            inputs[place].meta[_PARTS] = count
+
+
+def parts_of(node: fx.Node) -> int:
+    """Of how many parts the gradient of an input is."""
+    return int(node.meta.get(_PARTS, 1))
+
+
+def place_of(node: fx.Node) -> int | None:
+    """The place of an input among those of the graph that was differentiated."""
+    place: int | None = getattr(node.meta.get("desc"), "idx", None)
+    return place
+
+
+def gradients_of(joint: fx.GraphModule, num_fwd_outputs: int) -> dict[int, fx.Node]:
+    """The inputs that the gradients belong to, by their places among the outputs of a joint graph."""
+    inputs = {node.meta.get("desc"): node for node in joint.graph.find_nodes(op="placeholder")}
     (output,) = joint.graph.find_nodes(op="output")
     found = {}
     for place, description in enumerate(output.meta.get("desc", ())):
         node = inputs.get(getattr(description, "grad_of", None))
         if place >= num_fwd_outputs and node is not None:
-            found[place] = node, node.meta[_TAKER]
+            found[place] = node
     return found
+
+
+def takers_of(joint: fx.GraphModule, num_fwd_outputs: int) -> dict[int, tuple[fx.Node, Callable[..., None]]]:
+    """What takes gradients before the end of the backward pass, by their places among the outputs of a joint graph.
+
+    Beside each stands the input that the gradient belongs to.
+    """
+    found = gradients_of(joint, num_fwd_outputs).items()
+    return {place: (node, node.meta[_TAKER]) for place, node in found if _TAKER in node.meta}
 
 
 def taken_out(node: fx.Node, kind: type[_Taker]) -> _Taker | None:
