@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from torch import fx
 
@@ -58,7 +58,7 @@ class CompiledCandidate(Candidate):
         device: profile for the predicted times.
     """
 
-    rounds: ClassVar[Rounds] = Rounds(4, 3)
+    rounds: Rounds = Rounds(4, 3)
 
     def __init__(
         self, joint: fx.GraphModule, options: Mapping[str, Any], resident_bytes: int, device: str | None

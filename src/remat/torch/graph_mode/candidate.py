@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 import torch
 from torch import fx
@@ -62,7 +62,7 @@ class GraphCandidate(Candidate):
     """
 
     # The real peak is the planner's, so that a second round would say the same.
-    rounds: ClassVar[Rounds] = Rounds(1, 2)
+    rounds: Rounds = Rounds(1, 2)
 
     def __init__(
         self,
