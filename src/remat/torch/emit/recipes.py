@@ -415,8 +415,15 @@ def values_of(activations: list[Activation]) -> dict[int, torch.Tensor]:
 
 
 def kept(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """What stands in autograd's graph for a tensor that is kept. With hooks PyTorch does not check its version."""
-    return tensor, tensor._version
+    """What stands in autograd's graph for a tensor that is kept. With hooks PyTorch does not check its version.
+
+    Not the tensor itself: what an operator returned would hold the node that holds it, and whatever a library has hung
+    on it. Keras gives the result of a softmax its argument as an attribute.
+    """
+    version = tensor._version
+    if type(tensor) is torch.Tensor and not tensor.is_leaf:
+        tensor = _private.detached(tensor)
+    return tensor, version
 
 
 def read_kept(saved: tuple[torch.Tensor, int]) -> torch.Tensor:
