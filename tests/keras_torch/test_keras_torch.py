@@ -24,6 +24,14 @@ CASES: dict[str, dict[str, Any]] = {
         "mode": "graph",
         "levers": ["recompute", "split"],
     },
+    "graph mode, preprocessed": {
+        "model": "preprocessed",
+        "budget": "88%",
+        "batch": 512,
+        "samples": 512,
+        "mode": "auto",
+    },
+    "deep": {"model": "deep", "budget": "50%", "planner": "auto", "batch": 2048, "samples": 2048},
     "split, eager": {"model": "wide", "budget": "75%", "levers": ["split"]},
     "not captured": {"model": "seeded", "budget": "100%", "batch": 512, "samples": 512, "mode": "auto"},
     "its own train_step": {"budget": "80%", "model": "own train_step"},
@@ -133,6 +141,23 @@ def test_graph_mode_is_taken_where_it_can_be_had():
     assert result["recomputed"] > 0
     assert max(result["measured"], result["first step"]) <= result["budget_bytes"] < result["plain_bytes"]
     assert result["peak_bytes"] == pytest.approx(result["measured"], rel=0.02)
+
+
+def test_layers_of_a_library_are_captured():
+    result = result_of("graph mode, preprocessed")
+    assert "error" not in result, result
+    assert result["mode"] == "graph", result["said"]
+    assert result["same weights"]
+    assert result["recomputed"] > 0
+    assert max(result["measured"], result["first step"]) <= result["budget_bytes"] < result["plain_bytes"]
+
+
+def test_no_output_of_a_layer_outlives_its_readers():
+    result = result_of("deep")
+    assert "error" not in result, result
+    assert result["same weights"]
+    assert result["departures"] == [0]
+    assert result["measured"] <= result["budget_bytes"]
 
 
 @pytest.mark.thorough

@@ -62,6 +62,25 @@ def wide() -> keras.Model:
     return dense(1000)
 
 
+def deep() -> keras.Model:
+    """Of its layers' outputs autograd saves a part, and Keras holds all until the forward pass ends."""
+    inputs = keras.Input((WIDTH,))
+    x = layers.Dense(2 * WIDTH)(inputs)
+    for _ in range(6):
+        x = layers.Add()([layers.Dense(2 * WIDTH)(layers.Dense(2 * WIDTH, activation="gelu")(x)), x])
+    return keras.Model(inputs, layers.Dense(10)(x))
+
+
+def preprocessed() -> keras.Model:
+    """Layers of ``keras.applications``: one asks TensorFlow where it is, one makes an operation at each call."""
+    inputs = keras.Input((WIDTH,))
+    x = layers.Reshape((4, 8, 1))(layers.Rescaling(0.5, offset=0.1)(inputs))
+    for _ in range(3):
+        x = layers.Conv2D(32, 3, use_bias=False)(layers.ZeroPadding2D(1)(x))
+        x = layers.ReLU(6.0)(layers.BatchNormalization()(x))
+    return keras.Model(inputs, layers.Dense(10)(layers.GlobalAveragePooling2D()(x)))
+
+
 def sequence() -> keras.Model:
     """Large activations, small weights."""
     inputs = keras.Input((WIDTH,))
@@ -103,6 +122,8 @@ MODELS = {
     "dense": dense,
     "regularised": regularised,
     "wide": wide,
+    "deep": deep,
+    "preprocessed": preprocessed,
     "sequence": sequence,
     "seeded": seeded,
     "own train_step": OwnTrainStep,

@@ -109,7 +109,8 @@ class KerasModel(Subject):
             if keras.backend.backend() == "jax":
                 peak_bytes = _bytes_in_jax(plan, program)
             else:
-                peak_bytes, beside_bytes = _peak_bytes(step, [value.nbytes for value in start])
+                held = [value.nbytes for value in start] + _gradients_bytes(model)
+                peak_bytes, beside_bytes = _peak_bytes(step, held)
                 plan = None if budget is None else remat.keras.plan_of(model)
         return Prepared(
             peak_bytes=peak_bytes,
@@ -148,6 +149,12 @@ def _bytes_in_jax(plan: remat.Plan | None, program: _JaxProgram | None) -> int:
     measured = plan.measured_peak_bytes if plan is not None else program.peak_bytes if program is not None else None
     assert measured, "no program has run"
     return measured
+
+
+def _gradients_bytes(model: Any) -> list[int]:
+    """Of the gradients that a step begins with: on PyTorch Keras leaves those of the step before where they are."""
+    gradients = (getattr(variable.value, "grad", None) for variable in model.trainable_variables)
+    return [int(gradient.nbytes) for gradient in gradients if gradient is not None]
 
 
 def _peak_bytes(step: Callable[[], None], held: Sequence[int]) -> tuple[int, int]:

@@ -7,27 +7,36 @@ Keras has no public way to learn what a loss divided by, or whether a layer's ca
 from __future__ import annotations
 
 import contextlib
+import importlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import keras
 from keras.src.losses import loss as _loss
+from keras.src.ops.function import Function
+from keras.src.ops.symbolic_arguments import SymbolicArguments
 from keras.src.trainers.compile_utils import CompileLoss
+from keras.src.utils import backend_utils as _backend_utils
+from keras.src.utils.naming import auto_name
 
 __all__ = [
     "CompileLoss",
     "Reduction",
     "additional_loss",
     "all_layers",
+    "backend_known_to_layers",
     "call_in_training",
     "clear_losses",
     "compile_loss_of",
+    "constant_in_captures",
     "give_state_back",
     "is_trained_itself",
     "jit_options_of_distribution",
     "losses_replaced",
     "of_one_replica",
+    "outputs_released",
     "reductions_recorded",
     "stateless_call_in_training",
     "sums_activity_losses",
@@ -119,6 +128,113 @@ def additional_loss(model: keras.Model, losses: Sequence[Any] | None = None) -> 
     """The sum of what ``add_loss`` and the regularisers contribute, None where they contribute nothing."""
     losses = [model._aggregate_additional_loss(loss) for loss in (model.losses if losses is None else losses)]
     return keras.ops.sum(keras.ops.stack(losses)) if losses else None
+
+
+class _OutputsInUse:
+    """Of one call of a functional model: by the address of a symbolic tensor, how many operations will still read it.
+
+    Args:
+        function: the model.
+    """
+
+    def __init__(self, function: Any) -> None:
+        reads = (node.arguments for nodes in function._nodes_by_depth.values() for node in nodes if not node.is_input)
+        self._readers = Counter(address for arguments in reads for address in _addresses(arguments))
+        self._readers.update(id(output) for output in function.outputs)
+
+    def read_by(self, arguments: Any, values: dict[int, Any]) -> None:
+        """An operation has its arguments: take those out of the values that no other will read."""
+        for address in _addresses(arguments):
+            self._readers[address] -= 1
+            if not self._readers[address]:
+                values.pop(address, None)
+
+
+def _addresses(arguments: Any) -> set[int]:
+    return {id(tensor) for tensor in arguments.keras_tensors}
+
+
+@contextlib.contextmanager
+def _trees_let_go() -> Iterator[None]:
+    """Inside, what PyTorch flattens for Keras does not stay until Python looks for circles.
+
+    ``tree_flatten`` defines a function that refers to itself and to ``is_leaf``, in which Keras refers to the tensors.
+    """
+    from torch.utils import _pytree
+
+    own = _pytree.tree_flatten
+
+    def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> Any:
+        if is_leaf is None:
+            return own(tree)
+        asked = [is_leaf]
+        try:
+            return own(tree, is_leaf=lambda node: asked[0](node))
+        finally:
+            asked.clear()
+
+    _pytree.tree_flatten = flatten
+    try:
+        yield
+    finally:
+        _pytree.tree_flatten = own
+
+
+@contextlib.contextmanager
+def outputs_released() -> Iterator[None]:
+    """Inside, on PyTorch, what a layer returned is let go of as soon as the last layer that reads it has it.
+
+    Keras holds the outputs of all layers until the call of a functional model ends, whatever autograd needs of them.
+    """
+    calls: list[_OutputsInUse] = []
+    run, fill_in = Function._run_through_graph, SymbolicArguments.fill_in
+
+    def running(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(_OutputsInUse(self))
+        try:
+            return run(self, *args, **kwargs)
+        finally:
+            calls.pop()
+
+    def filling_in(self: Any, tensor_dict: dict[int, Any]) -> Any:
+        filled = fill_in(self, tensor_dict)
+        if calls:
+            calls[-1].read_by(self, tensor_dict)
+        return filled
+
+    Function._run_through_graph, SymbolicArguments.fill_in = running, filling_in
+    try:
+        with _trees_let_go():
+            yield
+    finally:
+        Function._run_through_graph, SymbolicArguments.fill_in = run, fill_in
+
+
+def constant_in_captures() -> Sequence[Callable[..., Any]]:
+    """Functions that Dynamo cannot look into, and that return the same at each step.
+
+    Is this a graph of TensorFlow, or a pipeline of Grain? And by what name is an operation called that a layer makes
+    anew at each call? Keras counts these names; Dynamo would guard the count, which is another one at each step.
+    """
+    return _backend_utils.in_tf_graph, _backend_utils.in_grain_data_pipeline, auto_name
+
+
+_backend_in_force = importlib.import_module(f"keras.src.backend.{keras.backend.backend()}")
+_of_any_backend = _backend_utils.DynamicBackend.__getattr__
+
+
+def _of_backend(self: Any, name: str) -> Any:
+    return getattr(_backend_in_force, name)
+
+
+@contextlib.contextmanager
+def backend_known_to_layers() -> Iterator[None]:
+    """Inside, preprocessing layers have the backend in force without importing it by name, which Dynamo cannot do."""
+    _backend_utils.DynamicBackend.__getattr__ = _of_backend
+    try:
+        yield
+    finally:
+        _backend_utils.DynamicBackend.__getattr__ = _of_any_backend
 
 
 def call_in_training(model: keras.Model, x: Any) -> Any:

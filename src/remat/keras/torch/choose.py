@@ -14,6 +14,7 @@ import torch
 from remat.core.plan import Plan
 from remat.fit.fit import fit, fits_plainly
 from remat.fit.request import Request
+from remat.keras._private import outputs_released
 from remat.keras.shared.batch_statistics import coupling_layers
 from remat.keras.shared.limit import in_bytes
 from remat.keras.torch.step import CutBatch, MicroBatchedStep, Piece, Sums
@@ -73,7 +74,7 @@ def choose_micro_batches(model: keras.Model, data: Any, request: Request) -> Mic
 
     def run_pieces(size: int, context: AbstractContextManager[Any]) -> None:
         def forward(cut: CutBatch, leaves: Sequence[Any]) -> Piece:
-            with context:
+            with outputs_released(), context:
                 return cut.forward(leaves)
 
         sums = Sums()
@@ -81,7 +82,7 @@ def choose_micro_batches(model: keras.Model, data: Any, request: Request) -> Mic
             cut().run_piece(cut().piece(size), sums, forward)
 
     def run_whole(context: AbstractContextManager[Any]) -> None:
-        with context:
+        with outputs_released(), context:
             loss = loss_fn(*batch)
         loss.backward()
         model.zero_grad()

@@ -75,6 +75,8 @@ class GraphSteps:
     ) -> None:
         from remat.torch.graph_mode import capture  # It imports Dynamo, which takes seconds.
 
+        for function in _private.constant_in_captures():
+            torch._dynamo.assume_constant_result(function)
         self._early = None
         if "update" in request.levers and whole_bytes is None and optimizer is not None:
             from remat.keras.torch.early_updates import KerasUpdates
@@ -198,7 +200,8 @@ class GraphSteps:
         # The model's call begins so, too. What it finds there is guarded, and would be another tensor at each step.
         _private.clear_losses(model)
         try:
-            with nullcontext() if self._kept is None else self._kept.marking_captured():
+            marking = nullcontext() if self._kept is None else self._kept.marking_captured()
+            with _private.backend_known_to_layers(), marking:
                 result = self._captured(model, *args)
         except (UnsupportedStep, *self._not_captured) as error:
             raise NotCaptured(reason_not_captured(error)) from None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import keras
@@ -16,6 +16,7 @@ from remat.core.graph import Graph
 from remat.core.plan import Plan
 from remat.fit.auto_budget import auto_budget_bytes
 from remat.fit.request import Request
+from remat.keras._private import outputs_released
 from remat.keras.shared.first_step import Ran, checked_first_step
 from remat.keras.shared.limit import ModelLimit, in_bytes, is_share
 from remat.keras.shared.variables import Variables
@@ -263,16 +264,17 @@ class Limit(ModelLimit):
             if self._micro_step is not None:
                 self._whole_peak_bytes = traced_step(model, loss_of(model), batch).plain_peak.expected_bytes
 
-    def _applied_to(
-        self, model: keras.Model, loss_fn: Callable[..., Any], args: Sequence[Any]
-    ) -> AbstractContextManager[Any]:
+    @contextmanager
+    def _applied_to(self, model: keras.Model, loss_fn: Callable[..., Any], args: Sequence[Any]) -> Iterator[None]:
         """What the forward pass of a step, or of one micro-batch, runs in."""
         if not self._request.plans:
-            return nullcontext()
+            yield
+            return
         key = _shapes_of(args)
         if key not in self._applied:
             self._applied[key] = apply(self._plan_for(model, loss_fn, args), strict=self._strict)
-        return self._applied[key]
+        with outputs_released(), self._applied[key]:
+            yield
 
     def _plan_for(self, model: keras.Model, loss_fn: Callable[..., Any], args: Sequence[Any]) -> StepPlan:
         accumulates = self._micro_step is not None

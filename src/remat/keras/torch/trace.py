@@ -59,6 +59,7 @@ def traced_step(
             traced with the kernels of that GPU.
     """
     gpu = None if device is None else gpu_of(get_profile(device), args)
+    loss_fn = released(loss_fn)
     if model.optimizer is None:
         return EagerCandidate(record_step(loss_fn, args, accumulates=accumulates, gpu=gpu), device)
     if not model.optimizer.built:
@@ -66,6 +67,16 @@ def traced_step(
     state = [variable.value for variable in model.optimizer.variables]
     recording = record_step(loss_fn, args, update=update_of(model), accumulates=accumulates, resident=state, gpu=gpu)
     return EagerCandidate(recording, device)
+
+
+def released(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A loss function in which a functional model does not hold the outputs of all of its layers at once."""
+
+    def released_loss(*args: Any) -> Any:
+        with _private.outputs_released():
+            return loss_fn(*args)
+
+    return released_loss
 
 
 def loss_of(model: keras.Model) -> Callable[[Any, Any, Any], Any]:
