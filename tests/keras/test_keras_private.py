@@ -26,6 +26,8 @@ SYMBOLS = [
     ("keras.src.utils.backend_utils", "in_grain_data_pipeline", []),
     ("keras.src.utils.backend_utils", "DynamicBackend.__getattr__", ["name"]),
     ("keras.src.utils.naming", "auto_name", ["prefix"]),
+    ("keras.src.tree.torchtree_impl", "_dict_to_ordered_dict", ["structure"]),
+    ("keras.src.backend.torch.nn", "_can_use_flash_attention", ["query", "key", "value", "mask", "raise_error"]),
 ]
 ATTRIBUTES = [
     "_aggregate_additional_loss",

@@ -63,7 +63,7 @@ def test_what_the_first_steps_leave_is_used(wary, caplog):
     assert second.budget_bytes == first.budget_bytes
     assert peaks[0] < peaks[1] <= second.budget_bytes
     assert first.peak_bytes < 0.85 * first.budget_bytes
-    # By how much depends on the holes that other tests have left in the heap: alone it takes .93 and more of the budget.
+    # By how much depends on the holes that other tests left in the heap: alone it takes .93 and more of the budget.
     assert 1.05 * first.peak_bytes < second.peak_bytes <= second.budget_bytes
     assert len(kept) == 1
     np.testing.assert_allclose(losses, plain, rtol=1e-5)

@@ -152,6 +152,10 @@ def test_layers_of_a_library_are_captured():
     assert max(result["measured"], result["first step"]) <= result["budget_bytes"] < result["plain_bytes"]
 
 
+def test_what_dynamo_follows_in_place_of_keras():
+    assert ask("ordered_alike")
+
+
 def test_no_output_of_a_layer_outlives_its_readers():
     result = result_of("deep")
     assert "error" not in result, result

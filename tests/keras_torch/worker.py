@@ -22,6 +22,7 @@ os.environ["KERAS_BACKEND"] = "torch"
 
 import keras
 import numpy as np
+import torch
 from keras import layers
 
 import remat.keras
@@ -72,9 +73,10 @@ def deep() -> keras.Model:
 
 
 def preprocessed() -> keras.Model:
-    """Layers of ``keras.applications``: one asks TensorFlow where it is, one makes an operation at each call."""
+    """Layers of libraries: one asks TensorFlow where it is, one makes an operation at each call, one asks CUDA."""
     inputs = keras.Input((WIDTH,))
-    x = layers.Reshape((4, 8, 1))(layers.Rescaling(0.5, offset=0.1)(inputs))
+    x = layers.Reshape((4, 8))(layers.Rescaling(0.5, offset=0.1)(inputs))
+    x = layers.Reshape((4, 8, 1))(layers.MultiHeadAttention(2, 8)(x, x))
     for _ in range(3):
         x = layers.Conv2D(32, 3, use_bias=False)(layers.ZeroPadding2D(1)(x))
         x = layers.ReLU(6.0)(layers.BatchNormalization()(x))
@@ -225,6 +227,16 @@ def updated_early(name: str) -> dict[str, Any]:
         "measured": early_bytes,
         "predicted": plan.peak_bytes,
     }
+
+
+def ordered_alike() -> bool:
+    """Does our way of putting keys in order, which Dynamo can follow, do what Keras' does?"""
+    from remat.keras.torch import _for_dynamo
+
+    some = {"b": 1, "a": [2, (3, None)]}
+    structures = [some, [some, (some,)], (), [], None, 5, Counter({"b": 2, "a": 1}), torch.ones(2), ((some, "x"), [])]
+    pairs = [(_for_dynamo._ordered(one), _for_dynamo._own_ordered(one)) for one in structures]
+    return all(repr(ours) == repr(own) and type(ours) is type(own) for ours, own in pairs)
 
 
 def without_room_in_graph_mode(spec: dict[str, Any]) -> dict[str, Any]:
@@ -396,6 +408,7 @@ if __name__ == "__main__":
             "checked": checked,
             "in_both_modes": in_both_modes,
             "without_room_in_graph_mode": without_room_in_graph_mode,
+            "ordered_alike": ordered_alike,
             "plain_peak_bytes": plain_peak_bytes,
             "updated_early": updated_early,
         }

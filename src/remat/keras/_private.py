@@ -1,4 +1,4 @@
-"""Every private Keras symbol that remat needs, in one place.
+"""Every private Keras symbol that remat needs, in one place; those that Dynamo needs: ``torch/_for_dynamo.py``.
 
 Keras has no public way to learn what a loss divided by, or whether a layer's call is part of another layer's.
 ``tests/keras/test_keras_private.py`` fails with a clear message when a release moves one of these.
@@ -7,7 +7,6 @@ Keras has no public way to learn what a loss divided by, or whether a layer's ca
 from __future__ import annotations
 
 import contextlib
-import importlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,19 +17,15 @@ from keras.src.losses import loss as _loss
 from keras.src.ops.function import Function
 from keras.src.ops.symbolic_arguments import SymbolicArguments
 from keras.src.trainers.compile_utils import CompileLoss
-from keras.src.utils import backend_utils as _backend_utils
-from keras.src.utils.naming import auto_name
 
 __all__ = [
     "CompileLoss",
     "Reduction",
     "additional_loss",
     "all_layers",
-    "backend_known_to_layers",
     "call_in_training",
     "clear_losses",
     "compile_loss_of",
-    "constant_in_captures",
     "give_state_back",
     "is_trained_itself",
     "jit_options_of_distribution",
@@ -208,33 +203,6 @@ def outputs_released() -> Iterator[None]:
             yield
     finally:
         Function._run_through_graph, SymbolicArguments.fill_in = run, fill_in
-
-
-def constant_in_captures() -> Sequence[Callable[..., Any]]:
-    """Functions that Dynamo cannot look into, and that return the same at each step.
-
-    Is this a graph of TensorFlow, or a pipeline of Grain? And by what name is an operation called that a layer makes
-    anew at each call? Keras counts these names; Dynamo would guard the count, which is another one at each step.
-    """
-    return _backend_utils.in_tf_graph, _backend_utils.in_grain_data_pipeline, auto_name
-
-
-_backend_in_force = importlib.import_module(f"keras.src.backend.{keras.backend.backend()}")
-_of_any_backend = _backend_utils.DynamicBackend.__getattr__
-
-
-def _of_backend(self: Any, name: str) -> Any:
-    return getattr(_backend_in_force, name)
-
-
-@contextlib.contextmanager
-def backend_known_to_layers() -> Iterator[None]:
-    """Inside, preprocessing layers have the backend in force without importing it by name, which Dynamo cannot do."""
-    _backend_utils.DynamicBackend.__getattr__ = _of_backend
-    try:
-        yield
-    finally:
-        _backend_utils.DynamicBackend.__getattr__ = _of_any_backend
 
 
 def call_in_training(model: keras.Model, x: Any) -> Any:

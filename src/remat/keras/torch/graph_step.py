@@ -24,6 +24,7 @@ from remat.fit.fit import infeasible
 from remat.fit.request import Request
 from remat.keras import _private
 from remat.keras.shared.step import LossGroups, LossTerm, PieceLoss
+from remat.keras.torch import _for_dynamo
 from remat.keras.torch.kept_layers import KeptLayers
 from remat.keras.torch.step import CutBatch, Piece, piece_of
 from remat.torch.api.compile import reason_not_captured
@@ -76,8 +77,7 @@ class GraphSteps:
     ) -> None:
         from remat.torch.graph_mode import capture  # It imports Dynamo, which takes seconds.
 
-        for function in _private.constant_in_captures():
-            torch._dynamo.assume_constant_result(function)
+        _for_dynamo.assume_constants()
         self._early = None
         if "update" in request.levers and whole_bytes is None and optimizer is not None:
             from remat.keras.torch.early_updates import KerasUpdates
@@ -198,7 +198,7 @@ class GraphSteps:
         _private.clear_losses(model)
         try:
             marking = nullcontext() if self._kept is None else self._kept.marking_captured()
-            with _private.backend_known_to_layers(), marking:
+            with _for_dynamo.traceable(), marking:
                 self._check_update(self._shapes[key], model, args)
                 result = self._captured(model, *args)
         except (UnsupportedStep, *self._not_captured) as error:
