@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final
@@ -38,6 +39,8 @@ def assume_constants() -> None:
     )
     for function in functions:
         torch._dynamo.assume_constant_result(function)
+    # Keras remembers which type comes of which, as Dynamo says with a stack of calls. Nothing else follows from it.
+    warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`", UserWarning)
 
 
 def _of_backend(self: Any, name: str) -> Any:
