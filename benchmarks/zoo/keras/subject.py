@@ -88,6 +88,7 @@ class KerasModel(Subject):
             model.train_on_batch(self._x, self._y)
 
         def from_the_start(factor: float = 1.0) -> None:
+            keras.utils.set_random_seed(0)  # On PyTorch dropout draws from its generator, which is no variable.
             for variable, value in zip(variables, start, strict=True):
                 is_number = np.issubdtype(value.dtype, np.floating)
                 variable.assign(value * value.dtype.type(factor) if is_number else value)
