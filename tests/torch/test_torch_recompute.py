@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
-
 import pytest
 import torch
 import torch.nn.functional as F
-from steps import QUICK, peak_bytes, planned, run
+from steps import peak_bytes, planned, run
 from torch import nn
 from torch_models import Case
 
@@ -160,32 +158,3 @@ def test_what_it_does_not_take():
         remat.torch.recompute(3)
     with pytest.raises(TypeError, match="function or a"):
         remat.torch.recompute(dict)
-
-
-def test_no_batch_outlives_its_step():
-    """Nothing waits for Python to look for circles, which it does once in many steps."""
-    blocks = case(6)
-    plan = planned(blocks)
-
-    def planned_loss(x):
-        with plan:
-            return blocks.loss(x)
-
-    marked = case(6)
-    for block in marked.module:
-        remat.torch.recompute(block)
-    captured = remat.torch.compile(case(6).loss, budget="80%", backend="aten", **QUICK)
-
-    def held_bytes(loss_fn):
-        loss_fn(torch.randn(256, 64)).backward()
-        storages = {t.untyped_storage()._cdata: t for t in gc.get_objects() if isinstance(t, torch.Tensor)}
-        return sum(t.untyped_storage().nbytes() for t in storages.values())
-
-    for loss_fn in (blocks.loss, planned_loss, marked.loss, captured):
-        held_bytes(loss_fn)
-        gc.collect()
-        gc.disable()
-        try:
-            assert held_bytes(loss_fn) == held_bytes(loss_fn)
-        finally:
-            gc.enable()

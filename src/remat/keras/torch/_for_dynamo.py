@@ -5,15 +5,14 @@
 
 from __future__ import annotations
 
-import importlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 from unittest import mock
 
-import keras
 import torch
+from keras.src.backend import torch as _backend
 from keras.src.backend.torch import nn as _nn
 from keras.src.tree import torchtree_impl as _trees
 from keras.src.utils import backend_utils as _backend_utils
@@ -21,7 +20,6 @@ from keras.src.utils.naming import auto_name
 
 _LEAVES: Final = (torch.Tensor, bool, int, float, str, type(None))
 
-_backend_in_force = importlib.import_module(f"keras.src.backend.{keras.backend.backend()}")
 _own_ordered = _trees._dict_to_ordered_dict
 _own_can_use_flash = _nn._can_use_flash_attention
 
@@ -45,7 +43,7 @@ def assume_constants() -> None:
 
 def _of_backend(self: Any, name: str) -> Any:
     """In place of ``DynamicBackend.__getattr__``, which imports the backend by its name."""
-    return getattr(_backend_in_force, name)
+    return getattr(_backend, name)
 
 
 def _ordered(structure: Any) -> Any:
