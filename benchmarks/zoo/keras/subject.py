@@ -53,18 +53,28 @@ class KerasModel(Subject):
 
     def peer(self, method: str) -> Prepared:
         """The plain step, or the one of a model that was built in Keras' own scope."""
-        return self._prepared(None, nullcontext() if method == PLAIN else keras.RematScope(mode="full"))
+        return self._prepared(None, None if method == PLAIN else keras.RematScope(mode="full"))
 
     def planned(self, budget: int | str) -> Prepared:
         """The step under ``limit_memory``, measured once its plan is the one that stays."""
-        return self._prepared(budget, nullcontext())
+        return self._prepared(budget)
 
-    def _prepared(self, budget: int | str | None, scope: AbstractContextManager[Any]) -> Prepared:
+    @property
+    def batch(self) -> tuple[Any, Array]:
+        """What ``train_on_batch`` is given."""
+        return self._x, self._y
+
+    def compiled(self, scope: AbstractContextManager[Any] | None = None) -> Any:
+        """The model, its weights those of a fixed seed, ready to train.
+
+        Args:
+            scope: that it is built in, if any.
+        """
         keras.utils.set_random_seed(0)
         before = keras.config.dtype_policy()
         keras.config.set_dtype_policy(self._policy)
         try:
-            with scope:
+            with scope or nullcontext():
                 model = self._make()
         finally:
             keras.config.set_dtype_policy(before)
@@ -75,6 +85,10 @@ class KerasModel(Subject):
             jit_compile="auto" if keras.backend.backend() == "jax" else False,
         )
         model.optimizer.build(model.trainable_variables)
+        return model
+
+    def _prepared(self, budget: int | str | None, scope: AbstractContextManager[Any] | None = None) -> Prepared:
+        model = self.compiled(scope)
         program = None
         if budget is not None:
             remat.keras.limit_memory(model, budget)

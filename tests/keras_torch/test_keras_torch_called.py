@@ -1,0 +1,71 @@
+"""Keras on PyTorch: steps of Keras' own layers are captured by calling them, all others by Dynamo."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from worker_process import worker
+
+
+def ask(function, *args):
+    script = Path(__file__).with_name("called_worker.py")
+    return worker(script, KERAS_BACKEND="torch", CUDA_VISIBLE_DEVICES="").ask(function, *args)
+
+
+@pytest.mark.parametrize(
+    "name", ["a rate changes", "a layer is frozen", "a regularizer changes", "an activation changes"]
+)
+def test_what_a_layer_holds_may_change(name):
+    """A callback may do so; the step is captured anew."""
+    result = ask("beside_plain", name)
+    assert result["mode"] == "graph"
+    assert result["called"] > 0
+    assert result["captures"] == 2
+    assert result["same logs"]
+    assert result["same weights"]
+
+
+def test_a_step_is_captured_once():
+    result = ask("beside_plain", "nothing changes")
+    assert result["mode"] == "graph"
+    assert result["called"] > 0
+    assert result["captures"] == 1
+    assert result["recomputed"] > 0
+    assert result["same weights"], "statistics of batches among them"
+    assert result["measured_peak_bytes"] == pytest.approx(result["peak_bytes"], rel=0.01)
+
+
+def test_operators_belong_to_layers():
+    result = ask("beside_plain", "nothing changes")
+    assert len(result["layers"]) == 9, "five dense layers and four normalisations"
+    assert result["phases of a layer"] == ["backward", "forward"]
+
+
+@pytest.mark.parametrize("name", ["a layer of one's own", "a function of one's own"])
+def test_code_that_may_read_anything_is_guarded(name):
+    """Dynamo captures it: it reads a global variable that changes."""
+    result = ask("beside_plain", name)
+    assert result["why not called"].endswith("of your own")
+    assert result["mode"] == "graph"
+    assert result["called"] == 0
+    assert result["same logs"]
+    assert result["same weights"]
+
+
+def test_both_ways_capture_the_same_operators():
+    result = ask("by_both_ways")
+    assert result["same operators"], result["operators"]
+    called_bytes, followed_bytes = result["peaks"]
+    assert abs(called_bytes - followed_bytes) < 64, "the numbers of the loss' metric are inputs of a called step"
+
+
+def test_what_cannot_be_called_is_left_to_dynamo():
+    result = ask("falls_back", "not with stand-ins")
+    assert result["mode"] == "graph"
+    assert result["same weights"]
+
+
+def test_a_capture_holds_no_batch():
+    assert ask("holds_no_batch")
