@@ -2,8 +2,8 @@
 
 Models of the zoo, each on each backend and with each budget in a process of its own, on one thread; processor seconds,
 from ``train_on_batch`` to its logs. Nothing comes from the cache of plans. "At most" is what a planned first step
-should take: twice the plain one and five seconds. Writes ``benchmarks/results/keras-first-step.md``. Models of keras-hub need
-that package.
+should take: twice the plain one and five seconds. Models of keras-hub need that package. Writes
+``benchmarks/results/keras-first-step.md``.
 """
 
 from __future__ import annotations
