@@ -61,10 +61,10 @@ def test_both_ways_capture_the_same_operators():
     assert abs(called_bytes - followed_bytes) < 64, "the numbers of the loss' metric are inputs of a called step"
 
 
-def test_what_cannot_be_called_is_left_to_dynamo():
-    result = ask("falls_back", "not with stand-ins")
-    assert result["mode"] == "graph"
-    assert result["same weights"]
+def test_tensors_of_layers_that_are_no_variables():
+    """The mean of a normalisation, say: another one in its place is no other step."""
+    result = ask("that_holds_tensors")
+    assert result == {"mode": "graph", "same weights": True, "captures": 1}
 
 
 def test_a_capture_holds_no_batch():

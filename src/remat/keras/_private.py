@@ -19,6 +19,7 @@ from keras.src.ops.symbolic_arguments import SymbolicArguments
 from keras.src.trainers.compile_utils import CompileLoss
 
 __all__ = [
+    "RAW_VALUE",
     "CompileLoss",
     "Reduction",
     "additional_loss",
@@ -34,15 +35,18 @@ __all__ = [
     "losses_replaced",
     "of_one_replica",
     "outputs_released",
-    "raw_values",
     "reductions_recorded",
-    "set_raw_values",
     "stateless_call_in_training",
     "sums_activity_losses",
     "unbuilt_parts",
     "update_loss_tracker",
     "updated_alike",
+    "whole_tracebacks",
 ]
+
+
+RAW_VALUE = "_value"
+"""Where a variable holds its tensor, whatever its layer's policy makes of it for a computation."""
 
 
 @dataclass(frozen=True)
@@ -219,17 +223,6 @@ def clear_losses(model: keras.Model) -> None:
     model._clear_losses()
 
 
-def raw_values(variables: Sequence[Any]) -> list[Any]:
-    """What variables hold, whatever their layer's policy makes of it for a computation."""
-    return [one._value for one in variables]
-
-
-def set_raw_values(variables: Sequence[Any], values: Sequence[Any]) -> None:
-    """Let variables hold other tensors."""
-    for variable, value in zip(variables, values, strict=True):
-        variable._value = value
-
-
 @contextlib.contextmanager
 def calls_inside(context: Callable[[Any], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
     """Inside, each layer is called in a context of its own, which is made of the layer."""
@@ -244,6 +237,18 @@ def calls_inside(context: Callable[[Any], contextlib.AbstractContextManager[None
         yield
     finally:
         keras.layers.Layer.__call__ = own
+
+
+@contextlib.contextmanager
+def whole_tracebacks() -> Iterator[None]:
+    """Inside, an error in a layer says where it came about, and not only which layer was called with what."""
+    filters = keras.config.is_traceback_filtering_enabled()
+    keras.config.disable_traceback_filtering()
+    try:
+        yield
+    finally:
+        if filters:
+            keras.config.enable_traceback_filtering()
 
 
 def losses_of(model: keras.Model) -> list[Any]:

@@ -11,9 +11,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Final
 
 import keras
+import numpy as np
 import torch
 
 from remat.keras import _private
@@ -50,22 +52,60 @@ def why_not_called(model: keras.Model) -> str:
 def state_of(model: keras.Model) -> State:
     """What a model's training step depends on, beside the batch."""
     variables = [*model.variables, *model.metrics_variables]
-    values = _private.raw_values(variables)
-    found = list(dict(zip(map(id, values), variables, strict=True)).values())  # Those that share a tensor, once.
+    places = [_Place.of_variable(one) for one in variables]
+    key: list[Hashable] = [_settings()]
+    for part in _parts_of(model):
+        key.append(_key_of(part, places))
+    found = list({id(one.value): one for one in places}.values())  # Those that share a tensor, once.
 
     @contextmanager
     def replaced(values: Sequence[torch.Tensor]) -> Iterator[None]:
-        own = _private.raw_values(found)
-        _private.set_raw_values(found, values)
+        instead = {id(one.value): value for one, value in zip(found, values, strict=True)}
+        own = [one.value for one in places]
+        for one, value in zip(places, own, strict=True):
+            one.put(instead[id(value)])
         try:
-            with _private.calls_inside(lambda layer: in_layer(layer.path or layer.name)):
+            with _private.calls_inside(lambda layer: in_layer(layer.path or layer.name)), _private.whole_tracebacks():
                 yield
         finally:
-            _private.set_raw_values(found, own)
+            for one, value in zip(places, own, strict=True):
+                one.put(value)
             _private.clear_losses(model)  # They are of this call only.
 
-    key = (_settings(), *(_key_of(part) for part in _parts_of(model)))
-    return State(_private.raw_values(found), lambda: [one.path for one in found], key, replaced)
+    return State([one.value for one in found], lambda: [one.name for one in found], tuple(key), replaced)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a tensor is held that a step reads.
+
+    Attributes:
+        holder: the attributes of a variable, or of a layer.
+        key: of the tensor among them.
+        owner: of the attributes.
+    """
+
+    holder: dict[str, Any]
+    key: str
+    owner: Any
+
+    @classmethod
+    def of_variable(cls, variable: Any) -> _Place:
+        return cls(vars(variable), _private.RAW_VALUE, variable)
+
+    @property
+    def value(self) -> torch.Tensor:
+        value: torch.Tensor = self.holder[self.key]
+        return value
+
+    @property
+    def name(self) -> str:
+        path = str(getattr(self.owner, "path", None) or getattr(self.owner, "name", ""))
+        return path if self.key == _private.RAW_VALUE else f"{path}/{self.key}"
+
+    def put(self, value: torch.Tensor) -> None:
+        # Layers would take note of an assignment.
+        self.holder[self.key] = value
 
 
 def _parts_of(model: keras.Model) -> Iterator[Any]:
@@ -88,13 +128,16 @@ def _settings() -> Hashable:
     )
 
 
-def _key_of(part: Any) -> Hashable:
+def _key_of(part: Any, places: list[_Place]) -> Hashable:
+    """What a layer holds. Tensors are no part of it; their places are added to ``places``."""
     held = vars(part)
     found = [type(part), getattr(held.get("_dtype_policy"), "name", None), held.get("_trainable"), held.get("call")]
     # A loop without calls: it runs at each step, for thousands of values.
     for name, value in held.items():
-        if name[0] != "_" and name not in _OF_TRAINING:
-            kind = type(value)
+        kind = type(value)
+        if kind is torch.Tensor:
+            places.append(_Place(held, name, part))
+        elif name[0] != "_" and name not in _OF_TRAINING:
             found += (name, kind, value) if kind in _PLAIN else (name, _key_of_value(value))
     return tuple(found)
 
@@ -115,9 +158,24 @@ def _key_maker(kind: type) -> Callable[[Any], Any]:
         return lambda value: (kind, *value, *map(_key_of_value, value.values()))
     if issubclass(kind, keras.Regularizer):
         return lambda value: (kind, *vars(value), *map(_key_of_value, vars(value).values()))
+    if issubclass(kind, np.ndarray):
+        return _Same
     if kind.__module__ in ("builtins", "functools"):  # Functions, methods, types.
         return lambda value: value if callable(value) else kind
     return lambda value: kind
+
+
+class _Same:
+    """A value that is equal to nothing but itself."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other._value is self._value
+
+    def __hash__(self) -> int:
+        return id(self._value)
 
 
 def _held_in(value: Any) -> Iterator[Any]:

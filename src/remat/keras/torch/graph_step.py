@@ -7,7 +7,6 @@ known from the traced step, and counts.
 from __future__ import annotations
 
 import dataclasses
-import logging
 import types
 import warnings
 from collections.abc import Callable, Hashable, Sequence
@@ -31,9 +30,6 @@ from remat.keras.torch.kept_layers import KeptLayers
 from remat.keras.torch.step import CutBatch, Piece, piece_of
 from remat.torch.api.compile import reason_not_captured
 from remat.torch.api.plan import EagerCandidate
-from remat.torch.graph_mode.by_calling import NotCalled
-
-_log = logging.getLogger("remat")
 
 
 class NotCaptured(Exception):
@@ -118,7 +114,7 @@ class GraphSteps:
 
         self._is_called = not why_not_called(model)
         self._captured_for = captured_for
-        self._captured: Callable[..., Any] | None = None
+        self._captured = captured_for(request)
         self._not_captured = capture.NOT_CAPTURED
         self._shapes: dict[Hashable, _Shapes] = {}
         self._targets: dict[Hashable, int] = {}
@@ -216,28 +212,15 @@ class GraphSteps:
         return result
 
     def _result(self, model: keras.Model, args: Sequence[Any], request: Request | None = None) -> Any:
-        """What the captured function returns; where it can't be captured by calling it, Dynamo follows it from now on.
+        """What the captured function returns.
 
         Args:
             model: see ``run``.
             args: the function's others.
             request: in place of the one in force, for this call only.
         """
-        if self._is_called:
-            try:
-                return self._captured_by(request)(model, *args)
-            except NotCalled as error:
-                _log.debug("%s is captured by Dynamo: %s", model.name, error)
-                self._is_called, self._captured = False, None
-        with _for_dynamo.traceable():
-            return self._captured_by(request)(model, *args)
-
-    def _captured_by(self, request: Request | None) -> Callable[..., Any]:
-        if request is not None:
-            return self._captured_for(request)
-        if self._captured is None:
-            self._captured = self._captured_for(self.request)
-        return self._captured
+        with nullcontext() if self._is_called else _for_dynamo.traceable():
+            return (self._captured if request is None else self._captured_for(request))(model, *args)
 
     def _check_update(self, shapes: _Shapes, model: keras.Model, args: Sequence[Any]) -> None:
         """Refuse a budget that the update exceeds, naming what both passes and the update can be kept in.

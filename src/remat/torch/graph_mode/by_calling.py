@@ -7,12 +7,15 @@ nothing is guarded.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.fx import traceback as fx_traceback
 
 from remat.core.errors import RematError
@@ -92,7 +95,7 @@ class CalledFunction:
             except (RematError, NotCalled):
                 raise
             except Exception as error:
-                raise NotCalled(str(error).partition("\n")[0] or type(error).__name__) from None
+                raise NotCalled(_why(error)) from None
             finally:
                 called.function = None  # It holds the first batch.
             self._captured[key] = function, called.results
@@ -122,6 +125,19 @@ _TENSOR: Any = object()
 """Stands for a tensor among the results of a function."""
 
 _CONSTANTS: Final = (type(None), bool, int, float, str)
+
+
+def _why(error: Exception) -> str:
+    """What ended a call with stand-ins, and where, as Dynamo says it."""
+    what = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    if isinstance(error, DataDependentOutputException):
+        what = ["the value of a tensor decides what is computed"]
+    frames = [one for one in traceback.extract_tb(error.__traceback__) if _OURS.isdisjoint(Path(one.filename).parents)]
+    where = "" if not frames else f'\nfrom user code:\n  File "{frames[-1].filename}", line {frames[-1].lineno}, in '
+    return " ".join(what[:2]) + where + (frames[-1].name if frames else "")
+
+
+_OURS: Final = frozenset((Path(torch.__file__).parent, Path(__file__).parents[2]))  # PyTorch and remat.
 
 
 def _check_constants(leaves: Iterable[Any]) -> None:
