@@ -27,6 +27,8 @@ SYMBOLS = [
     ("keras.src.utils.backend_utils", "DynamicBackend.__getattr__", ["name"]),
     ("keras.src.utils.naming", "auto_name", ["prefix"]),
     ("keras.src.tree.torchtree_impl", "_dict_to_ordered_dict", ["structure"]),
+    ("keras.src.backend.torch.random", "torch_seed_generator", ["seed"]),
+    ("keras.src.backend.torch.random", "draw_seed", ["seed"]),
     ("keras.src.backend.torch.nn", "_can_use_flash_attention", ["query", "key", "value", "mask", "raise_error"]),
 ]
 ATTRIBUTES = [

@@ -54,6 +54,12 @@ def twice_the_rate(model: keras.Model) -> None:
             layer.rate = 0.5
 
 
+def twice_the_noise(model: keras.Model) -> None:
+    for layer in model.layers:
+        if isinstance(layer, layers.GaussianNoise):
+            layer.stddev = 0.2
+
+
 def no_longer_trained(model: keras.Model) -> None:
     model.layers[1].trainable = False
 
@@ -83,6 +89,11 @@ CASES: dict[str, tuple[Callable[[], keras.Model], Callable[[keras.Model], None]]
     "a layer is frozen": (lambda: stack(lambda _: layers.LayerNormalization()), no_longer_trained),
     "a regularizer changes": (lambda: stack(lambda _: layers.LayerNormalization()), weaker),
     "an activation changes": (lambda: stack(lambda _: layers.LayerNormalization()), another_activation),
+    "draws with seeds": (
+        lambda: stack(lambda number: layers.Dropout(0.1, seed=number, noise_shape=(None, 1) if number else None)),
+        nothing,
+    ),
+    "noise with seeds": (lambda: stack(lambda number: layers.GaussianNoise(0.1, seed=number)), twice_the_noise),
     "a layer of one's own": (lambda: stack(lambda _: ReadsAGlobal()), another_factor),
     "a function of one's own": (lambda: stack(lambda _: layers.Activation("tanh"), own_activation), another_factor),
 }

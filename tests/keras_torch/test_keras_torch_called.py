@@ -43,6 +43,17 @@ def test_operators_belong_to_layers():
     assert result["phases of a layer"] == ["backward", "forward"]
 
 
+@pytest.mark.parametrize(("name", "captures"), [("draws with seeds", 1), ("noise with seeds", 2)])
+def test_draws_with_a_seed_are_those_of_keras(name, captures):
+    """Each step draws others, from the numbers that the layers' generators hold then."""
+    result = ask("beside_plain", name)
+    assert result["mode"] == "graph"
+    assert result["captures"] == captures
+    assert result["recomputed"] > 0
+    assert result["same logs"]
+    assert result["same weights"]
+
+
 @pytest.mark.parametrize("name", ["a layer of one's own", "a function of one's own"])
 def test_code_that_may_read_anything_is_guarded(name):
     """Dynamo captures it: it reads a global variable that changes."""

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from remat.keras import _private
+from remat.keras.torch import seeded_draws
 from remat.torch.graph_mode.by_calling import State, in_layer
 
 _LIBRARIES: Final = ("keras", "keras_hub", "remat")
@@ -65,7 +66,8 @@ def state_of(model: keras.Model) -> State:
         for one, value in zip(places, own, strict=True):
             one.put(instead[id(value)])
         try:
-            with _private.calls_inside(lambda layer: in_layer(layer.path or layer.name)), _private.whole_tracebacks():
+            named = _private.calls_inside(lambda layer: in_layer(layer.path or layer.name))
+            with named, _private.whole_tracebacks(), seeded_draws.captured():
                 yield
         finally:
             for one, value in zip(places, own, strict=True):
