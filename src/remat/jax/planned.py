@@ -209,7 +209,11 @@ def plan_function(
     def candidate_of(one: ClosedJaxpr, slices: int) -> FunctionCandidate:
         nonlocal accept
         variants = variants_of_jaxpr(
-            one, find_received, request.checkpoints or (), loops=mapped is None, maps=takes_maps_apart
+            one,
+            find_received,
+            request.checkpoints or (),
+            trace_body=None if mapped is None else mapped.traced_with,
+            maps=takes_maps_apart,
         )
         if moves_updates:
             variants = variants.changed(updates.moved)
