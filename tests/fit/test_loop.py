@@ -294,6 +294,20 @@ def test_the_minimum_that_an_error_names_can_be_kept_by_a_process_that_knows_not
     assert found.peak_bytes <= minimum_bytes
 
 
+@pytest.mark.parametrize(("price_s", "asked"), [(0.001, 1), (0.1, 2)])
+def test_a_plan_that_costs_next_to_nothing_ends_the_search(price_s, asked):
+    """It leaves a sixth of the target unused, but less than least_gain is to be won there."""
+    budgets = []
+
+    def find(budget_bytes: int) -> Plan:
+        budgets.append(budget_bytes)
+        plan = SmoothPlanner(price_s).plan(budget_bytes)
+        return dataclasses.replace(plan, overhead=plan.time_s / 4.0 - 1)
+
+    plan_within(120, 100, find, lambda plan: PeakRange.exactly(plan.peak_bytes), Rounds(6, 4, 0.03))
+    assert len(budgets) == asked
+
+
 def test_a_budget_without_a_plan_is_searched_once():
     asked = []
 

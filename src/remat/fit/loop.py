@@ -345,15 +345,19 @@ def _fitting(target_bytes: int, tried: Sequence[_Found]) -> list[_Found]:
 
 
 def _may_gain(least_gain: float, target_bytes: int, tried: Sequence[_Found]) -> bool:
-    """Could a plan between the largest guess that fits and the next one that does not be cheaper by so much?"""
+    """Could a plan between the largest guess that fits and the next one that does not be cheaper by so much?
+
+    Where every guess fits, the step as it is lies above: a plan that costs next to nothing leaves nothing to win.
+    """
     fitting = _fitting(target_bytes, tried)
     if not fitting:
         return True
     guess = max(one.guess_bytes for one in fitting)
-    best_s = min(one.plan.time_s for one in fitting)
+    best = min((one.plan for one in fitting), key=lambda plan: plan.time_s)
+    best_s = best.time_s
     above = [one for one in tried if one.guess_bytes > guess]
     if not above:
-        return True
+        return best.overhead > least_gain
     return best_s - min(above, key=lambda one: one.guess_bytes).plan.time_s > least_gain * best_s
 
 
