@@ -72,8 +72,8 @@ def planning(records: Sequence[dict[str, Any]]) -> str:
         return ""
     return (
         f"Planning takes {statistics.median(plans):.2f} times what compiling the plain step takes (processor time, "
-        f"median of {len(plans)} plans), and {statistics.median([*plans, *refusals]):.2f} times with the "
-        f"{len(refusals)} refusals, of which each model has one, for a budget of one byte."
+        f"median of {len(plans)} plans), and {statistics.median([*plans, *refusals]):.2f} times with {len(refusals)} "
+        "refusals, of which most are for a budget of one byte."
     )
 
 

@@ -104,9 +104,11 @@ class BodyValues:
         """As ``cheapest`` for ever smaller shares. A way that fits several of them is looked for once."""
         wanted_bytes = sum(self.size_bytes[value] for value in self.wanted)
         way: tuple[frozenset[int], frozenset[int]] | None = None
+        is_least = False
         for share in shares:
-            if way is None or self._bytes_of(*way) > share * wanted_bytes:
+            if way is None or (not is_least and self._bytes_of(*way) > share * wanted_bytes):
                 way = self.cheapest(share)
+                is_least = self._bytes_of(*way) > share * wanted_bytes * (1 + LITTLE)
             yield way
 
     def _bytes_of(self, stored: frozenset[int], again: frozenset[int]) -> float:
