@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from collections import OrderedDict
@@ -255,21 +256,68 @@ def test_a_later_error_names_no_more_than_an_earlier_one():
         assert caught.value.minimum_bytes == 115
 
 
-def test_the_minimum_that_an_error_names_is_planned_in_two_rounds():
-    """Its plan is known: one round finds that the target itself does not hold, the other looks for a cheaper one."""
-    planner = SmoothPlanner()
+@pytest.mark.parametrize("target_bytes", [41, 60, 75, 90, 130])
+def test_a_plan_does_not_depend_on_what_the_process_has_planned_before(target_bytes):
+    """Where each of several processes plans, all have to come to the same plan."""
 
     def real_peak(plan: Plan) -> PeakRange:
-        return PeakRange.exactly(plan.peak_bytes + len(plan.schedule) // 2)
+        return PeakRange.exactly(plan.peak_bytes + len(plan.schedule) // 2 + (7 if plan.peak_bytes > 60 else 0))
 
-    with pytest.raises(InfeasibleBudget) as caught:
-        plan_within(90, 90, planner.plan, real_peak, rounds=Rounds(6, 4))
-    planner.asked = 0
-    minimum_bytes = caught.value.minimum_bytes
-    found = plan_within(minimum_bytes, minimum_bytes, planner.plan, real_peak, rounds=Rounds(6, 4))
+    def outcome() -> tuple[int, ...] | int:
+        try:
+            planner = SmoothPlanner()
+            return plan_within(target_bytes, target_bytes, planner.plan, real_peak, rounds=Rounds(6, 4)).schedule
+        except InfeasibleBudget as error:
+            return error.minimum_bytes
+
+    before = outcome()
+    for other_bytes in (20, 35, 50, 70, 110):
+        with contextlib.suppress(InfeasibleBudget):
+            plan_within(other_bytes, other_bytes, SmoothPlanner().plan, real_peak, rounds=Rounds(6, 4))
+    assert outcome() == before
+
+
+@pytest.mark.parametrize("target_bytes", [1, 25, 39, 41])
+def test_the_minimum_that_an_error_names_can_be_kept_by_a_process_that_knows_nothing(monkeypatch, target_bytes):
+    def real_peak(plan: Plan) -> PeakRange:
+        return PeakRange.exactly(plan.peak_bytes + (3 * len(plan.schedule)) % 5)
+
+    try:
+        plan_within(target_bytes, target_bytes, SmoothPlanner().plan, real_peak, rounds=Rounds(6, 4))
+    except InfeasibleBudget as error:
+        minimum_bytes = error.minimum_bytes
+    else:
+        pytest.fail(f"{target_bytes} bytes are kept, so this shows nothing")
+    monkeypatch.setattr(loop, "_behind_minima", OrderedDict())
+    found = plan_within(minimum_bytes, minimum_bytes, SmoothPlanner().plan, real_peak, rounds=Rounds(6, 4))
 
     assert found.peak_bytes <= minimum_bytes
-    assert planner.asked == 2
+
+
+@pytest.mark.parametrize(("price_s", "asked"), [(0.001, 1), (0.1, 2)])
+def test_a_plan_that_costs_next_to_nothing_ends_the_search(price_s, asked):
+    """It leaves a sixth of the target unused, but less than least_gain is to be won there."""
+    budgets = []
+
+    def find(budget_bytes: int) -> Plan:
+        budgets.append(budget_bytes)
+        plan = SmoothPlanner(price_s).plan(budget_bytes)
+        return dataclasses.replace(plan, overhead=plan.time_s / 4.0 - 1)
+
+    plan_within(120, 100, find, lambda plan: PeakRange.exactly(plan.peak_bytes), Rounds(6, 4, 0.03))
+    assert len(budgets) == asked
+
+
+def test_a_budget_without_a_plan_is_searched_once():
+    asked = []
+
+    def find(budget_bytes: int) -> Plan:
+        asked.append(budget_bytes)
+        return planned(budget_bytes)
+
+    with pytest.raises(InfeasibleBudget):
+        plan_within(50, 50, find, lambda _: PeakRange.exactly(200), rounds=Rounds(6, 4))
+    assert len(asked) == len(set(asked))
 
 
 def test_far_above_that_minimum_the_search_goes_on():

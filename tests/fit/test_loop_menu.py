@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from remat.fit.loop_menu import BodyValues, Option, merged
 
 # h, gate = product(h), curve = tanh(gate): the backward body wants all three, and h is given.
@@ -42,3 +44,20 @@ def test_of_several_loops_the_one_that_saves_most_steps_first() -> None:
         [Option("b0", 100.0, 0.0), Option("b1", 50.0, 1.0), Option("b2", 0.0, 9.0)],
     ]
     assert merged(menus) == [("a0", "b0"), ("a0", "b1"), ("a1", "b1"), ("a1", "b2")]
+
+
+def test_a_way_that_fits_several_shares_is_looked_for_once(monkeypatch):
+    shares = [1.0 - 0.05 * step for step in range(20)] + [0.0]
+    one_by_one = [BODY.option(*BODY.cheapest(share)) for share in shares]
+    asked = []
+    cheapest = BodyValues.cheapest
+
+    def watched(self: BodyValues, share: float) -> tuple[frozenset[int], frozenset[int]]:
+        asked.append(share)
+        return cheapest(self, share)
+
+    monkeypatch.setattr(BodyValues, "cheapest", watched)
+    together = [BODY.option(*way) for way in BODY.cheapest_for(shares)]
+    for one, other in zip(together, one_by_one, strict=True):
+        assert (one.held_bytes, one.again_s) == (other.held_bytes, other.again_s)
+    assert asked == [1.0, 0.95, pytest.approx(0.65), pytest.approx(0.3)]

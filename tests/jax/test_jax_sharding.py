@@ -13,7 +13,8 @@ from jax_models import GREEDY, assert_close, mlp, normal
 
 import remat
 import remat.jax
-from remat.jax.peak import peak_of
+from remat.jax.peak import Lowered, peak_of
+from remat.jax.sharding import arrays_sent
 from remat.jax.trace import op_facts
 
 DEVICES = 4
@@ -220,6 +221,64 @@ def test_a_step_under_shard_map_is_planned_inside(mesh, check_vma):
     assert ours.plan.baseline_peak_bytes == baseline
     assert held == ours.plan.peak_bytes <= ours.plan.budget_bytes == int(0.7 * baseline)
     assert collectives(ours, *args) == collectives(plain, *args) > 0
+
+
+def scanned_tensor_parallel_step(mesh, *, check_vma):
+    """A step of a stack of layers under ``lax.scan``, the units of each over the devices, all inside of one map."""
+    width, hidden, layers, rows = 32, 128, 8, 256
+    params = {"in": normal(0, layers, width, hidden) / 8, "out": normal(1, layers, hidden, width) / 8}
+
+    def layer(h, params):
+        return h + jax.lax.psum(jnp.tanh(jnp.sin(h @ params["in"])) @ params["out"], "data"), None
+
+    def step(params, x):
+        def loss(params):
+            return jnp.mean(jax.lax.scan(layer, x, params)[0] ** 2)
+
+        value, gradients = jax.value_and_grad(loss)(params)
+        return value, jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients)
+
+    own = {"in": PartitionSpec(None, None, "data"), "out": PartitionSpec(None, "data", None)}
+    specs, out_specs = (own, PartitionSpec()), (PartitionSpec(), own)
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=check_vma)
+    return mapped, (params, normal(2, rows, width))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_loops_under_shard_map_are_planned_inside(mesh, check_vma):
+    """What is stacked for the backward loop is chosen, and each collective runs as often as in the plain step."""
+    step, args = scanned_tensor_parallel_step(mesh, check_vma=check_vma)
+    plain = remat.jax.jit(step)
+    ours = remat.jax.jit(step, budget="60%")
+
+    assert_close(ours(*args), plain(*args))
+    baseline, held = (peak_of(one.lower(*args).compile().memory_analysis()) for one in (plain, ours))
+    assert ours.plan.baseline_peak_bytes == baseline
+    assert held == ours.plan.peak_bytes <= ours.plan.budget_bytes == int(0.6 * baseline)
+    assert collectives(ours, *args) == collectives(plain, *args) > 0
+
+
+def test_a_peak_over_devices_is_read_before_machine_code_is_made(mesh, monkeypatch, capfd):
+    """To the byte, and XLA says nothing of it."""
+    case = mlp(batch=256)
+    of_map = mapped_step(mesh, case.loss), sharded(case, mesh), True
+    of_numbers = (lambda params, x: case.loss(params, x)), sharded(case, mesh), False
+    for step, args, is_mapped in (of_map, of_numbers):
+        exact_bytes = peak_of(jax.jit(step).lower(*args).compile().memory_analysis())
+        flat, structure = jax.tree.flatten(args)
+        with monkeypatch.context() as patched:
+            patched.setattr(Lowered, "compiled", lambda self: pytest.fail("it was compiled to the end"))
+            lowered = Lowered(
+                lambda *own, step=step, structure=structure: jax.tree.leaves(step(*jax.tree.unflatten(structure, own))),
+                flat,
+                "data",
+                over_devices=True,
+            )
+            assert lowered.peak().expected_bytes == exact_bytes
+            memory, text = lowered.memory_and_text()
+        assert memory.peak_bytes == exact_bytes
+        assert arrays_sent(text) > 0, is_mapped
+    assert "RET_CHECK" not in capfd.readouterr().err
 
 
 def test_gradients_of_a_planned_shard_map(mesh):

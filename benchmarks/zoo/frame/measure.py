@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,12 +27,13 @@ comes out as some 5e-10 beside gradients of .3: without this, its rounding count
 
 @dataclass(frozen=True)
 class Line:
-    """One method of one model, prepared or refused."""
+    """One method of one model, prepared or refused; with the seconds that it took to refuse it, or a budget before."""
 
     method: str
     budget: int | str | None
     prepared: Prepared | None
     error: str = ""
+    refusing_s: float | None = None
 
 
 def measured(subject: Subject, say: Callable[[str], None]) -> list[dict[str, Any]]:
@@ -59,14 +61,17 @@ def measured(subject: Subject, say: Callable[[str], None]) -> list[dict[str, Any
 
 
 def _planned(subject: Subject, method: str, budget: int | str, say: Callable[[str], None]) -> Line:
-    return _tried(method, budget, lambda: subject.planned(budget), say)
+    return _tried(method, budget, lambda: subject.planned(budget), say, clock=subject.clock)
 
 
 def _smallest(subject: Subject, say: Callable[[str], None]) -> Line:
+    started = None if subject.clock is None else subject.clock()
     try:
         return _tried(f"remat, {SMALLEST}", 1, lambda: subject.planned(1), say, catches=False)
     except remat.InfeasibleBudget as error:
-        return _planned(subject, f"remat, {SMALLEST}", error.minimum_bytes, say)
+        refusing_s = None if subject.clock is None or started is None else subject.clock() - started
+        line = _planned(subject, f"remat, {SMALLEST}", error.minimum_bytes, say)
+        return dataclasses.replace(line, refusing_s=refusing_s)
 
 
 def _tried(
@@ -76,14 +81,17 @@ def _tried(
     say: Callable[[str], None],
     *,
     catches: bool = True,
+    clock: Callable[[], float] | None = None,
 ) -> Line:
+    started = None if clock is None else clock()
     try:
         prepared = make()
     except remat.InfeasibleBudget as error:
         if not catches:
             raise
         say(f"  {method}: refused, the smallest is {error.minimum_bytes / 2**20:.2f} MiB")
-        return Line(method, budget, None, f"refused: the smallest is {error.minimum_bytes}")
+        refusing_s = None if clock is None or started is None else clock() - started
+        return Line(method, budget, None, f"refused: the smallest is {error.minimum_bytes}", refusing_s)
     except Exception as error:  # A peer, or a plan, that cannot run the model is a result like others.
         text = " ".join(f"{type(error).__name__}: {error}".split())
         say(f"  {method}: {text}"[:200])
@@ -108,6 +116,8 @@ def _in_turns(lines: Sequence[Line]) -> dict[str, float]:
 
 def _record(line: Line, times: dict[str, float], plain: Prepared | None, wanted: Sequence[Array]) -> dict[str, Any]:
     record: dict[str, Any] = {"method": line.method, "budget": line.budget}
+    if line.refusing_s is not None:
+        record["refusing_s"] = line.refusing_s
     if line.prepared is None or plain is None:
         return record | {"error": line.error}
     prepared = line.prepared

@@ -57,9 +57,11 @@ class Subject(abc.ABC):
 
     Attributes:
         peers: names of the ways to save memory that this model is compared with.
+        clock: the processor seconds so far of the process that plans; None where that is not this one.
     """
 
     peers: tuple[str, ...] = ()
+    clock: Callable[[], float] | None = None
 
     @abc.abstractmethod
     def peer(self, method: str) -> Prepared:

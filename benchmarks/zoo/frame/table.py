@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -30,6 +31,8 @@ def as_markdown(framework: str, records: Sequence[dict[str, Any]], where: str) -
         where: one line about the machine and the versions.
     """
     parts = [f"# The zoo: {framework}", "", where, "", summary(records), ""]
+    if said := planning(records):
+        parts += [said, ""]
     if found := scatter.predictions(records):
         picture = f"([picture](zoo-{framework}.png))"
         parts += [f"{scatter.summary(found)} The same by budget {picture}:", "", *scatter.table(found), ""]
@@ -53,6 +56,24 @@ def summary(records: Sequence[dict[str, Any]]) -> str:
         f"{len(records)} models, {failed} of which did not run; {len(planned)} plans: {over} over their budget by "
         f"more than 1 %, {silent} of them without a word, "
         f"{refused} refused at the bytes of a peer, {broken} ended by another error."
+    )
+
+
+def planning(records: Sequence[dict[str, Any]]) -> str:
+    """What planning takes beside compiling the plain step; nothing where refusals were not timed."""
+    plans: list[float] = []
+    refusals: list[float] = []
+    for record in records:
+        plain, *lines = record.get("lines") or [{}]
+        if plain.get("compiling_s"):
+            plans += [line["planning_s"] / plain["compiling_s"] for line in lines if line.get("planning_s")]
+            refusals += [line["refusing_s"] / plain["compiling_s"] for line in lines if line.get("refusing_s")]
+    if not refusals:
+        return ""
+    return (
+        f"Planning takes {statistics.median(plans):.2f} times what compiling the plain step takes (processor time, "
+        f"median of {len(plans)} plans), and {statistics.median([*plans, *refusals]):.2f} times with {len(refusals)} "
+        "refusals, of which most are for a budget of one byte."
     )
 
 

@@ -41,6 +41,7 @@ class JaxModel(Subject):
     """
 
     peers = tuple(_POLICIES)
+    clock = staticmethod(time.process_time)
 
     def __init__(self, make: Callable[[Wrap], Step], args: Sequence[Any], **jit_options: Any) -> None:
         self._make = make

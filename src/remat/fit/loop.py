@@ -7,14 +7,12 @@ schedule, so each round plans with a budget, asks for the real peak of that plan
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import logging
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Final
 
 from remat.core.budget import format_bytes
@@ -53,9 +51,6 @@ _NEAR_THE_SMALLEST: Final = (1.0, 1.02, 1.05, 1.1)
 # And in this one while each has a smaller peak than all before: of per-example gradients in JAX, whose peak is 4.6 MB
 # with the fewest bytes of tensors, it is 3.8 with a tenth more, and 3.3 with a fifth.
 _FARTHER: Final = (1.2, 1.3)
-# Where an error has named the budget, its plan fits, and uses it well: what is left is its seconds. Above that budget
-# the search goes on: with 8.5 MiB of custom_vjp, where 7.75 had been named, it ended at +59 % where +41 % fits.
-_ROUNDS_ABOVE_A_MINIMUM: Final = 1
 
 
 @dataclass(frozen=True)
@@ -96,6 +91,9 @@ def plan_within(
 
     Where there is none, the plan whose highest real peak is smallest among those that are more likely to fit than not.
 
+    The smallest budget that an error names comes from plans that do not depend on the target, and these are tried
+    before any budget is refused. So it can be kept in every process, whatever was planned there before.
+
     Args:
         target_bytes: what the real peak may be.
         first_guess_bytes: the planner's budget to begin with.
@@ -112,7 +110,7 @@ def plan_within(
     Raises:
         InfeasibleBudget: no plan is even likely to fit; ``minimum_bytes`` is the smallest target that can be held.
     """
-    find = functools.cache(find)  # The smallest plan is asked for several times.
+    find = _asked_once(find)  # The smallest plan is asked for several times, and so are budgets that have none.
     tried: list[_Found] = []
     guess = max(1, first_guess_bytes)
     are_likely = False
@@ -133,23 +131,20 @@ def plan_within(
         if highest > target_bytes and len(tried) == 1:
             _try_suggestions(target_bytes, likely, real_peak, tried)
             are_likely = len(tried) > 1
-        if not _fitting(target_bytes, tried):
-            _try_remembered(target_bytes, real_peak, tried)
-            if any(map(partial(_is_close, target_bytes), tried)):
-                left = min(left, _ROUNDS_ABOVE_A_MINIMUM)
         if not _may_gain(rounds.least_gain, target_bytes, tried):
             break
         guess = max(1, _next_guess(target_bytes, tried, rounds))
     _try_suggestions(target_bytes, suggestions, real_peak, tried)
     binding_op = ""
+    smallest: list[_Found] = []
     if not _fitting(target_bytes, tried):
         try:
             find(1)  # No planner keeps one byte: the error says what the planner can reach.
         except InfeasibleBudget as error:
             binding_op = error.binding_op
-            _try_the_smallest(error.minimum_bytes, target_bytes, find, real_peak, tried, rounds)
+            smallest = _try_the_smallest(error.minimum_bytes, target_bytes, find, real_peak, tried, rounds)
         if not _fitting(target_bytes, tried):
-            _undercut(itertools.chain(_remembered(tried), likely(), suggestions()), real_peak, tried)
+            _undercut(itertools.chain(likely(), suggestions(), _remembered(tried)), real_peak, tried, smallest)
     if fits := _fitting(target_bytes, tried):
         return _fastest(fits, expected_s).with_real_peak()
     if likely_to_fit := [one for one in tried if one.peak.likely_bytes <= target_bytes]:
@@ -161,18 +156,37 @@ def plan_within(
             format_bytes(target_bytes),
         )
         return best.with_real_peak()
-    smallest = _smallest(tried)
-    _remember(smallest.plan, {one.plan.fingerprint for one in tried})
+    named = _smallest(smallest or tried)
+    _remember(named.plan, {one.plan.fingerprint for one in tried})
     raise InfeasibleBudget(
-        f"the smallest peak found is {smallest.peak.highest_bytes} bytes",
-        minimum_bytes=smallest.peak.highest_bytes,
+        f"the smallest peak found is {named.peak.highest_bytes} bytes",
+        minimum_bytes=named.peak.highest_bytes,
         budget_bytes=target_bytes,
         binding_op=binding_op,
     )
 
 
+def _asked_once(find: Callable[[int], Plan]) -> Callable[[int], Plan]:
+    """The same, asked once for each budget, also where that has no plan: to find none takes the longest."""
+    answers: dict[int, Plan | InfeasibleBudget] = {}
+
+    def answer(budget_bytes: int) -> Plan:
+        if budget_bytes not in answers:
+            try:
+                answers[budget_bytes] = find(budget_bytes)
+            except InfeasibleBudget as error:
+                answers[budget_bytes] = error
+        known = answers[budget_bytes]
+        if isinstance(known, InfeasibleBudget):
+            raise known
+        return known
+
+    return answer
+
+
 # An error names the smallest budget that can be kept, and a user then asks for it. The plan behind that figure is
-# remembered here, because an anytime planner may find another one, whose real peak is larger.
+# remembered here, because a planner that is bound by a clock may find another one, whose real peak is larger. It is
+# tried last, so that it changes nothing where a planner makes the same plans each time.
 _behind_minima: OrderedDict[str, Plan] = OrderedDict()
 _MOST_REMEMBERED: Final = 16  # Steps of one process; beyond it the oldest is planned anew.
 
@@ -250,33 +264,43 @@ def _try_the_smallest(
     real_peak: Callable[[Plan], PeakRange],
     tried: list[_Found],
     rounds: Rounds,
-) -> None:
-    """Try the smallest plans until one fits, then cheaper ones between it and what failed."""
-    guess = minimum_bytes
-    factors = iter((*_NEAR_THE_SMALLEST, *_FARTHER))
-    for _ in range(rounds.last):
-        if _fitting(target_bytes, tried):
-            if not _may_gain(rounds.least_gain, target_bytes, tried):
-                return
-            guess = _next_guess(target_bytes, tried, rounds)
-        elif (factor := next(factors, None)) is not None and (
-            factor not in _FARTHER or _smallest(tried).is_of(find(guess))
-        ):
-            guess = int(minimum_bytes * factor)
-        else:
-            return
-        one = _try(guess, find, real_peak, tried)
-        if one is not None:
-            tried.append(one)
+) -> list[_Found]:
+    """Try the smallest plans until one fits, then cheaper ones between it and what failed.
+
+    Returns:
+        The smallest plans. Where none fits, they are the same for every target.
+    """
+    smallest: list[_Found] = []
+    for factor in (*_NEAR_THE_SMALLEST, *_FARTHER)[: rounds.last]:
+        guess = int(minimum_bytes * factor)
+        if factor in _FARTHER and _smallest(smallest) is not smallest[-1]:
+            break
+        one = _known_or_tried(guess, find(guess), real_peak, tried)
+        if not any(one.is_of(other.plan) for other in smallest):
+            smallest.append(one)
+        if one.peak.highest_bytes <= target_bytes:
+            break
+    for _ in range(rounds.last - len(smallest)):
+        if not _fitting(target_bytes, tried) or not _may_gain(rounds.least_gain, target_bytes, tried):
+            break
+        cheaper = _try(_next_guess(target_bytes, tried, rounds), find, real_peak, tried)
+        if cheaper is not None:
+            tried.append(cheaper)
+    return smallest
+
+
+def _known_or_tried(
+    guess_bytes: int, plan: Plan, real_peak: Callable[[Plan], PeakRange], tried: list[_Found]
+) -> _Found:
+    for one in tried:
+        if one.is_of(plan):
+            return one
+    tried.append(_Found(guess_bytes, plan, real_peak(plan)))
+    return tried[-1]
 
 
 def _smallest(tried: Sequence[_Found]) -> _Found:
     return min(tried, key=lambda one: one.peak.highest_bytes)
-
-
-def _try_remembered(target_bytes: int, real_peak: Callable[[Plan], PeakRange], tried: list[_Found]) -> None:
-    """Try the plan behind a budget that an error has named for this step: it fits where that budget is asked for."""
-    _try_suggestions(target_bytes, lambda: _remembered(tried), real_peak, tried)
 
 
 def _remembered(tried: Sequence[_Found]) -> list[Plan]:
@@ -286,16 +310,18 @@ def _remembered(tried: Sequence[_Found]) -> list[Plan]:
     return [plan for plan, planner in known if plan is not None and plan.planner == planner][:1]
 
 
-def _undercut(plans: Iterable[Plan], real_peak: Callable[[Plan], PeakRange], tried: list[_Found]) -> None:
-    """Where nothing fits, try what may have a smaller real peak than all that was tried: the error names the smallest.
+def _undercut(
+    plans: Iterable[Plan], real_peak: Callable[[Plan], PeakRange], tried: list[_Found], smallest: list[_Found]
+) -> None:
+    """Where nothing fits, try what may have a smaller real peak than the smallest plans: the error names the smallest.
 
     Suggestions are tried only where their tensors may fit the target. A target that is far too small would leave them
     all out, and the smallest budget that is named would depend on what was asked for.
     """
     for plan in plans:
-        smallest_bytes = _smallest(tried).peak.highest_bytes
-        if plan.peak_bytes <= _FAR_OVER * smallest_bytes and not any(one.is_of(plan) for one in tried):
-            tried.append(_Found(plan.peak_bytes, plan, real_peak(plan)))
+        known = [one.peak.highest_bytes for one in smallest or tried]
+        if plan.peak_bytes <= _FAR_OVER * min(known):
+            smallest.append(_known_or_tried(plan.peak_bytes, plan, real_peak, tried))
 
 
 def _fastest(fits: Sequence[_Found], expected_s: Callable[[Plan], float | None] | None) -> _Found:
@@ -319,15 +345,19 @@ def _fitting(target_bytes: int, tried: Sequence[_Found]) -> list[_Found]:
 
 
 def _may_gain(least_gain: float, target_bytes: int, tried: Sequence[_Found]) -> bool:
-    """Could a plan between the largest guess that fits and the next one that does not be cheaper by so much?"""
+    """Could a plan between the largest guess that fits and the next one that does not be cheaper by so much?
+
+    Where every guess fits, the step as it is lies above: a plan that costs next to nothing leaves nothing to win.
+    """
     fitting = _fitting(target_bytes, tried)
     if not fitting:
         return True
     guess = max(one.guess_bytes for one in fitting)
-    best_s = min(one.plan.time_s for one in fitting)
+    best = min((one.plan for one in fitting), key=lambda plan: plan.time_s)
+    best_s = best.time_s
     above = [one for one in tried if one.guess_bytes > guess]
     if not above:
-        return True
+        return best.overhead > least_gain
     return best_s - min(above, key=lambda one: one.guess_bytes).plan.time_s > least_gain * best_s
 
 

@@ -98,7 +98,23 @@ class BodyValues:
 
     def options(self, shares: Sequence[float]) -> list[Option[tuple[frozenset[int], frozenset[int]]]]:
         """The cheapest way for each share, those that no other beats in both bytes and seconds, most bytes first."""
-        return best_of([self.option(*self.cheapest(share)) for share in shares])
+        return best_of([self.option(*way) for way in self.cheapest_for(shares)])
+
+    def cheapest_for(self, shares: Sequence[float]) -> Iterator[tuple[frozenset[int], frozenset[int]]]:
+        """As ``cheapest`` for ever smaller shares. A way that fits several of them is looked for once."""
+        wanted_bytes = sum(self.size_bytes[value] for value in self.wanted)
+        way: tuple[frozenset[int], frozenset[int]] | None = None
+        is_least = False
+        for share in shares:
+            if way is None or (not is_least and self._bytes_of(*way) > share * wanted_bytes):
+                way = self.cheapest(share)
+                is_least = self._bytes_of(*way) > share * wanted_bytes * (1 + LITTLE)
+            yield way
+
+    def _bytes_of(self, stored: frozenset[int], again: frozenset[int]) -> float:
+        """What an iteration stores, and its part of what the running one makes again."""
+        made = sum(self.made_bytes[op] for op in again)
+        return sum(self.size_bytes[value] for value in stored) + made / self.iterations
 
     def _best(
         self, keep_cost: FloatArray, again_cost: FloatArray, kept: FloatArray, again: FloatArray, room: float

@@ -24,18 +24,35 @@ _TARGET: Final = "remat_stops_the_compiler_here"
 _FILES: Final = "*.cpu_after_optimizations.hlo.pb"
 """The file with the assignment, by the name of jaxlib 0.10. Without it, there is no figure."""
 
+_TEXTS: Final = "*.cpu_after_optimizations.txt"
+"""The file with the text of the program, likewise."""
+
+_ADDRESS_BYTES: Final = 8
+_NUMBER_BYTES: Final = 4
+"""What the compiler counts for each of several results, and for the number that ``stopping`` may add to them."""
+
 # Numbers of fields in XLA's ``hlo.proto``, which have not changed since 2017.
 _ASSIGNMENT: Final = 3  # of HloProto
 _ALLOCATION: Final = 3  # of BufferAssignmentProto
 _SIZE, _IS_THREAD_LOCAL, _IS_PARAMETER, _LIVES_ON, _IS_CONSTANT = 2, 3, 5, 7, 12  # of BufferAllocationProto
 
 
-def stopping(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, with a call at which the compiler gives up when it begins to make kernels."""
+def stopping(function: Callable[..., Any], *, over_devices: bool = False) -> Callable[..., Any]:
+    """The function, with a call at which the compiler gives up when it begins to make kernels.
+
+    Args:
+        function: any.
+        over_devices: does the program run on several devices? What is called for its effect needs a sharding there,
+            which JAX does not give it. So the call returns a number, which the function returns beside its results.
+    """
 
     def stopped(*arguments: Any) -> Any:
-        jax.ffi.ffi_call(_TARGET, (), has_side_effect=True)()
-        return function(*arguments)
+        if not over_devices:
+            jax.ffi.ffi_call(_TARGET, (), has_side_effect=True)()
+            return function(*arguments)
+        number: Any = jax.ShapeDtypeStruct
+        call: Any = jax.ffi.ffi_call(_TARGET, number((), "float32"), has_side_effect=False)
+        return function(*arguments), call()
 
     return stopped
 
@@ -65,11 +82,33 @@ def assigned_memory(lowered: Any, options: Mapping[str, Any]) -> ProgramMemory |
         None where the compiler does not go about it as expected.
     """
     with tempfile.TemporaryDirectory(prefix="remat-") as folder:
-        try:
-            lowered.compile(compiler_options={**options, "xla_dump_to": folder, "xla_dump_hlo_as_proto": True})
-        except jax.errors.JaxRuntimeError as error:
-            written = list(Path(folder).glob(_FILES)) if _TARGET in str(error) else []
-            return _memory_of_allocations(memoryview(written[0].read_bytes())) if len(written) == 1 else None
+        return _assigned_memory(lowered, options, Path(folder))
+
+
+def assigned_over_devices(lowered: Any, options: Mapping[str, Any]) -> tuple[ProgramMemory, str] | None:
+    """The memory of a program that ``stopping`` made for several devices, and its text, which shows what is sent.
+
+    Args:
+        lowered: as in ``assigned_memory``.
+        options: likewise.
+    """
+    with tempfile.TemporaryDirectory(prefix="remat-") as folder:
+        found = _assigned_memory(lowered, {**options, "xla_dump_hlo_as_text": True}, Path(folder))
+        texts = list(Path(folder).glob(_TEXTS))
+        if found is None or len(texts) != 1:
+            return None
+        # A program with one result does not count an address for it.
+        results = len(jax.tree.leaves(lowered.out_info)) - 1
+        added_bytes = _NUMBER_BYTES + _ADDRESS_BYTES * (1 if results > 1 else 2 if results else 0)
+        return ProgramMemory(found.peak_bytes - added_bytes, found.temporary_bytes), texts[0].read_text()
+
+
+def _assigned_memory(lowered: Any, options: Mapping[str, Any], folder: Path) -> ProgramMemory | None:
+    try:
+        lowered.compile(compiler_options={**options, "xla_dump_to": str(folder), "xla_dump_hlo_as_proto": True})
+    except jax.errors.JaxRuntimeError as error:
+        written = list(folder.glob(_FILES)) if _TARGET in str(error) else []
+        return _memory_of_allocations(memoryview(written[0].read_bytes())) if len(written) == 1 else None
     return None
 
 

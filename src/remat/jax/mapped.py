@@ -68,6 +68,14 @@ class MappedFunction:
 
         return run
 
+    def traced_with(self, body: Callable[..., Sequence[Any]]) -> ClosedJaxpr:
+        """What each device runs, with another body that computes the same and captures no arrays."""
+        shapes = [_shape(self.program.avals[value]) for value in self.program.inputs]
+        constants = tuple(self.program.constants.values())
+        whole: ClosedJaxpr = jax.make_jaxpr(lambda *arguments: self.with_body(body)(arguments, constants))(*shapes)
+        (equation,) = (eqn for eqn in whole.jaxpr.eqns if eqn.primitive.name == NAME)
+        return ClosedJaxpr(equation.params["jaxpr"], [])
+
     def _mapped(self, body: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any]]:
         params = self.equation.eqn.params
         return jax.shard_map(
@@ -78,6 +86,12 @@ class MappedFunction:
             axis_names=set(_private.manual_axes(self.equation.eqn)),
             check_vma=params["check_vma"],
         )
+
+
+def _shape(aval: Any) -> Any:
+    make: Any = jax.ShapeDtypeStruct
+    explicit = {"sharding": aval.sharding} if any(getattr(getattr(aval, "sharding", None), "spec", ())) else {}
+    return make(aval.shape, aval.dtype, weak_type=bool(getattr(aval, "weak_type", False)), **explicit)
 
 
 def holds_a_map(jaxpr: Jaxpr) -> bool:

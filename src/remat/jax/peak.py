@@ -18,6 +18,7 @@ from remat.jax._buffers import ProgramMemory
 from remat.jax.context import Tie
 from remat.jax.emit.evaluate import FlatFunction, emit
 from remat.jax.mapped import MappedFunction
+from remat.jax.trace.maps import NAME
 from remat.jax.trace.program import Program
 
 KEEP_BARRIERS: Final = {"xla_disable_hlo_passes": "cse_barrier_expander"}
@@ -81,7 +82,7 @@ class Compiler:
         tie: how recomputations are held back.
         arguments: the flat arguments: shapes and dtypes, and shardings where known.
         donated: which flat arguments' buffers the results may take over.
-        accept: takes a compiled program; the peak of one that it does not accept is ``REFUSED``.
+        accept: takes the compiler's text of a program; the peak of one that it does not accept is ``REFUSED``.
         returned: where the results go; None leaves that to the compiler.
         mapped: where the program is the body of a ``shard_map``, the function around it, which is what is compiled.
     """
@@ -93,7 +94,7 @@ class Compiler:
         tie: Tie,
         arguments: Sequence[jax.ShapeDtypeStruct],
         donated: Sequence[int] = (),
-        accept: Callable[[Any], bool] | None = None,
+        accept: Callable[[str], bool] | None = None,
         returned: Returned | None = None,
         mapped: MappedFunction | None = None,
     ) -> None:
@@ -116,12 +117,23 @@ class Compiler:
     def _peak(self, lowered: Lowered) -> PeakRange:
         if self._accept is None:
             return lowered.peak()
-        compiled = lowered.compiled()  # What is asked of the program needs the one that will run.
-        return _range_of(memory_of(compiled.memory_analysis())) if self._accept(compiled) else REFUSED
+        memory, text = lowered.memory_and_text()
+        return _range_of(memory) if self._accept(text) else REFUSED
+
+    def memory_and_text(self, schedule: Schedule) -> tuple[ProgramMemory, str]:
+        """Of the program of a schedule: what it takes, and the compiler's text of it."""
+        return self._lowered(schedule).memory_and_text()
 
     def compile(self, schedule: Schedule) -> Any:
         """The compiled program of a schedule, as ``jax.stages.Compiled``."""
         return self._lowered(schedule).compiled()
+
+    def _is_over_devices(self) -> bool:
+        instructions = self._program.instructions
+        is_mapped = any(
+            one.is_mapped or any(e.eqn.primitive.name == NAME for e in one.equations) for one in instructions
+        )
+        return is_mapped or self._mapped is not None or is_sharded(self._arguments)
 
     def _lowered(self, schedule: Schedule) -> Lowered:
         run, whole = emitted(self._program, schedule, self._turning_point, self._tie, self._mapped)
@@ -133,7 +145,8 @@ class Compiler:
 
         captured = tuple(whole.constants.values())
         shardings = None if self._returned is None else self._returned.shardings
-        return Lowered(function, (*self._arguments, *captured), self._tie, self._donated, shardings)
+        arguments, over_devices = (*self._arguments, *captured), self._is_over_devices()
+        return Lowered(function, arguments, self._tie, self._donated, shardings, over_devices=over_devices)
 
 
 def emitted(
@@ -177,10 +190,18 @@ class Lowered:
         tie: how recomputations are held back.
         donated: which arguments' buffers the results may take over.
         out_shardings: as in ``jax.jit``.
+        over_devices: does the program run on several devices?
     """
 
     def __init__(
-        self, function: Any, arguments: Sequence[Any], tie: Tie, donated: Sequence[int] = (), out_shardings: Any = None
+        self,
+        function: Any,
+        arguments: Sequence[Any],
+        tie: Tie,
+        donated: Sequence[int] = (),
+        out_shardings: Any = None,
+        *,
+        over_devices: bool = False,
     ) -> None:
         self._function = function
         self._shapes = jax.tree.map(
@@ -190,10 +211,24 @@ class Lowered:
         if out_shardings is not None:
             self._jit_options["out_shardings"] = out_shardings
         self._tie = tie
+        self._over_devices = over_devices
 
     def compiled(self) -> Any:
         """The program, as ``jax.stages.Compiled``."""
         return self._lowered(self._function).compile(compiler_options=self._options())
+
+    def memory_and_text(self) -> tuple[ProgramMemory, str]:
+        """What the program takes, and the compiler's text of it, which shows what is sent between devices.
+
+        Raises:
+            UnsupportedStep: where the platform does not say.
+        """
+        if jax.default_backend() == "cpu" and self._over_devices:
+            found = _buffers.assigned_over_devices(self._stopping(), self._options())
+            if found is not None:
+                return found
+        compiled = self.compiled()
+        return memory_of(compiled.memory_analysis()), compiled.as_text()
 
     def peak(self) -> PeakRange:
         """What the compiler says of the program's memory; remembered, so that equal programs are looked at once.
@@ -202,16 +237,29 @@ class Lowered:
             UnsupportedStep: where the platform does not say.
         """
         is_read_early = jax.default_backend() == "cpu"
-        lowered = self._lowered(_buffers.stopping(self._function) if is_read_early else self._function)
+        lowered = self._stopping() if is_read_early else self._lowered(self._function)
         text = repr((self._options(), jax.devices(), lowered.as_text()))
         key = hashlib.sha256(text.encode()).digest()
         if key not in _known:
-            memory = _buffers.assigned_memory(lowered, self._options()) if is_read_early else None
+            memory = self._assigned(lowered) if is_read_early else None
             _known[key] = memory_of(self.compiled().memory_analysis()) if memory is None else memory
         _known.move_to_end(key)
         while len(_known) > _MOST_KNOWN:
             _known.popitem(last=False)
         return _range_of(_known[key])
+
+    def _assigned(self, stopping: Any) -> ProgramMemory | None:
+        if not self._over_devices:
+            return _buffers.assigned_memory(stopping, self._options())
+        found = _buffers.assigned_over_devices(stopping, self._options())
+        return None if found is None else found[0]
+
+    def _stopping(self) -> Any:
+        options = dict(self._jit_options)
+        if self._over_devices and "out_shardings" in options:
+            options["out_shardings"] = options["out_shardings"], None
+        function = _buffers.stopping(self._function, over_devices=self._over_devices)
+        return jax.jit(function, **options).lower(*self._shapes)
 
     def _lowered(self, function: Any) -> Any:
         return jax.jit(function, **self._jit_options).lower(*self._shapes)
@@ -221,6 +269,11 @@ class Lowered:
         if jax.default_backend() == "cpu":
             options |= _QUICK
         return options
+
+
+def is_sharded(shapes: Sequence[jax.ShapeDtypeStruct]) -> bool:
+    """Do the arguments lie on several devices?"""
+    return any(shape.sharding is not None and len(shape.sharding.device_set) > 1 for shape in shapes)
 
 
 def _range_of(memory: ProgramMemory) -> PeakRange:

@@ -26,9 +26,9 @@ from remat.jax.context import Tie
 from remat.jax.early_updates import EarlyUpdatesOf
 from remat.jax.emit.evaluate import FlatFunction
 from remat.jax.mapped import MappedFunction, holds_a_map
-from remat.jax.peak import Compiler, Returned, emitted, peak_of
+from remat.jax.peak import Compiler, Returned, emitted, is_sharded
 from remat.jax.ranks import planned_for_all
-from remat.jax.sharding import arrays_sent, is_sharded, on_one_device, received_in_bodies
+from remat.jax.sharding import arrays_sent, on_one_device, received_in_bodies
 from remat.jax.split.choose import SplittableFunction
 from remat.jax.trace.graph import after_donation
 from remat.jax.trace.program import Program, program_of, trace_jaxpr
@@ -196,7 +196,7 @@ def plan_function(
     is_over_devices = mapped is None and (takes_maps_apart or is_sharded(shapes))
     find_received = functools.partial(received_in_bodies, shapes=shapes, tie=tie) if is_over_devices else None
     returned = None if out_shardings is None else Returned(structure, out_shardings)
-    accept: Callable[[Any], bool] | None = None
+    accept: Callable[[str], bool] | None = None
     compilers: dict[str, Compiler] = {}
 
     def compiler_of(one: Variant) -> Compiler:
@@ -209,17 +209,21 @@ def plan_function(
     def candidate_of(one: ClosedJaxpr, slices: int) -> FunctionCandidate:
         nonlocal accept
         variants = variants_of_jaxpr(
-            one, find_received, request.checkpoints or (), loops=mapped is None, maps=takes_maps_apart
+            one,
+            find_received,
+            request.checkpoints or (),
+            trace_body=None if mapped is None else mapped.traced_with,
+            maps=takes_maps_apart,
         )
         if moves_updates:
             variants = variants.changed(updates.moved)
         if find_received is not None:
             variants = variants.changed(lambda one: _on_one_device(one, shapes, tie))
-            plain = compiler_of(variants[0]).compile(variants[0].graph.plain_schedule)
-            allowed = arrays_sent(plain.as_text())
+            _, text = compiler_of(variants[0]).memory_and_text(variants[0].graph.plain_schedule)
+            allowed = arrays_sent(text)
 
-            def sends_no_more(compiled: Any) -> bool:
-                return arrays_sent(compiled.as_text()) <= allowed
+            def sends_no_more(text: str) -> bool:
+                return arrays_sent(text) <= allowed
 
             accept = sends_no_more
         traced = variants
@@ -312,8 +316,8 @@ def _plain_bytes(
     """The peak of a function as it is: taken apart, the calls of ``shard_map`` need less, or more, than they do."""
     whole = program_of(closed)
     compiler = Compiler(whole, len(whole.instructions) - 1, tie, shapes, donated, None, returned)
-    plain = compiler.compile(tuple(range(len(whole.instructions))))
-    return peak_of(plain.memory_analysis())
+    memory, _ = compiler.memory_and_text(tuple(range(len(whole.instructions))))
+    return memory.peak_bytes
 
 
 def _on_one_device(variant: Variant, shapes: Sequence[jax.ShapeDtypeStruct], tie: Tie) -> Variant:

@@ -33,11 +33,6 @@ _NUMBER: Final = re.compile(_OP_NAME + r"(\d+)")
 _BODY_VALUE: Final = re.compile(BODY_NAME + r"(\d+)_(\d+)")
 
 
-def is_sharded(shapes: Sequence[jax.ShapeDtypeStruct]) -> bool:
-    """Do the arguments lie on several devices?"""
-    return any(shape.sharding is not None and len(shape.sharding.device_set) > 1 for shape in shapes)
-
-
 def arrays_sent(text: str) -> int:
     """How many arrays a compiled program sends; collectives that the compiler has combined count by their operands."""
     return sum(1 + found["operands"].count(",") for found in _COLLECTIVE.finditer(text))
@@ -52,7 +47,8 @@ def received_in_bodies(run: Any, shapes: Sequence[jax.ShapeDtypeStruct], tie: Ti
         tie: which options the compiler needs.
     """
     found: dict[int, set[int]] = {}
-    for collective in _COLLECTIVE.finditer(Lowered(run, shapes, tie).compiled().as_text()):
+    _, text = Lowered(run, shapes, tie, over_devices=True).memory_and_text()
+    for collective in _COLLECTIVE.finditer(text):
         for loop, value in _BODY_VALUE.findall(collective["rest"]):
             found.setdefault(int(loop), set()).add(int(value))
     return {loop: frozenset(values) for loop, values in found.items()}
@@ -72,10 +68,9 @@ def on_one_device(
     arguments = (*shapes, *captured)
     count = len(shapes)
     named = named_run(program, _OP_NAME)
-    compiled = Lowered(lambda *arrays: named(arrays[:count], arrays[count:]), arguments, tie).compiled()
-    collectives = {
-        int(number) for found in _COLLECTIVE.finditer(compiled.as_text()) for number in _NUMBER.findall(found["rest"])
-    }
+    run = Lowered(lambda *arrays: named(arrays[:count], arrays[count:]), arguments, tie, over_devices=True)
+    _, text = run.memory_and_text()
+    collectives = {int(n) for found in _COLLECTIVE.finditer(text) for n in _NUMBER.findall(found["rest"])}
     made = tuple(value for instruction in program.instructions for value in instruction.outputs)
     everything = named_run(dataclasses.replace(program, outputs=made), "")
     returned = Lowered(lambda *arrays: everything(arrays[:count], arrays[count:]), arguments, tie).compiled()

@@ -13,7 +13,7 @@ import jax
 from remat.core.graph import Graph
 from remat.fit.variants import Variants
 from remat.jax._private import ClosedJaxpr
-from remat.jax.scans.variants import FindReceived, ScanVariants, scan_variants
+from remat.jax.scans.variants import FindReceived, TraceBody, scan_variants
 from remat.jax.trace.graph import graph_of_program
 from remat.jax.trace.program import Program, has_regions, program_of, trace_jaxpr
 from remat.planners.view.problem import Problem
@@ -73,7 +73,7 @@ def variants_of_jaxpr(
     find_received: FindReceived | None = None,
     kept_names: Sequence[str] = (),
     *,
-    loops: bool = True,
+    trace_body: TraceBody | None = None,
     maps: bool = False,
 ) -> Variants[Variant]:
     """A traced function as it is, then with loops that keep less and less.
@@ -82,7 +82,7 @@ def variants_of_jaxpr(
         closed: the function.
         find_received: as in ``scan_variants``, where the arguments lie on several devices.
         kept_names: as in ``program_of``.
-        loops: may its loops be written again?
+        trace_body: as in ``scan_variants``, where the function is the body of a ``shard_map``.
         maps: are calls of ``shard_map`` taken apart?
 
     Raises:
@@ -95,7 +95,7 @@ def variants_of_jaxpr(
         graph = graph_of_program(program, profile)
         return Variant(program, graph, Problem.of(graph).turning_point)
 
-    written = scan_variants(closed, profile, find_received) if loops else ScanVariants(())
+    written = scan_variants(closed, profile, find_received, trace_body)
     makers: list[Callable[[], Any]] = [lambda: closed, *written.makers]
     suggested = () if written.checkpointed is None else (1 + written.checkpointed,)
     # Regions under jax.checkpoint dissolve, and what they compute again is merged with what the forward part computed.

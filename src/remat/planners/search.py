@@ -57,6 +57,7 @@ class Search:
     best: tuple[int, ...] | None = None
     best_time_s: float = math.inf
     fallbacks: list[tuple[int, ...]] = field(default_factory=list)
+    _improved: set[tuple[tuple[int, ...], int]] = field(default_factory=set)
 
     @property
     def expired(self) -> bool:
@@ -103,8 +104,12 @@ class Search:
         # Of a very long schedule only the runs that are worth most are looked at.
         most_tries = _MOST_TRIES if len(bare) > _LONG * self.problem.count else None
         for _ in range(_OFFERS):
-            better = undrop(self.problem, bare, self.budget_bytes, deadline_s=self.deadline_s, most_tries=most_tries)
-            if self.offer(better) <= self.budget_bytes:
+            budget_bytes = self.budget_bytes
+            if (bare, budget_bytes) in self._improved:
+                break  # Several decisions lead to one schedule.
+            self._improved.add((bare, budget_bytes))
+            better = undrop(self.problem, bare, budget_bytes, deadline_s=self.deadline_s, most_tries=most_tries)
+            if self.offer(better) <= self.budget_bytes or self.budget_bytes == budget_bytes:
                 break
         return peak_bytes
 

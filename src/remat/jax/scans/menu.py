@@ -97,18 +97,20 @@ class LoopBody:
         Args:
             share: of the bytes of stacking everything that is needed; 0 for the least that is possible.
         """
-        option = self._numbers.option(*self._numbers.cheapest(share))
-        stacked = frozenset(self._values[number] for number in option.way[0])
-        return Option(Choice(stacked), option.held_bytes, option.again_s)
+        return self._option(*self._numbers.cheapest(share))
+
+    def _option(self, stored: frozenset[int], again: frozenset[int]) -> Option[Choice]:
+        option = self._numbers.option(stored, again)
+        return Option(Choice(frozenset(self._values[number] for number in stored)), option.held_bytes, option.again_s)
 
     def cheapest_for_shares(self) -> list[Option[Choice]]:
         """The option of each share, most bytes first; those below the least that is possible are left out."""
         options: list[Option[Choice]] = []
         least = self.cheapest(0.0)
-        for share in _SHARES:
-            if options and options[-1].held_bytes <= least.held_bytes * (1 + LITTLE):
+        for way in self._numbers.cheapest_for(_SHARES):
+            options.append(self._option(*way))
+            if options[-1].held_bytes <= least.held_bytes * (1 + LITTLE):
                 break
-            options.append(self.cheapest(share))
         return [*options, least]
 
     def _bytes_of(self, values: frozenset[int]) -> float:

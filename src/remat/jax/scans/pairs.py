@@ -6,7 +6,7 @@ outputs of the layer below. So a loop is paired with the one that reads most of 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,12 +113,21 @@ class Pair:
         }
 
 
-def find_pairs(equations: Sequence[Equation], outputs: Sequence[Atom]) -> list[Pair]:
+def find_pairs(
+    equations: Sequence[Equation],
+    outputs: Sequence[Atom],
+    may_be_inside: Callable[[JaxprEqn], bool] = op_facts.may_repeat,
+) -> list[Pair]:
     """Each loop with the later one that makes its gradients; a loop without such a one is left out.
 
     A backward loop has as many iterations as its forward loop, runs in the other direction, and reads its stacks. Where
     several loops do, the pair in which most bytes are read that nobody else reads is made first, and among equals the
     last forward loop gets the first backward loop.
+
+    Args:
+        equations: the flat program.
+        outputs: what it returns.
+        may_be_inside: may a loop of such an equation be written again?
     """
     readers: dict[int, set[int]] = {}
     for number, equation in enumerate(equations):
@@ -127,7 +136,7 @@ def find_pairs(equations: Sequence[Equation], outputs: Sequence[Atom]) -> list[P
     loops = {
         number: Loop(equation.eqn, equation.inputs, equation.outputs)
         for number, equation in enumerate(equations)
-        if equation.eqn.primitive.name == "scan" and op_facts.may_repeat(equation.eqn)
+        if equation.eqn.primitive.name == "scan" and may_be_inside(equation.eqn)
     }
     candidates = []
     for number, first in loops.items():

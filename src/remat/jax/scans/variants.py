@@ -35,6 +35,9 @@ FindReceived: TypeAlias = Callable[[Any], Mapping[int, frozenset[int]]]
 """Takes a flat function whose loops are written again. By the number of a loop, gives the values of its body that come
 from other devices."""
 
+TraceBody: TypeAlias = Callable[[Callable[..., Sequence[Any]]], ClosedJaxpr]
+"""Takes a flat function that computes what the body of a ``shard_map`` does, and traces it in that body's place."""
+
 Maker: TypeAlias = Callable[[], ClosedJaxpr]
 """Traces one variant."""
 
@@ -67,7 +70,10 @@ class ScanVariants:
 
 
 def scan_variants(
-    closed: ClosedJaxpr, profile: DeviceProfile, find_received: FindReceived | None = None
+    closed: ClosedJaxpr,
+    profile: DeviceProfile,
+    find_received: FindReceived | None = None,
+    trace_body: TraceBody | None = None,
 ) -> ScanVariants:
     """The function with pairs of loops that leave less and less behind; no variant where it has no such pair.
 
@@ -76,6 +82,9 @@ def scan_variants(
         profile: for the predicted times.
         find_received: over several devices, finds the values of the bodies that come from other devices, which are
             then kept. Bodies are not planned there, since it is not known what the backward one receives.
+        trace_body: where the function is the body of a ``shard_map``, traces one that takes its place. Loops with
+            collectives are written again, too: what comes from other devices is stacked, so that each collective runs
+            once. Bodies of backward loops are not planned there either.
 
     Raises:
         UnsupportedStep: where a shape is unknown.
@@ -84,9 +93,9 @@ def scan_variants(
     inputs = tuple(flattener.value(var.aval) for var in closed.jaxpr.invars)
     outputs = flattener.add(closed, inputs)
     equations = alive(flattener.equations, outputs)
-    pairs = find_pairs(equations, outputs)
-    if not pairs:
-        return ScanVariants(())
+    pairs = find_pairs(equations, outputs, op_facts.may_repeat if trace_body is None else op_facts.may_be_stacked)
+    if not pairs or (trace_body is not None and (flattener.constants or any(pair.constants for pair in pairs))):
+        return ScanVariants(())  # An array that a mapped body captures would become one more argument of it.
     bodies = [_forward_program(pair) for pair in pairs]
     graphs = [graph_of_program(body, profile) for body in bodies]
     shapes = [_shape(flattener.avals[value]) for value in inputs]
@@ -94,7 +103,8 @@ def scan_variants(
 
     def traced(choices: Sequence[Choice], share: float | None = None) -> ClosedJaxpr:
         planned = _as_it_is if share is None else partial(_planned_body, share, profile)
-        made: ClosedJaxpr = jax.make_jaxpr(rewritten.with_choices(choices, planned))(*shapes)
+        run = rewritten.with_choices(choices, planned)
+        made: ClosedJaxpr = jax.make_jaxpr(run)(*shapes) if trace_body is None else trace_body(run)
         return made
 
     if find_received is not None:
@@ -110,7 +120,9 @@ def scan_variants(
     thinned = [rows[number * (len(rows) - 1) // max(1, _MOST_VARIANTS - 1)] for number in range(_MOST_VARIANTS)]
     rows = rows if len(rows) <= _MOST_VARIANTS else list(dict.fromkeys(thinned))
     whole = [number for number, row in enumerate(rows) if not any(choice.chunks for choice in row)]
-    makers = [*(partial(traced, row) for row in rows), *(partial(traced, rows[-1], share) for share in _BODY_SHARES)]
+    makers = [partial(traced, row) for row in rows]
+    if trace_body is None:
+        makers += [partial(traced, rows[-1], share) for share in _BODY_SHARES]
     return ScanVariants(makers, max(whole, default=None))
 
 

@@ -16,25 +16,20 @@ from remat.jax import _private
 from remat.jax._private import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 # Exported by JAX, yet never repeated: other devices, mutable references, a generator with state, calls that hide code.
-_NEVER_REPEATED = frozenset(
-    {
-        "after_all",
-        "all_gather",
-        "all_to_all",
-        "call",
-        "create_token",
-        "custom_lin",
-        "device_put",
-        "get",
-        "pmax",
-        "pmin",
-        "ppermute",
-        "psum",
-        "ragged_all_to_all",
-        "rng_uniform",
-        "swap",
-    }
+_COLLECTIVES = frozenset(
+    {"all_gather", "all_to_all", "pmax", "pmin", "ppermute", "psum", "ragged_all_to_all", "reduce_scatter"}
 )
+
+_NEVER_REPEATED = _COLLECTIVES | {
+    "after_all",
+    "call",
+    "create_token",
+    "custom_lin",
+    "device_put",
+    "get",
+    "rng_uniform",
+    "swap",
+}
 
 # The output has the bytes of the first input, in its order: the compiler copies nothing.
 _VIEWS = frozenset(
@@ -220,6 +215,18 @@ def may_repeat(eqn: JaxprEqn) -> bool:
     if eqn.effects or not is_known(eqn.primitive.name):
         return False
     return all(may_repeat(inner) for jaxpr in inner_jaxprs(eqn) for inner in jaxpr.eqns)
+
+
+def may_be_stacked(eqn: JaxprEqn) -> bool:
+    """May an equation be part of a loop that is written again? It repeats, or is a collective whose result is kept."""
+    if may_repeat(eqn):
+        return True
+    if _private.other_effects(eqn):
+        return False
+    inner = [one for jaxpr in inner_jaxprs(eqn) for one in jaxpr.eqns]
+    if inner:
+        return is_known(eqn.primitive.name) and all(map(may_be_stacked, inner))
+    return bool(eqn.effects) or eqn.primitive.name in _COLLECTIVES
 
 
 def may_sink(eqn: JaxprEqn) -> bool:
