@@ -290,7 +290,7 @@ class EagerCandidate(Candidate):
         Raises:
             PlanMismatch: where the plan is for another step.
         """
-        plan.check_graph(self.graph)
+        plan.check_graph(self.graph, "eager")
         order = in_eager_order(self.step, plan.schedule, self._units)
         run = plan_for_schedule(self.graph, order.schedule, planner=plan.planner)
         figures = dataclasses.replace(
