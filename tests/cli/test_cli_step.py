@@ -258,6 +258,13 @@ def test_arguments_in_one_tuple_get_a_line_that_says_what_to_write(in_shared_pro
     assert said.endswith(f"; return {arguments}, unless loss takes one tuple")
 
 
+@pytest.mark.slow
+def test_arguments_in_one_tuple_are_said_where_nothing_is_traced(in_shared_process):
+    given = ("--no-calibrate", "--kwargs", json.dumps({"framework": "torch"}))
+    said = mistake(in_shared_process, "torch", "measure", "my_steps:in_one_tuple", *given)
+    assert said.endswith("; return (loss, batch) in place of (loss, (batch,)), unless loss takes one tuple")
+
+
 def test_a_plan_for_a_gpu_says_what_it_assumed(in_shared_process):
     arguments = ("--budget", "120%", "--device", "h100")
     printed = json.loads(in_shared_process("torch", "plan", "my_steps:attention", *arguments, "--json").stdout)

@@ -51,6 +51,19 @@ def planned(case, schedule=made_again_once):
     return remat.torch.apply(plan)
 
 
+def check(case, schedule=made_again_once):
+    """Compare a case under one of the schedules above with its plain step."""
+    applied = planned(case, schedule)
+    assert run(case, applied).same_as(run(case))
+    assert applied.departures == 0
+    return applied
+
+
+def module_case(module, *args, loss=None):
+    """A module as a case; its loss is the mean square of its result, unless another is given."""
+    return Case(module, loss or (lambda *a: module(*a).float().square().mean()), args)
+
+
 @dataclass
 class Outcome:
     """What a step leaves behind."""

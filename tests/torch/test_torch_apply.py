@@ -2,39 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import weakref
 
 import pytest
 import torch
 import torch.nn.functional as F
-from steps import QUICK, made_again_at_every_read, made_again_once, peak_bytes, planned, run
+from steps import QUICK, check, made_again_at_every_read, made_again_once, module_case, peak_bytes, planned, run
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from torch_models import Case, bert, mlp
+from torch_models import Case, mlp
 
 import remat
 import remat.torch
 from remat.core.schedule import recomputed_ops
-from remat.planning.checkpoints import plan_with_checkpoints
-from remat.torch import _backward_pass
 from remat.torch.api.plan import EagerCandidate
 from remat.torch.emit import recipes
-from remat.torch.emit.first_step import StorageMeter
-from remat.torch.trace import cpu_scratch
 from remat.torch.trace.fake_step import record_step
-
-
-def check(case, schedule=made_again_once):
-    applied = planned(case, schedule)
-    assert run(case, applied).same_as(run(case))
-    assert applied.departures == 0
-    return applied
-
-
-def module_case(module, *args, loss=None):
-    return Case(module, loss or (lambda *a: module(*a).float().square().mean()), args)
 
 
 class InPlace(nn.Module):
@@ -284,142 +268,6 @@ def test_backward_inside_of_the_block():
     assert all(torch.equal(p.grad, plain.gradients[name]) for name, p in case.module.named_parameters())
 
 
-def test_another_shape_or_branch_keeps_everything_and_says_so_once(caplog):
-    case = mlp()
-    applied = planned(case)
-    for rows in (100, 90):
-        other = Case(case.module, case.loss, (torch.randn(rows, 64),))
-        assert run(other, applied).same_as(run(other))
-    case.module.insert(2, nn.Softplus())
-    assert run(case, applied).same_as(run(case))
-    assert applied.departures == 3
-    assert caplog.text.count("departs from the plan") == 1
-    assert "Plan again" in caplog.text
-
-
-def test_a_small_branch_does_not_lose_the_plan():
-    """A batch without padding takes another way through the mask, and then the same layers."""
-    padded, full = bert(2, 64, 4, 64), bert(2, 64, 4, 64, padded=False)
-    case = Case(padded.module, padded.loss, full.args)
-    applied = planned(padded)
-    assert run(case, applied).same_as(run(case))
-    assert applied.departures == 0
-    assert applied.plan.measured_peak_bytes <= applied.plan.peak_bytes + 3 * 4 * 4 * 64 * 64 * 4
-
-
-def test_what_was_overwritten_is_refused_as_ever():
-    x = torch.randn(64, 64, requires_grad=True)
-    kept = []
-
-    def loss(x):
-        y = x.exp()
-        kept[:] = [y]
-        for _ in range(6):
-            y = y.sin()
-        return y.sum()
-
-    applied = planned(Case(nn.Module(), loss, (x,)))
-    kept.clear()
-    for context in (None, applied):
-        if context is None:
-            value = loss(x)
-        else:
-            with context:
-                value = loss(x)
-        with torch.no_grad():
-            kept[0].add_(1)
-        with pytest.raises(RuntimeError, match=r"in-?place"):
-            value.backward()
-
-
-class Filled(nn.Module):
-    """Fills tensors that PyTorch's factories made, before they are saved for the backward pass."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(64, 64))
-        self.factories_made = []
-
-    def forward(self, x):
-        mask = torch.zeros(64, 64)
-        mask[::2] = x[::2]
-        order = torch.empty(64, dtype=torch.long)
-        order[torch.arange(64).flip(0)] = torch.arange(64)
-        scale = torch.full((64, 64), 2.0)
-        self.factories_made = [mask, scale]
-        return ((self.weight * mask).exp() * scale).sin()[order]
-
-
-def made_again_but_for_what_factories_make(graph):
-    """A plan that keeps the results of factories, and makes everything else of the forward pass again."""
-    kept = {t for op in graph.ops if op.kind in ("zeros", "empty.memory_format", "full") for t in op.outputs}
-    assert len(kept) == 3
-    last = max(index for index, op in enumerate(graph.ops) if op.phase == "forward")
-    return plan_with_checkpoints(graph, kept, last)
-
-
-def test_what_a_factory_made_may_be_filled_before_it_is_saved():
-    """PyTorch's factories hand out a tensor with a version counter of its own."""
-    module = Filled()
-    check(module_case(module, torch.randn(64, 64)), made_again_but_for_what_factories_make)
-
-
-@pytest.mark.parametrize("which", [0, 1])
-def test_what_a_factory_made_is_refused_if_it_is_filled_after_the_forward_pass(which):
-    module = Filled()
-    case = module_case(module, torch.randn(64, 64))
-    applied = planned(case, made_again_but_for_what_factories_make)
-    for context in (contextlib.nullcontext(), applied):
-        with context:
-            value = case.loss(*case.args)
-        module.factories_made[which].add_(1)
-        with pytest.raises(RuntimeError, match=r"modified by an in-?place operation"):
-            value.backward()
-
-
-def assert_changed_parameters_are_refused(case, context):
-    with context:
-        loss = case.loss(*case.args)
-    with torch.no_grad():
-        for parameter in case.module.parameters():
-            parameter.add_(1)
-    with pytest.raises(RuntimeError, match=r"modified by an in-?place operation"):
-        loss.backward()
-
-
-def test_a_parameter_that_changes_before_the_backward_pass_is_refused():
-    case = mlp()
-    assert_changed_parameters_are_refused(case, planned(case))
-
-
-def test_what_is_kept_is_refused_too_when_it_changes():
-    """With hooks PyTorch does not look at versions itself; here nothing is recomputed that could notice."""
-    case = mlp(layers=4)
-    applied = remat.torch.apply(remat.torch.plan(case.loss, *case.args, budget="100%", **QUICK))
-    assert applied.plan.recomputed == 0
-    for context in (contextlib.nullcontext(), applied):
-        assert_changed_parameters_are_refused(case, context)
-
-
-def test_a_write_that_the_plan_does_not_know_changes_no_number():
-    switch = []
-    layer = nn.Linear(64, 64)
-
-    def loss(x):
-        y = layer(x)
-        z = y * 2
-        for _ in range(6):
-            z = z.sin()
-        if switch:
-            y.add_(1)
-        return z.sum()
-
-    case = Case(layer, loss, (torch.randn(64, 64),))
-    applied = planned(case)
-    switch.append(1)
-    assert run(case, applied).same_as(run(case))
-
-
 def test_nothing_is_held_without_a_backward_pass():
     case = mlp()
     applied = planned(case)
@@ -478,121 +326,6 @@ def test_bad_input():
         remat.torch.measure(case.loss, *case.args, repeats=0)
 
 
-class Branching(nn.Module):
-    """Blocks of six operators, each behind a branch that runs one more, or not."""
-
-    def __init__(self, more):
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(*(mlp(layers=3).module[:6])) for _ in range(5))
-        self.more = more
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x.neg() if self.more else x)
-        return x.square().mean()
-
-
-@pytest.mark.parametrize("more", [False, True])
-def test_getting_back_in_step_loses_no_operators(more):
-    """Of the operators that tell where the plan goes on nothing is kept, either."""
-    module, x = Branching(more), torch.randn(256, 64)
-    case = Case(module, module, (x,))
-    applied = planned(case)
-    peak = peak_bytes(case, applied)
-    module.more = not more
-    assert run(case, applied).same_as(run(case))
-    # The result of an operator that the plan does not have is kept where it is saved, and that is said.
-    assert applied.departures == (not more)
-    assert peak_bytes(case, applied) <= peak + (-2 if more else 5) * x.nbytes
-
-
-def test_the_first_step_is_measured():
-    case = mlp()
-    applied = planned(case)
-    assert applied.plan.measured_peak_bytes is None
-    run(case, applied)
-    measured = applied.plan.measured_peak_bytes
-    # Results of a few bytes come to more in the allocator.
-    assert measured == pytest.approx(peak_bytes(case, applied), abs=64)
-    assert measured == applied.plan.peak_bytes
-    assert "measured peak" in str(applied.plan)
-
-
-def test_a_measured_peak_is_saved(tmp_path):
-    case = mlp()
-    plan = planned(case).plan
-    plan.save(tmp_path / "before.json")
-    assert remat.load_plan(tmp_path / "before.json").measured_peak_bytes is None
-    run(case, remat.torch.apply(plan))
-    plan.save(tmp_path / "after.json")
-    assert remat.load_plan(tmp_path / "after.json").measured_peak_bytes == plan.measured_peak_bytes > 0
-
-
-def test_a_broken_recipe_is_said_by_the_first_step(caplog, monkeypatch):
-    case = mlp()
-    applied = planned(case)
-    broken = next(op for op in applied._planned.ops if op.repeats and op.func is torch.ops.aten.tanh.default)
-    broken.repeats, broken.is_kept = False, (False,)
-    assert run(case, applied).same_as(run(case))
-    assert applied.departures == 1
-    assert "tanh, has no recipe" in caplog.text
-
-
-class Surprise(nn.Module):
-    """Layers that save more in a real step than in the traced one: a truth value of the step says so."""
-
-    def __init__(self):
-        super().__init__()
-        self.body = mlp(layers=8).module
-
-    def forward(self, x):
-        for layer in self.body:
-            x = layer(x)
-            if (x.detach() > -9).all():
-                x = x * x.sigmoid()
-        return x.square().mean()
-
-
-def test_a_step_over_its_budget_is_said_once_with_bytes_and_operator(caplog):
-    module = Surprise()
-    case = Case(module, module, (torch.randn(256, 64),))
-    applied = planned(case)
-    plan = applied.plan
-    for _ in range(2):
-        assert run(case, applied).same_as(run(case))
-    assert plan.measured_peak_bytes > 1.01 * plan.budget_bytes
-    assert caplog.text.count("more than the budget of") == 1
-    assert "aten::sigmoid making [(256, 64)], the plan has" in caplog.text
-
-
-def test_a_strict_step_over_its_budget_is_an_error():
-    module = Surprise()
-    case = Case(module, module, (torch.randn(256, 64),))
-    with pytest.raises(remat.PlanMismatch, match="more than the budget of"):
-        run(case, remat.torch.apply(planned(case).plan, strict=True))
-
-
-def test_scratch_memory_that_no_trace_knows_is_heard_of(monkeypatch):
-    monkeypatch.setattr(cpu_scratch, "workspace_bytes", lambda func, args, out: 0)
-    layer, x = nn.Linear(4, 4), torch.randn(64, 4096)
-
-    def loss():
-        return layer(x.t().softmax(-1)[:4, :4]).sum()  # The kernel of softmax copies what is not contiguous.
-
-    plan = remat.torch.plan(loss, budget="100%", planner="store_all")
-    with remat.torch.apply(plan, strict=True):
-        value = loss()
-    with pytest.raises(remat.PlanMismatch, match=r"_softmax takes 1\.0\d MiB of scratch memory .* 0 B were predicted"):
-        value.backward()
-    assert plan.measured_peak_bytes >= plan.peak_bytes + x.nbytes
-
-
-def test_scratch_memory_is_left_to_a_profiler_that_runs_already():
-    with torch.autograd.profiler.profile(profile_memory=True), StorageMeter() as meter:
-        torch.ones(1000).add(1)
-    assert meter.peak_bytes >= 8000
-
-
 def test_a_step_of_many_small_tensors_leaves_room_for_their_bookkeeping():
     def loss(x):
         for _ in range(300):
@@ -603,17 +336,3 @@ def test_a_step_of_many_small_tensors_leaves_room_for_their_bookkeeping():
     peak = candidate.real_peak(remat.plan(candidate.graph, budget="100%", planner="store_all"))
     assert peak.highest_bytes - peak.expected_bytes > 300 * 1000
     assert candidate.first_guess(peak.highest_bytes) == pytest.approx(peak.expected_bytes, abs=2)
-
-
-def test_backward_passes_are_left_alone_once_the_first_step_was_measured():
-    # Graph mode, if it ran before in this process, stays around them.
-    own, around = torch.autograd._engine_run_backward, list(_backward_pass._around)
-    case = mlp()
-    applied = planned(case)
-    with applied:
-        case.loss(*case.args)
-    assert len(_backward_pass._around) == len(around) + 1
-    assert torch.autograd._engine_run_backward is _backward_pass._run_surrounded
-    run(case, applied)
-    assert _backward_pass._around == around
-    assert torch.autograd._engine_run_backward is own

@@ -319,6 +319,21 @@ def test_what_is_written_into_a_part_of_a_tensor_keeps_its_layout(under):
     assert torch.equal(found[0][1], found[1][1])
 
 
+@pytest.mark.parametrize("schedule", [made_again_once, made_again_at_every_read])
+def test_draws_for_a_transposed_tensor_are_drawn_where_they_lie(under, schedule):
+    """Dropout behind a recurrent layer with ``batch_first``: its mask lies as the layer's result, and is not copied."""
+    layer, out = nn.LSTM(16, 16, batch_first=True), nn.Linear(16, 16)
+
+    def loss_fn(x):
+        return out(F.dropout(F.gelu(layer(x)[0]), 0.2)).square().mean()
+
+    module = nn.ModuleList([layer, out])
+    planned = check(module, loss_fn, (torch.randn(8, 32, 16),), under, schedule)
+    ops = planned.plan.graph.ops
+    assert not [op.kind for op in ops if "laid_out" in op.kind]
+    assert [op.recomputable for op in ops if op.kind == "bernoulli_"] == [True]
+
+
 class NormedAlongTime(nn.Module):
     """A batch normalisation of each feature, whose kernel on a CPU returns another layout than tracing supposes."""
 

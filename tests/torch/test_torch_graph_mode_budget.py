@@ -132,8 +132,10 @@ def test_a_saved_plan_is_followed_again(tmp_path):
     assert outcome(case.module, again, *case.args).same_as(outcome(case.module, case.loss, *case.args))
     assert again.plan.schedule == first.plan.schedule
     other = mlp(5)
-    with pytest.raises(remat.PlanMismatch):
+    with pytest.raises(remat.PlanMismatch, match="plan again for this graph"):
         remat.torch.compile(other.loss, plan=loaded, backend="aten")(*other.args)
+    with pytest.raises(remat.PlanMismatch, match="made in mode 'graph', and a step in mode 'eager' has a graph"):
+        remat.torch.plan(case.loss, *case.args, plan=loaded)
 
 
 @pytest.fixture

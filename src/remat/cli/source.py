@@ -23,7 +23,7 @@ from remat.cli.options import Source
 from remat.core.errors import RematError
 from remat.core.graph import Graph, load_graph
 from remat.running.cost_model import device_here, get_profile
-from remat.running.workload import NotAStep, StepOptions, Workload
+from remat.running.workload import NotAStep, StepOptions, Training, Workload
 
 _CALLABLE: Final = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 _FRAMEWORKS: Final = ("jax", "keras", "paddle", "tensorflow", "torch")
@@ -195,7 +195,7 @@ def _errors_hint(hint: str) -> Iterator[None]:
 
 
 class _Hinting:
-    """A workload whose arguments came in one tuple. If it cannot be traced, the error says what to write."""
+    """A workload whose arguments came in one tuple. If it is no step, the error says what to write."""
 
     def __init__(self, workload: Workload, hint: str) -> None:
         self._workload = workload
@@ -208,6 +208,11 @@ class _Hinting:
         """See ``Workload``."""
         with _errors_hint(self._hint):
             return self._workload.graph(device)
+
+    def train(self, budget: int | str | None, steps: int, *, nudged: bool = False) -> Training:
+        """See ``Workload``. ``remat measure`` trains a plain step first, which it does not trace."""
+        with _errors_hint(self._hint) if budget is None else contextlib.nullcontext():
+            return self._workload.train(budget, steps, nudged=nudged)
 
 
 def framework_of(made: object) -> str:

@@ -174,17 +174,23 @@ class Plan:
         """Note what the first step took: the only thing about a plan that is not known when it is made."""
         object.__setattr__(self, "measured_peak_bytes", measured_peak_bytes)
 
-    def check_graph(self, graph: Graph) -> None:
+    def check_graph(self, graph: Graph, mode: str | None = None) -> None:
         """Make sure that this plan was made for ``graph``; names and times may differ.
+
+        Args:
+            graph: the graph.
+            mode: how the plan would be carried out, where a front end has several ways; the error names both.
 
         Raises:
             PlanMismatch: if the plan is for another graph.
         """
         if graph.fingerprint != self.fingerprint:
+            why = "The model, the batch size, a dtype or the framework's version changed; plan again for this graph"
+            if mode is not None and self.mode is not None and self.mode != mode:
+                why = f"It was made in mode {self.mode!r}, and a step in mode {mode!r} has a graph of its own"
             raise PlanMismatch(
                 f"this plan was made for another graph: it covers {len(set(self.schedule))} ops and the fingerprint "
-                f"{self.fingerprint}, the graph has {len(graph.ops)} ops and {graph.fingerprint}. The model, the batch "
-                "size, a dtype or the framework's version changed; plan again for this graph"
+                f"{self.fingerprint}, the graph has {len(graph.ops)} ops and {graph.fingerprint}. {why}"
             )
 
     def save(self, path: str | Path, graph: Graph | None = None) -> None:

@@ -23,14 +23,15 @@ def check(
     ``print`` the result for one line that says what differs and why. Parameters and buffers are set back at the end.
 
     Args:
-        loss_fn: returns the loss; the modules that it closes over, is a method of, or is given are those compared.
+        loss_fn: returns the loss. Those modules are compared that it is given, or that its code names: from around it,
+            by a global name, or as an attribute of an object.
         *args: its arguments.
         budget: as ``remat.torch.plan`` takes it.
         steps: how often to run it.
         mode: how the budget is kept, as ``limit_memory`` takes it.
 
     Raises:
-        NotAStep: if the function returns no loss.
+        NotAStep: if the function returns no loss, or if no module can be found in it.
         InfeasibleBudget: where no schedule fits; it names the smallest budget.
         ValueError: for an unknown mode.
     """

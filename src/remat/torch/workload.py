@@ -18,6 +18,7 @@ from remat.torch.api.limit import Mode, check_mode
 from remat.torch.api.plan import plan
 from remat.torch.measure import measure
 from remat.torch.trace.trace import trace
+from remat.torch.used_modules import used_modules
 
 _SEED: Final = 11  # Any number does: plain and planned steps start from the same random state.
 
@@ -135,7 +136,7 @@ class TorchFunction:
     def _limited(self, budget: int | str | None, optimizer: torch.optim.Optimizer | None) -> _Limited:
         """The loss, plain or within a budget."""
         if budget is None:
-            return _Limited(lambda: _checked(self._function, self._function(*self._args)), lambda: None)
+            return _Limited(self._plain_loss, lambda: None)
         if self._mode != "eager":
             captured: Any = compile(self._function, budget=budget, backend="aten", optimizer=optimizer)
             return _Limited(lambda: captured(*self._args), lambda: captured.plan)
@@ -146,6 +147,15 @@ class TorchFunction:
                 return self._function(*self._args)
 
         return _Limited(run, lambda: planned)
+
+    def _plain_loss(self) -> torch.Tensor:
+        loss: torch.Tensor = _checked(self._function, self._function(*self._args))
+        if loss.requires_grad and not self._parameters:
+            raise NotAStep(
+                f"no module was found in the function {_name(self._function)!r}, so that no gradient would be "
+                "compared: give it its module as an argument, or by a name that its own code reads"
+            )
+        return loss
 
     def _optimizer(self) -> torch.optim.Optimizer | None:
         name = self._options.optimizer
@@ -224,16 +234,10 @@ def _random(shape: tuple[int, ...], dtype: str, generator: torch.Generator) -> t
     return torch.randint(0, 2, shape, generator=generator).to(kind)
 
 
-def _modules(function: Any, args: list[Any]) -> list[torch.nn.Module]:
-    closure = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
-    known = [function, getattr(function, "__self__", None), getattr(function, "remat_module", None), *closure, *args]
-    return [item for item in known if isinstance(item, torch.nn.Module)]
-
-
 def _parameters(function: Any, args: list[Any]) -> dict[str, torch.Tensor]:
     found = {
         f"{number}.{name}": parameter
-        for number, module in enumerate(_modules(function, args))
+        for number, module in enumerate(used_modules(function, args))
         for name, parameter in module.named_parameters()
     }
     leaves = {f"argument.{n}": a for n, a in enumerate(args) if isinstance(a, torch.Tensor) and a.requires_grad}
@@ -244,9 +248,13 @@ def _parameters(function: Any, args: list[Any]) -> dict[str, torch.Tensor]:
 def _buffers(function: Any, args: list[Any]) -> dict[str, torch.Tensor]:
     return {
         f"{number}.{name}": buffer
-        for number, module in enumerate(_modules(function, args))
+        for number, module in enumerate(used_modules(function, args))
         for name, buffer in module.named_buffers()
     }
+
+
+def _name(function: Any) -> str:
+    return str(getattr(function, "__name__", function))
 
 
 def _checked(function: Callable[..., Any], loss: Any) -> Any:
@@ -254,7 +262,7 @@ def _checked(function: Callable[..., Any], loss: Any) -> Any:
         return loss
     found = f"{loss.dtype}{list(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
     raise NotAStep(
-        f"the function {getattr(function, '__name__', function)!r} returns {found}, no loss: a loss is one "
+        f"the function {_name(function)!r} returns {found}, no loss: a loss is one "
         "floating-point number. Return the mean or the sum of it"
     )
 

@@ -101,12 +101,12 @@ class Applied:
             self._agree()
         self._check_reduction()
         watcher = ForwardWatcher(self._planned, self._departed)
+        if self._meter is not None:
+            self._meter.stop()  # Its step had no backward pass, or has it together with this one.
         meter = None
         if (
             (self.plan.measured_peak_bytes is None and self._has_state()) or self._measures_next
         ) and self._has_gradients:
-            if self._meter is not None:
-                self._meter.stop()  # Its step had no backward pass, or has it together with this one.
             meter = self._meter = StepMeter(self._measured)
             meter.count_from_the_start(self._whole_gradients)
             meter.__enter__()  # type: ignore[no-untyped-call]
@@ -117,7 +117,7 @@ class Applied:
             sharded.observe(watcher)
             inside.callback(sharded.ignore, watcher)
         inside.enter_context(watcher)
-        unpacks = meter.unpack if meter is not None else unpack
+        unpacks = unpack if meter is None else meter.unpacking()
         inside.enter_context(torch.autograd.graph.saved_tensors_hooks(watcher.pack, unpacks))
         self._open.append((watcher, inside, meter))
         return self

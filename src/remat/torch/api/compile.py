@@ -21,7 +21,7 @@ from remat.core.plan import Plan
 from remat.fit.request import WHOLE_STEP_LEVERS, Request
 from remat.torch.api.eager_limit import EagerLimit, loss_in
 from remat.torch.api.plan import EAGER_LEVERS, StepPlan
-from remat.torch.kept_modules import KeptModules
+from remat.torch.kept_results import KeptModules
 from remat.torch.trace.trace import trace
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from remat.planning.checkpoints import plan_with_checkpoints
 from remat.running.cost_model import get_profile
 from remat.torch.early_updates import check_optimizer, hook_before_step
 from remat.torch.emit.eager_order import Directions, EagerOrder, Units, directions_of, gathered_early, in_eager_order
-from remat.torch.kept_modules import KeptModules
+from remat.torch.kept_results import KeptModules
 from remat.torch.trace.fake_step import record_step
 from remat.torch.trace.recording import Recording
 from remat.torch.trace.trace import TracedStep, default_profile, gpu_of, traced_step
@@ -290,7 +290,7 @@ class EagerCandidate(Candidate):
         Raises:
             PlanMismatch: where the plan is for another step.
         """
-        plan.check_graph(self.graph)
+        plan.check_graph(self.graph, "eager")
         order = in_eager_order(self.step, plan.schedule, self._units)
         run = plan_for_schedule(self.graph, order.schedule, planner=plan.planner)
         figures = dataclasses.replace(

@@ -23,6 +23,7 @@ from remat.torch import _private
 from remat.torch.cluster.shard import blocks_of, shard
 from remat.torch.trace.fake_step import record_step
 from remat.torch.trace.trace import gpu_of, traced_step
+from remat.torch.used_modules import used_modules
 from remat.transform.repeat import TRACES, NotRepeated, repeated
 
 Build: TypeAlias = Callable[[int], Sequence[Any]]
@@ -121,9 +122,8 @@ def model_of(made: Sequence[Any]) -> nn.Module:
         UnsupportedStep: if there is none or several, or its parameters have memory.
     """
     function, *args = made
-    closure = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
-    known = [function, getattr(function, "__self__", None), getattr(function, "remat_module", None), *closure, *args]
-    found = list({id(one): one for one in known if isinstance(one, nn.Module)}.values())
+    # One without parameters is a loss.
+    found = [one for one in used_modules(function, args) if next(one.parameters(), None) is not None]
     if len(found) != 1:
         raise UnsupportedStep(
             f"{len(found) or 'no'} modules were found in the loss function; to distribute the model, remat takes a "

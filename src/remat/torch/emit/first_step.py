@@ -133,6 +133,8 @@ class StorageMeter(_private.TorchDispatchMode):
 class StepMeter(StorageMeter):
     """Counts the storages that one step makes, from the start of its forward pass to the end of its backward pass.
 
+    It ends by itself where the step has no backward pass: as soon as nothing that autograd saved is there any more.
+
     Args:
         done: called after the backward pass.
     """
@@ -141,25 +143,38 @@ class StepMeter(StorageMeter):
         super().__init__()
         self._done = done
         self._is_read = False
+        self._is_running = False
         self._thread = threading.get_ident()
         _backward_pass.around_backward_passes(self._around)
         if (sharded := _private.sharding()) is not None:
             sharded.observe(self)
 
-    def unpack(self, packed: Any) -> Any:
-        """Called by autograd when a backward node reads what it saved."""
-        self._is_read = True
-        return unpack(packed)
+    def unpacking(self) -> Callable[[Any], Any]:
+        """What autograd is to call when a backward node reads what it saved; the caller does not keep it."""
+
+        def read(packed: Any) -> Any:
+            self._is_read = True
+            return unpack(packed)
+
+        weakref.finalize(read, self._graph_is_gone).atexit = False
+        return read
+
+    def _graph_is_gone(self) -> None:
+        if not self._is_running:  # A backward pass lets go of what it has read, and is not over then.
+            self.stop()
 
     def _around(self, run: Callable[[], Any]) -> Any:
         if threading.get_ident() != self._thread:
             return run()
+        self._is_running = True
         try:
             with self:
                 result = run()
         except BaseException:
             self.stop()  # Else every later backward pass of the process would go through this meter.
             raise
+        finally:
+            self._is_running = False
         if self._is_read:
             self.stop()
             self._done(self)

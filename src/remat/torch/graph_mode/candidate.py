@@ -170,7 +170,7 @@ class GraphCandidate(Candidate):
             PlanMismatch: where the request's plan is for another step.
         """
         if request.plan is not None:
-            request.plan.check_graph(self.graph_of(request.plan))
+            request.plan.check_graph(self.graph_of(request.plan), "graph")
             return request.plan
         if request.checkpoints is not None:
             return self._keeping(request.checkpoints(self._marked.keys()))

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
@@ -24,13 +23,14 @@ from remat.torch.graph_mode import _aot
 from remat.torch.graph_mode.captured_ranks import CapturedRanks
 from remat.torch.graph_mode.collectives import ShardedParameter
 from remat.torch.graph_mode.taken_gradients import TakenGradient
+from remat.torch.used_modules import used_modules
 
 if TYPE_CHECKING:
     from remat.torch.graph_mode._sharded import ShardedModules
 
 
 class Reducers:
-    """The wrappers that a function uses: in its closure, by a global name, as its object, or among its arguments.
+    """The wrappers that a function uses, see ``used_modules``.
 
     Args:
         fn: the function.
@@ -65,7 +65,8 @@ class Reducers:
                 things stand, are not captured.
         """
         if self._found is None:
-            modules = _modules_in(self._fn, args, kwargs)
+            used = used_modules(self._fn, args, kwargs)
+            modules = list(dict.fromkeys(module for one in used for module in one.modules()))
             if any(isinstance(one, FSDPModule) for one in modules):
                 from remat.torch.graph_mode import _sharded  # Private symbols, which others do without.
 
@@ -129,10 +130,3 @@ class Reducers:
 
 def _forward_of_module(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
     return self.module(*args, **kwargs)
-
-
-def _modules_in(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[nn.Module]:
-    closure = [cell.cell_contents for cell in getattr(fn, "__closure__", None) or ()]
-    names, scope = getattr(getattr(fn, "__code__", None), "co_names", ()), getattr(fn, "__globals__", {})
-    known = [fn, getattr(fn, "__self__", None), *closure, *(scope.get(name) for name in names), *args, *kwargs.values()]
-    return list(dict.fromkeys(module for one in known if isinstance(one, nn.Module) for module in one.modules()))

@@ -325,7 +325,7 @@ class _Builder:
                 time_s=self._seconds.get(node)
                 or op_time_s(self._profile, nodes.flops(node), nodes.moved_bytes(node), dtype),
                 recomputable=repeats,
-                workspace_bytes=nodes.scratch_bytes(node),
+                workspace_bytes=nodes.scratch_bytes(node) + nodes.unread_bytes(node),
                 in_place=self._in_place(node, outputs),
                 phase=phase,
                 layer=nodes.layer_of(node),

@@ -79,10 +79,17 @@ def in_place_form(func: Any) -> OpOverload | None:
 
 
 def with_layouts(joint: fx.GraphModule) -> None:
-    """Have operators write their results in the layout that is wanted, where they did so for ``laid_out`` alone."""
+    """Have operators write their results in the layout that is wanted, where they did so for ``laid_out`` alone.
+
+    What lies so already is read as it is: random numbers are drawn into a tensor of eager PyTorch's strides.
+    """
     for node in joint.graph.find_nodes(op="call_function", target=laid_out):
         made = node.args[0]
         like = node.meta["val"]
+        if not differ(made.meta["val"], like):
+            node.replace_all_uses_with(made)
+            joint.graph.erase_node(node)
+            continue
         if len(made.users) != 1 or in_place_form(made.target) is None or made.meta["val"].dtype != like.dtype:
             continue
         with joint.graph.inserting_before(node):

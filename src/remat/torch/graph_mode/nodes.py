@@ -18,7 +18,7 @@ from torch import fx
 
 from remat.torch._private import OpOverload, is_mutable, tree_leaves
 from remat.torch.graph_mode.collectives import SIZE_BYTES, Gather, GatheredParameter, OwnCode
-from remat.torch.graph_mode.layouts import InLayout
+from remat.torch.graph_mode.layouts import InLayout, laid_out
 from remat.torch.trace import aot_notes, cpu_scratch, op_facts
 
 # Operators that hand on the storage of their argument, though their schema does not say so.
@@ -210,6 +210,16 @@ def results_of(node: fx.Node) -> list[tuple[int, fx.Node]]:
     return [(0, node)]
 
 
+def unread_bytes(node: fx.Node) -> int:
+    """Bytes of those results of a call that nobody reads: it makes them all the same, and they are gone after it."""
+    values = node.meta.get("val")
+    if not isinstance(node.target, OpOverload) or not isinstance(values, list | tuple):
+        return 0
+    read = {place for place, _ in results_of(node)}
+    unread = (value for place, value in enumerate(values) if place not in read)
+    return sum(_elements_bytes(value) for value in unread if isinstance(value, torch.Tensor))
+
+
 def is_call(node: fx.Node) -> bool:
     """Is the node an operator that makes something, rather than a view, a part of another's results or a number?"""
     return node.op == "call_function" and not (is_part(node) or is_view(node) or is_number(node))
@@ -253,7 +263,7 @@ def may_repeat(node: fx.Node, overwritten: set[fx.Node]) -> bool:
     if draws(node):
         # Another state of the generator is put in for the second run.
         return not isinstance(node.target, OpOverload) or op_facts.may_repeat_draw(node.target)
-    if isinstance(node.target, Gather):
+    if isinstance(node.target, Gather) or node.target is laid_out:
         return True
     func = node.target.func if isinstance(node.target, InLayout) else node.target
     if not isinstance(func, OpOverload) or is_mutable(func):
