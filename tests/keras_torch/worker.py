@@ -92,19 +92,20 @@ def sequence() -> keras.Model:
     return keras.Model(inputs, layers.Dense(10)(layers.GlobalAveragePooling1D()(x)))
 
 
-class Halved(layers.Layer):
-    """What it computes depends on a value, so that it cannot be captured."""
+class Drawn(layers.Layer):
+    """Draws from a generator that its seed makes anew at each step, which Dynamo cannot capture."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seed_generator = keras.random.SeedGenerator(3)
 
     def call(self, x):
-        return x / 2 if float(keras.ops.max(x)) > 1.0 else x
-
-    def compute_output_spec(self, x):
-        return x
+        return x * keras.random.uniform(keras.ops.shape(x), 0.5, 1.5, seed=self.seed_generator)
 
 
-def branching() -> keras.Model:
+def drawing() -> keras.Model:
     inputs = keras.Input((WIDTH,))
-    x = layers.Dense(4 * WIDTH, activation="tanh")(Halved()(inputs))
+    x = Drawn()(layers.Dense(4 * WIDTH, activation="tanh")(inputs))
     return keras.Model(inputs, layers.Dense(10)(layers.Dense(4 * WIDTH, activation="tanh")(x)))
 
 
@@ -136,7 +137,7 @@ MODELS = {
     "deep": deep,
     "preprocessed": preprocessed,
     "sequence": sequence,
-    "branching": branching,
+    "drawing": drawing,
     "own train_step": OwnTrainStep,
     "own loss": OwnLoss,
 }

@@ -18,9 +18,7 @@ from keras.src.backend.torch import random as _random
 _LIBRARY: Final = torch.library.Library("remat", "FRAGMENT")
 _LIBRARY.define("seeded_bernoulli(Tensor probabilities, Tensor seed) -> Tensor")
 _LIBRARY.define("seeded_rand(Tensor seed, int[] size, ScalarType dtype, Device device) -> Tensor")
-_LIBRARY.define(
-    "seeded_normal(Tensor seed, float mean, float std, int[] size, ScalarType dtype, Device device) -> Tensor"
-)
+_LIBRARY.define("seeded_normal(Tensor seed, float[] mean_std, int[] size, ScalarType dtype, Device device) -> Tensor")
 
 _ALL_BITS: Final = 0xFFFFFFFF  # Of a seed, as Keras takes it.
 
