@@ -74,6 +74,10 @@ def another_activation(model: keras.Model) -> None:
     model.layers[1].activation = keras.activations.relu
 
 
+def an_activation_of_ones_own(model: keras.Model) -> None:
+    model.layers[1].activation = own_activation
+
+
 def another_factor(model: keras.Model) -> None:
     global factor
     factor = 0.5
@@ -89,6 +93,7 @@ CASES: dict[str, tuple[Callable[[], keras.Model], Callable[[keras.Model], None]]
     "a layer is frozen": (lambda: stack(lambda _: layers.LayerNormalization()), no_longer_trained),
     "a regularizer changes": (lambda: stack(lambda _: layers.LayerNormalization()), weaker),
     "an activation changes": (lambda: stack(lambda _: layers.LayerNormalization()), another_activation),
+    "a function comes later": (lambda: stack(lambda _: layers.LayerNormalization()), an_activation_of_ones_own),
     "draws with seeds": (
         lambda: stack(lambda number: layers.Dropout(0.1, seed=number, noise_shape=(None, 1) if number else None)),
         nothing,
@@ -134,6 +139,7 @@ def beside_plain(name: str) -> dict[str, Any]:
     assert plan is not None
     graph = remat.keras.graph_of(model)
     assert graph is not None
+    layer = getattr(model.layers[1], "path", None) or model.layers[1].name
     return {
         "mode": plan.mode,
         "called": len(called),
@@ -145,14 +151,14 @@ def beside_plain(name: str) -> dict[str, Any]:
         "peak_bytes": plan.peak_bytes,
         "measured_peak_bytes": plan.measured_peak_bytes,
         "layers": sorted({op.layer for op in graph.ops if op.layer}),
-        "phases of a layer": sorted({op.phase for op in graph.ops if op.layer == model.layers[1].path}),
+        "phases of a layer": sorted({op.phase for op in graph.ops if op.layer == layer}),
     }
 
 
 def captures_of(model: keras.Model) -> int:
     """How often a model's step was captured by calling it."""
-    captured = remat.keras.limit._limits[model]._graph_steps._captured
-    return len(getattr(captured._compiled, "_captured", ()))
+    steps = remat.keras.limit._limits[model]._graph_steps
+    return 0 if steps is None else len(getattr(steps._captured._compiled, "_captured", ()))
 
 
 def by_both_ways() -> dict[str, Any]:

@@ -65,6 +65,14 @@ def test_code_that_may_read_anything_is_guarded(name):
     assert result["same weights"]
 
 
+def test_a_function_of_ones_own_that_comes_later():
+    """The step that finds it is not captured by calling it."""
+    result = ask("beside_plain", "a function comes later")
+    assert result["mode"] == "eager"
+    assert result["same logs"]
+    assert result["same weights"]
+
+
 def test_both_ways_capture_the_same_operators():
     result = ask("by_both_ways")
     assert result["same operators"], result["operators"]

@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch.fx import traceback as fx_traceback
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
@@ -38,6 +39,7 @@ __all__ = [
     "FakeTensorMode",
     "OpOverload",
     "TorchDispatchMode",
+    "fx_traceback",
     "tree_flatten",
     "tree_leaves",
     "tree_map_only",

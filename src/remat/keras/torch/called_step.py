@@ -20,7 +20,7 @@ import torch
 
 from remat.keras import _private
 from remat.keras.torch import seeded_draws
-from remat.torch.graph_mode.by_calling import State, in_layer
+from remat.torch.graph_mode.by_calling import NotCalled, State, in_layer
 
 _LIBRARIES: Final = ("keras", "keras_hub", "remat")
 """Whose layers and functions read nothing but their arguments, what they hold, and Keras' own settings."""
@@ -61,12 +61,14 @@ def state_of(model: keras.Model) -> State:
 
     @contextmanager
     def replaced(values: Sequence[torch.Tensor]) -> Iterator[None]:
+        if why := why_not_called(model):
+            raise NotCalled(why)  # It is new: when the model was first limited there was none.
         instead = {id(one.value): value for one, value in zip(found, values, strict=True)}
         own = [one.value for one in places]
         for one, value in zip(places, own, strict=True):
             one.put(instead[id(value)])
         try:
-            named = _private.calls_inside(lambda layer: in_layer(layer.path or layer.name))
+            named = _private.calls_inside(lambda layer: in_layer(getattr(layer, "path", None) or layer.name))
             with named, _private.whole_tracebacks(), seeded_draws.captured():
                 yield
         finally:

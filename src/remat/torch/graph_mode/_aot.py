@@ -27,11 +27,11 @@ from torch._functorch._aot_autograd import graph_compile
 from torch._guards import TracingContext, tracing
 from torch._logging._internal import trace_log
 from torch._ops import OpOverload, OpOverloadPacket
-from torch._subclasses import FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode, PythonFunctionalizeAPI
 
 from remat.torch._backward_pass import counted_gradients
 from remat.torch._dynamo import once_left_unsaid
+from remat.torch._private import FakeTensorMode
 from remat.torch.graph_mode import layouts
 from remat.torch.graph_mode._answers import Answers
 from remat.torch.graph_mode._branches import decided_branches

@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException
-from torch.fx import traceback as fx_traceback
 
 from remat.core.errors import RematError
 from remat.torch import _private
+from remat.torch._private import fx_traceback
 
 if TYPE_CHECKING:  # It imports Dynamo, which takes seconds.
     from remat.torch.graph_mode._aot import Backend
@@ -130,7 +129,7 @@ _CONSTANTS: Final = (type(None), bool, int, float, str)
 def _why(error: Exception) -> str:
     """What ended a call with stand-ins, and where, as Dynamo says it."""
     what = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    if isinstance(error, DataDependentOutputException):
+    if isinstance(error, _private.DataDependentOutputException):
         what = ["the value of a tensor decides what is computed"]
     frames = [one for one in traceback.extract_tb(error.__traceback__) if _OURS.isdisjoint(Path(one.filename).parents)]
     where = "" if not frames else f'\nfrom user code:\n  File "{frames[-1].filename}", line {frames[-1].lineno}, in '
