@@ -24,15 +24,19 @@ __all__ = [
     "additional_loss",
     "all_layers",
     "call_in_training",
+    "calls_inside",
     "clear_losses",
     "compile_loss_of",
     "give_state_back",
     "is_trained_itself",
     "jit_options_of_distribution",
+    "losses_of",
     "losses_replaced",
     "of_one_replica",
     "outputs_released",
+    "raw_values",
     "reductions_recorded",
+    "set_raw_values",
     "stateless_call_in_training",
     "sums_activity_losses",
     "unbuilt_parts",
@@ -213,6 +217,41 @@ def call_in_training(model: keras.Model, x: Any) -> Any:
 def clear_losses(model: keras.Model) -> None:
     """Forget the losses that layers added in the last step, as the next call of the model would."""
     model._clear_losses()
+
+
+def raw_values(variables: Sequence[Any]) -> list[Any]:
+    """What variables hold, whatever their layer's policy makes of it for a computation."""
+    return [one._value for one in variables]
+
+
+def set_raw_values(variables: Sequence[Any], values: Sequence[Any]) -> None:
+    """Let variables hold other tensors."""
+    for variable, value in zip(variables, values, strict=True):
+        variable._value = value
+
+
+@contextlib.contextmanager
+def calls_inside(context: Callable[[Any], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
+    """Inside, each layer is called in a context of its own, which is made of the layer."""
+    own = keras.layers.Layer.__call__
+
+    def called(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        with context(layer):
+            return own(layer, *args, **kwargs)
+
+    keras.layers.Layer.__call__ = called
+    try:
+        yield
+    finally:
+        keras.layers.Layer.__call__ = own
+
+
+def losses_of(model: keras.Model) -> list[Any]:
+    """What ``compile(loss=...)`` was given, as Keras calls it: objects, or functions."""
+    compile_loss = model._compile_loss
+    if compile_loss is None:
+        return []
+    return [compile_loss, *(entry.loss for entry in compile_loss._flat_losses or ())]
 
 
 def stateless_call_in_training(model: keras.Model, trainable: Any, others: Any, x: Any) -> tuple[Any, Any, list[Any]]:

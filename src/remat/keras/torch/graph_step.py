@@ -7,6 +7,7 @@ known from the traced step, and counts.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import types
 import warnings
 from collections.abc import Callable, Hashable, Sequence
@@ -25,10 +26,14 @@ from remat.fit.request import Request
 from remat.keras import _private
 from remat.keras.shared.step import LossGroups, LossTerm, PieceLoss
 from remat.keras.torch import _for_dynamo
+from remat.keras.torch.called_step import state_of, why_not_called
 from remat.keras.torch.kept_layers import KeptLayers
 from remat.keras.torch.step import CutBatch, Piece, piece_of
 from remat.torch.api.compile import reason_not_captured
 from remat.torch.api.plan import EagerCandidate
+from remat.torch.graph_mode.by_calling import NotCalled
+
+_log = logging.getLogger("remat")
 
 
 class NotCaptured(Exception):
@@ -54,6 +59,7 @@ class GraphSteps:
     It does not hold the model, which is an argument of the captured function.
 
     Args:
+        model: built.
         request: with a budget in bytes; without one where layers are kept.
         kept: layers whose outputs are kept, all else being recomputed; None where the budget decides.
         state_bytes: of the optimizer, which lies beside the step.
@@ -66,6 +72,7 @@ class GraphSteps:
 
     def __init__(
         self,
+        model: keras.Model,
         request: Request,
         state_bytes: int,
         kept: KeptLayers | None,
@@ -106,10 +113,12 @@ class GraphSteps:
                 replans=replans,
                 takers_for=(lambda _: {}) if self._early is None else self._early.takers_for,
                 early=self._early,
+                state_of=state_of if self._is_called else None,
             )
 
+        self._is_called = not why_not_called(model)
         self._captured_for = captured_for
-        self._captured = captured_for(request)
+        self._captured: Callable[..., Any] | None = None
         self._not_captured = capture.NOT_CAPTURED
         self._shapes: dict[Hashable, _Shapes] = {}
         self._targets: dict[Hashable, int] = {}
@@ -198,13 +207,37 @@ class GraphSteps:
         _private.clear_losses(model)
         try:
             marking = nullcontext() if self._kept is None else self._kept.marking_captured()
-            with _for_dynamo.traceable(), marking:
+            with marking:
                 self._check_update(self._shapes[key], model, args)
-                result = self._captured(model, *args)
+                result = self._result(model, args)
         except (UnsupportedStep, *self._not_captured) as error:
             raise NotCaptured(reason_not_captured(error)) from None
         self._plans += [(plan, self._shapes[key]) for plan in self._made[len(self._plans) :]]
         return result
+
+    def _result(self, model: keras.Model, args: Sequence[Any], request: Request | None = None) -> Any:
+        """What the captured function returns; where it can't be captured by calling it, Dynamo follows it from now on.
+
+        Args:
+            model: see ``run``.
+            args: the function's others.
+            request: in place of the one in force, for this call only.
+        """
+        if self._is_called:
+            try:
+                return self._captured_by(request)(model, *args)
+            except NotCalled as error:
+                _log.debug("%s is captured by Dynamo: %s", model.name, error)
+                self._is_called, self._captured = False, None
+        with _for_dynamo.traceable():
+            return self._captured_by(request)(model, *args)
+
+    def _captured_by(self, request: Request | None) -> Callable[..., Any]:
+        if request is not None:
+            return self._captured_for(request)
+        if self._captured is None:
+            self._captured = self._captured_for(self.request)
+        return self._captured
 
     def _check_update(self, shapes: _Shapes, model: keras.Model, args: Sequence[Any]) -> None:
         """Refuse a budget that the update exceeds, naming what both passes and the update can be kept in.
@@ -218,7 +251,7 @@ class GraphSteps:
             return
         least_bytes, binding_op = 0, ""
         try:
-            self._captured_for(dataclasses.replace(self.request, budget=1))(model, *args)
+            self._result(model, args, dataclasses.replace(self.request, budget=1))
         except InfeasibleBudget as error:
             least_bytes, binding_op = error.minimum_bytes, error.binding_op
         if least_bytes < shapes.update_bytes:

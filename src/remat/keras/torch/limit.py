@@ -238,6 +238,7 @@ class Limit(ModelLimit):
                 if self._kept is None:
                     request = in_bytes(request, whole.plain_peak.expected_bytes)
                 self._graph_steps = GraphSteps(
+                    model,
                     request,
                     sum(variable.value.nbytes for variable in state),
                     self._kept,

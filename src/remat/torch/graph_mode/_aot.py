@@ -24,9 +24,10 @@ from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 from torch._dynamo.variables import builder, user_defined
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import graph_compile
-from torch._guards import TracingContext
+from torch._guards import TracingContext, tracing
 from torch._logging._internal import trace_log
 from torch._ops import OpOverload, OpOverloadPacket
+from torch._subclasses import FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode, PythonFunctionalizeAPI
 
 from remat.torch._backward_pass import counted_gradients
@@ -40,7 +41,7 @@ from remat.torch.recompute import without_marks
 from remat.torch.trace import aot_notes
 from remat.torch.trace.fake_step import without_collections
 
-__all__ = ["BackendCompilerFailed", "TorchDynamoException", "backend"]
+__all__ = ["Backend", "BackendCompilerFailed", "TorchDynamoException"]
 
 Partition: TypeAlias = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 CompilePart: TypeAlias = Callable[[fx.GraphModule], Callable[[list[Any]], Any]]
@@ -63,13 +64,7 @@ _GRAPH_LOGS: Final[dict[str, Callable[..., Any]]] = {
 _ABOVE_OPERATORS = (DispatchKey.CompositeImplicitAutograd, DispatchKey.Autograd)
 
 
-def backend(
-    partition: Partition,
-    compile_forward: CompilePart,
-    compile_backward: CompilePart,
-    compile_alone: CompilePart,
-    takers_for: Callable[[Sequence[Any]], dict[int, Any]],
-) -> Callable[..., Any]:
+class Backend:
     """A backend for ``torch.compile`` that has AOTAutograd trace a joint graph of eager PyTorch's own operators.
 
     Args:
@@ -82,60 +77,104 @@ def backend(
             input at each call, and makes what the graph is given in its place.
     """
 
-    def compiler(compile_part: CompilePart) -> Callable[..., Any]:
-        def run(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-            function: Any = compile_part(module)
-            function._boxed_call = True
-            return function
+    def __init__(
+        self,
+        partition: Partition,
+        compile_forward: CompilePart,
+        compile_backward: CompilePart,
+        compile_alone: CompilePart,
+        takers_for: Callable[[Sequence[Any]], dict[int, Any]],
+    ) -> None:
+        self._partition = partition
+        self._takers_for = takers_for
+        # Of the graph that is traced at present.
+        self._names: Sequence[str] = ()
+        self._takers: dict[int, Any] = {}
+        self._stand_ins: dict[int, Any] = {}
+        self._parts: list[int] = []
+        self._static: Sequence[int] | None = None
+        self._differentiated: Callable[..., Any] = aot_autograd(
+            fw_compiler=_compiler(compile_forward),
+            bw_compiler=_compiler_of_backward_passes(compile_backward),
+            inference_compiler=_compiler(compile_alone),
+            partition_fn=self._part,
+            decompositions={},
+        )
 
-        return run
+    def __call__(self, module: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Callable[..., Any]:
+        """A function in place of a graph that Dynamo has captured."""
+        examples = [_example(node) for node in module.graph.find_nodes(op="placeholder")]
+        return self._function(module, inputs, examples, _input_names(module), None)
 
-    def run_backward(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        context = TracingContext.try_get()
-        if context is not None and context.fw_metadata is not None:
-            # Otherwise AOTAutograd refuses ``retain_graph=True``.
-            context.fw_metadata.bw_donated_idxs = []
-        return compiler(compile_backward)(module, inputs)
+    def of_function(
+        self, module: torch.nn.Module, inputs: Sequence[torch.Tensor], names: Sequence[str], static: Sequence[int]
+    ) -> Callable[..., Any]:
+        """A function in place of a module that is called with stand-ins, without Dynamo.
 
-    # Of the inputs of the graph that is traced at present.
-    names: list[str] = []
-    takers: dict[int, Any] = {}
-    stand_ins: dict[int, Any] = {}
-    parts: list[int] = []
+        Args:
+            module: without parameters; it takes and returns tensors.
+            inputs: that it will be called with first.
+            names: of the inputs.
+            static: places of the inputs that are the same in every step, parameters and buffers.
 
-    def part(joint: fx.GraphModule, joint_inputs: Any, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-        aot_notes.note_inputs(joint, names, takers)
-        aot_notes.note_parts(joint, options["num_fwd_outputs"], parts)
-        forward, backward = partition(joint, joint_inputs, **options)
-        stand_ins.update(backward.meta.get(aot_notes.STAND_INS, {}))
-        return forward, backward
+        Raises:
+            Exception: whatever the module raises, or AOTAutograd.
+        """
+        with tracing(TracingContext(FakeTensorMode())), taken_as_by_kernels(), without_marks():
+            return self._function(module, inputs, inputs, names, static)
 
-    traced = aot_autograd(
-        fw_compiler=compiler(compile_forward),
-        bw_compiler=run_backward,
-        inference_compiler=compiler(compile_alone),
-        partition_fn=part,
-        decompositions={},
-    )
-
-    def compile_with(module: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-        nonlocal takers, parts
-        names[:] = _input_names(module)
-        takers = takers_for([_example(node) for node in module.graph.find_nodes(op="placeholder")])
+    def _function(
+        self,
+        module: torch.nn.Module,
+        inputs: Sequence[Any],
+        examples: Sequence[Any],
+        names: Sequence[str],
+        static: Sequence[int] | None,
+    ) -> Callable[..., Any]:
+        self._names, self._static, self._takers = names, static, self._takers_for(examples)
+        self._stand_ins = {}
         with (
             _eager_kernels(),
             _eager_layouts(),
             functorch_config.patch(_AT_ONCE),
             without_collections(),
             _without_unread_logs(),
-            counted_gradients() as parts,
+            counted_gradients() as self._parts,
         ):
-            stand_ins.clear()
-            function = traced(module, inputs)
-        found = stand_ins | takers
+            function: Callable[..., Any] = self._differentiated(module, inputs)
+        found = self._stand_ins | self._takers
         return _with_stand_ins(function, found) if found else function
 
-    return compile_with
+    def _part(self, joint: fx.GraphModule, joint_inputs: Any, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        aot_notes.note_inputs(joint, self._names, self._takers)
+        aot_notes.note_parts(joint, options["num_fwd_outputs"], self._parts)
+        if self._static is not None:
+            options["static_lifetime_input_indices"] = list(self._static)
+        forward, backward = self._partition(joint, joint_inputs, **options)
+        self._stand_ins = dict(backward.meta.get(aot_notes.STAND_INS, {}))
+        return forward, backward
+
+
+def _compiler(compile_part: CompilePart) -> Callable[..., Any]:
+    def run(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        function: Any = compile_part(module)
+        function._boxed_call = True
+        return function
+
+    return run
+
+
+def _compiler_of_backward_passes(compile_part: CompilePart) -> Callable[..., Any]:
+    compiled = _compiler(compile_part)
+
+    def run(module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        context = TracingContext.try_get()
+        if context is not None and context.fw_metadata is not None:
+            # Otherwise AOTAutograd refuses ``retain_graph=True``.
+            context.fw_metadata.bw_donated_idxs = []
+        return compiled(module, inputs)
+
+    return run
 
 
 def _example(node: fx.Node) -> Any:

@@ -11,7 +11,7 @@ import functools
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -27,6 +27,7 @@ from remat.torch import _private
 from remat.torch.emit.first_step import StorageMeter
 from remat.torch.graph_mode import _aot
 from remat.torch.graph_mode._answers import Answers
+from remat.torch.graph_mode.by_calling import CalledFunction, NotCalled, State
 from remat.torch.graph_mode.calls import Calls
 from remat.torch.graph_mode.candidate import GraphCandidate
 from remat.torch.graph_mode.captured_ranks import CapturedRanks
@@ -46,7 +47,7 @@ _MOST_CAPTURES: Final = 4
 that reads a number which counts calls would be captured at each call, which takes seconds. With fewer, flags take a
 step out of graph mode; with more, a user waits longer for such a step."""
 
-NOT_CAPTURED: Final = (_aot.TorchDynamoException, _aot.BackendCompilerFailed)
+NOT_CAPTURED: Final = (_aot.TorchDynamoException, _aot.BackendCompilerFailed, NotCalled)
 """What ``Captured`` raises where a function cannot be captured as one graph."""
 
 
@@ -86,6 +87,8 @@ class Captured:
             likes.
         in_pieces: may the function be captured as several graphs, with what cannot be captured in between? Each is then
             planned by itself, as well as it can be.
+        state_of: where the function is captured by calling it (``by_calling``), what it depends on beside its
+            arguments; None where Dynamo follows it.
     """
 
     def __init__(
@@ -103,7 +106,9 @@ class Captured:
         early: Updates | None = None,
         ranks: Callable[[], CapturedRanks | None] = lambda: None,
         in_pieces: bool = False,
+        state_of: Callable[[Any], State] | None = None,
     ) -> None:
+        self._state_of = state_of
         self._ranks = ranks
         self._takers_for = takers_for
         self._early = early
@@ -134,7 +139,9 @@ class Captured:
         """The function for Dynamo, with a backend of its own: nothing that was captured before is taken."""
         self._is_outdated, self._is_new = False, True
         compilers = (self._compile_forward, self._compile_backward, self._compile_alone)
-        backend = _aot.backend(self._partition, *compilers, self._takers_for)
+        backend = _aot.Backend(self._partition, *compilers, self._takers_for)
+        if self._state_of is not None:
+            return CalledFunction(self._fn, backend, self._state_of)
         return torch.compile(self._fn, backend=backend, fullgraph=not self._in_pieces, dynamic=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -143,12 +150,15 @@ class Captured:
         Raises:
             InfeasibleBudget: at the first call with new shapes, if no plan fits; it names the smallest budget.
             UnsupportedStep: where shapes are not known beforehand.
-            TorchDynamoException: where the function cannot be captured as one graph.
+            TorchDynamoException: where Dynamo cannot capture the function as one graph.
+            NotCalled: where it cannot be captured by calling it.
         """
+        if self._state_of is not None:
+            return self._run(args, kwargs, nullcontext())
         told, reason = len(self._answers.told), ""
         while True:
             try:
-                result = self._run(args, kwargs)
+                result = self._run(args, kwargs, _aot.capturing(self._answers, self._numbers))
             except _aot.TorchDynamoException as error:
                 if self._error is not None or not self._answers.tell_more(error):
                     raise
@@ -164,20 +174,20 @@ class Captured:
             )
         return result
 
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], surroundings: AbstractContextManager[None]) -> Any:
         self._error = None
         if self._is_outdated:
             self._compiled = self._captured_anew()
         uncollected = without_collections() if self._is_new else nullcontext()
         try:
-            with _aot.capturing(self._answers, self._numbers), uncollected:
+            with surroundings, uncollected:
                 result = self._compiled(*args, **kwargs)
             self._is_new = False
             return result
-        except _aot.BackendCompilerFailed:
+        except Exception:
             if self._error is None:
                 raise
-            # Its traceback leads through all of Dynamo, and holds on to what was traced.
+            # Its traceback leads through all that captures, and holds on to what was traced.
             raise self._error.with_traceback(None) from None
 
     def _partition(
