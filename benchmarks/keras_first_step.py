@@ -1,6 +1,6 @@
 """How long a first training step of Keras takes, plainly and planned: ``python -m benchmarks.keras_first_step``.
 
-Models of the zoo, each on each backend and with each budget in a process of its own, on one thread; processor seconds,
+Models of the zoo, each on each backend, plain and planned, in a process of its own, on one thread; processor seconds,
 from ``train_on_batch`` to its logs. Nothing comes from the cache of plans. "At most" is what a planned first step
 should take: twice the plain one and five seconds. Models of keras-hub need that package. Writes
 ``benchmarks/results/keras-first-step.md``.
@@ -22,7 +22,7 @@ RESULT: Final = Path(__file__).parent / "results" / "keras-first-step.md"
 MODELS: Final = ("hub GPT-2", "hub ViT", "MobileNet")
 BACKENDS: Final = ("tensorflow", "jax", "torch")
 PLAIN: Final = "plain"
-WAYS: Final = (PLAIN, "60%", "40%")
+BUDGET: Final = "60%"
 
 
 def first_step(backend: str, name: str, way: str) -> dict[str, Any]:
@@ -75,23 +75,23 @@ def written(lines: list[list[str]]) -> str:
     text = [
         "# First steps of Keras models, plain and planned",
         "",
-        f"{where['system']} {where['processor']}, {where['cores']} cores; {versions}. Processor seconds of one thread.",
+        f"{where['system']} {where['processor']}, {where['cores']} cores; {versions}. Processor seconds of one thread, "
+        f"budgets of {BUDGET}.",
         "",
-        "| model | backend | budget | plain first step | planned first step | at most | plain, planned second step | "
+        "| model | backend | plain first step | planned first step | at most | plain, planned second step | "
         "mode | budget used | predicted extra time |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     return "\n".join([*text, *("| " + " | ".join(line) + " |" for line in lines)]) + "\n"
 
 
-def row(name: str, backend: str, way: str, plain: dict[str, Any], found: dict[str, Any]) -> list[str]:
+def row(name: str, backend: str, plain: dict[str, Any], found: dict[str, Any]) -> list[str]:
     """A line of the table."""
     if "error" in found:
-        return [name, backend, way, f"{plain['first']:.1f}", found["error"], "", "", "", "", ""]
+        return [name, backend, f"{plain['first']:.1f}", found["error"], "", "", "", "", ""]
     return [
         name,
         backend,
-        way,
         f"{plain['first']:.1f}",
         f"{found['first']:.1f}",
         f"{2 * plain['first'] + 5:.1f}",
@@ -110,9 +110,8 @@ def main() -> None:
     for name in MODELS:
         for backend in BACKENDS:
             plain = in_a_process(backend, name, PLAIN)
-            for way in WAYS[1:]:
-                lines.append(row(name, backend, way, plain, in_a_process(backend, name, way)))
-                print(" | ".join(lines[-1]), flush=True)
+            lines.append(row(name, backend, plain, in_a_process(backend, name, BUDGET)))
+            print(" | ".join(lines[-1]), flush=True)
     RESULT.write_text(written(lines))
 
 
