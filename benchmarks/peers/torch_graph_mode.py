@@ -193,7 +193,7 @@ class Programs:
             found = own(candidate, plan)
             # A call that runs again has a name of its own, and what it makes is that of the traced call.
             names = {id(node.meta["val"]): node.name for node in candidate._joint.graph.nodes if "val" in node.meta}
-            made = [names.get(id(node.meta.get("val"))) for node in _calls_of(found)]
+            made = [names.get(id(node.meta.get("val"))) for node in _calls_of(found[0])]
             self._seconds.append(sum(self._least.get(name, 0.0) for name in made if name is not None))
             return found
 

@@ -85,6 +85,7 @@ class Backend:
         compile_alone: CompilePart,
         takers_for: Callable[[Sequence[Any]], dict[int, Any]],
     ) -> None:
+        self.__name__ = "aten"  # As Dynamo calls it where something fails.
         self._partition = partition
         self._takers_for = takers_for
         # Of the graph that is traced at present.
