@@ -63,7 +63,7 @@ def within(applied, loss, args):
 
 def least_peak(step, *args):
     """gloo's own thread lets go of a reduced tensor a moment after whoever waits has gone on: more in some steps."""
-    return min(remat.torch.measure(step, *args, repeats=1).peak_bytes for _ in range(5))
+    return min(remat.torch.measure(step, *args, repeats=1).peak_bytes for _ in range(10))
 
 
 # What PyTorch before 2.13 calls them.

@@ -291,7 +291,7 @@ def is_held(found, gathers_most):
     assert calls.get("all_reduce", 0) == plain_calls.get("all_reduce", 0)
     assert 0 < calls["all_gather_single"] <= gathers_most * plain_calls["all_gather_single"]
     # gloo's own thread lets go of what it received a moment after whoever waits has gone on, on a busy core even in the
-    # least of five steps. One process by itself, see above, is measured to a thousandth.
+    # least of ten steps. One process by itself, see above, is measured to a thousandth.
     late_bytes = found["largest_gather"]
     for _, predicted, measured, budget in found["plans"]:
         assert predicted <= budget
@@ -299,7 +299,8 @@ def is_held(found, gathers_most):
         assert measured is None or measured <= 1.001 * predicted + late_bytes
     assert any(measured for _, _, measured, _ in found["plans"])
     _, peak = found["peaks"]
-    assert any(0.999 * one <= peak <= 1.001 * one + late_bytes for _, one, _, _ in found["plans"])
+    predictions = [one for _, one, _, _ in found["plans"]]
+    assert any(0.999 * one <= peak <= 1.001 * one + late_bytes for one in predictions), (predictions, peak, late_bytes)
 
 
 @pytest.mark.slow
