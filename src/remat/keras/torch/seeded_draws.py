@@ -20,26 +20,28 @@ _LIBRARY.define("seeded_bernoulli(Tensor probabilities, Tensor seed) -> Tensor")
 _LIBRARY.define("seeded_rand(Tensor seed, int[] size, ScalarType dtype, Device device) -> Tensor")
 _LIBRARY.define("seeded_normal(Tensor seed, float[] mean_std, int[] size, ScalarType dtype, Device device) -> Tensor")
 
-_ALL_BITS: Final = 0xFFFFFFFF  # Of a seed, as Keras takes it.
+_own_generator: Any = _random.torch_seed_generator
 
 
-def _generator(seed: torch.Tensor, device: torch.device) -> torch.Generator:
-    return torch.Generator(device=device).manual_seed(int(seed) & _ALL_BITS)
+def _generator(seed: torch.Tensor) -> torch.Generator:
+    """Keras' own, which it seeds with the sum of two numbers; that of a number alone is the number."""
+    generator: torch.Generator = _own_generator(int(seed))
+    return generator
 
 
 def _bernoulli(probabilities: torch.Tensor, seed: torch.Tensor) -> torch.Tensor:
-    return torch.bernoulli(probabilities, generator=_generator(seed, probabilities.device))
+    return torch.bernoulli(probabilities, generator=_generator(seed))
 
 
 def _rand(seed: torch.Tensor, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.rand(size, generator=_generator(seed, device), dtype=dtype, device=device)
+    return torch.rand(size, generator=_generator(seed), dtype=dtype, device=device)
 
 
 def _normal(
     seed: torch.Tensor, mean_and_std: Sequence[float], size: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
     mean, std = mean_and_std
-    return torch.normal(mean, std, size, generator=_generator(seed, device), dtype=dtype, device=device)
+    return torch.normal(mean, std, size, generator=_generator(seed), dtype=dtype, device=device)
 
 
 def _empty(*args: Any) -> torch.Tensor:
