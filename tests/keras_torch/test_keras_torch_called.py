@@ -14,26 +14,27 @@ def ask(function, *args):
     return worker(script, KERAS_BACKEND="torch", CUDA_VISIBLE_DEVICES="").ask(function, *args)
 
 
+def check_called(result, captures):
+    assert result["mode"] == "graph"
+    assert result["called"] > 0
+    assert result["captures"] == captures
+    assert result["same logs"]
+    assert result["same weights"]
+
+
 @pytest.mark.parametrize(
     "name", ["a rate changes", "a layer is frozen", "a regularizer changes", "an activation changes"]
 )
 def test_what_a_layer_holds_may_change(name):
     """A callback may do so; the step is captured anew."""
-    result = ask("beside_plain", name)
-    assert result["mode"] == "graph"
-    assert result["called"] > 0
-    assert result["captures"] == 2
-    assert result["same logs"]
-    assert result["same weights"]
+    check_called(ask("beside_plain", name), captures=2)
 
 
 def test_a_step_is_captured_once():
+    """Statistics of batches are among the weights that are compared."""
     result = ask("beside_plain", "nothing changes")
-    assert result["mode"] == "graph"
-    assert result["called"] > 0
-    assert result["captures"] == 1
+    check_called(result, captures=1)
     assert result["recomputed"] > 0
-    assert result["same weights"], "statistics of batches among them"
     assert result["measured_peak_bytes"] == pytest.approx(result["peak_bytes"], rel=0.01)
 
 
@@ -47,11 +48,8 @@ def test_operators_belong_to_layers():
 def test_draws_with_a_seed_are_those_of_keras(name, captures):
     """Each step draws others, from the numbers that the layers' generators hold then."""
     result = ask("beside_plain", name)
-    assert result["mode"] == "graph"
-    assert result["captures"] == captures
+    check_called(result, captures)
     assert result["recomputed"] > 0
-    assert result["same logs"]
-    assert result["same weights"]
 
 
 @pytest.mark.parametrize("name", ["a layer of one's own", "a function of one's own"])

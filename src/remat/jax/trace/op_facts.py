@@ -15,11 +15,11 @@ from remat.core.errors import UnsupportedStep
 from remat.jax import _private
 from remat.jax._private import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-# Exported by JAX, yet never repeated: other devices, mutable references, a generator with state, calls that hide code.
 _COLLECTIVES = frozenset(
     {"all_gather", "all_to_all", "pmax", "pmin", "ppermute", "psum", "ragged_all_to_all", "reduce_scatter"}
 )
 
+# Exported by JAX, yet never repeated: other devices, mutable references, a generator with state, calls that hide code.
 _NEVER_REPEATED = _COLLECTIVES | {
     "after_all",
     "call",
