@@ -259,7 +259,7 @@ def plan_function(
     if plan not in (request.plan, request.known):
         _log.info("%s", plan)
     chosen = splittable.candidate_for(plan).variant_of(plan)
-    run, whole = emitted(chosen.program, plan.schedule, chosen.turning_point, tie, mapped)
+    run, whole = emitted(chosen.program, plan.schedule, chosen.turning_point, tie, mapped, donated)
     return Planned(whole, chosen.graph, plan, run, structure)
 
 
