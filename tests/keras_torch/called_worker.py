@@ -225,7 +225,7 @@ def holds_no_batch() -> bool:
     return seen() is None
 
 
-def goes_with_its_last_user(mode: Literal[graph, eager]) -> bool:
+def goes_with_its_last_user(mode: Any) -> bool:
     """Is a model gone that trained within a budget, once nobody else holds it?"""
     import gc
     import weakref
