@@ -43,3 +43,18 @@ def test_an_error_leaves_the_collector_as_it_was():
         raise ValueError("on purpose")
 
     assert gc.get_threshold() == (700, 10, 10)
+
+
+@pytest.mark.usefixtures("_as_it_was")
+def test_blocks_of_two_threads_may_end_in_any_order():
+    """Replicas are traced in threads of their own, which take turns."""
+    gc.set_threshold(700, 10, 10)
+    first, second = collecting_rarely(), collecting_rarely()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    inside = gc.get_threshold()
+    second.__exit__(None, None, None)
+
+    assert inside[0] > 100 * 700
+    assert gc.get_threshold() == (700, 10, 10)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
@@ -13,13 +14,25 @@ thousands that live until the plan is made, and the usual 700 or 2,000 cost a pl
 of its processor time. Objects of cycles may wait a little longer for it: some tens of MB at most."""
 
 
+_lock = threading.Lock()
+_inside = 0  # Blocks of all threads: replicas are traced in threads of their own.
+_before: tuple[int, int, int] = gc.get_threshold()
+
+
 @contextmanager
 def collecting_rarely() -> Iterator[None]:
     """Inside, Python looks for garbage less often; a collector that is switched off stays so."""
-    before = gc.get_threshold()
-    if 0 < before[0] < _NEW_OBJECTS:
-        gc.set_threshold(_NEW_OBJECTS, *before[1:])
+    global _inside, _before
+    with _lock:
+        if not _inside:
+            _before = gc.get_threshold()
+            if 0 < _before[0] < _NEW_OBJECTS:
+                gc.set_threshold(_NEW_OBJECTS, *_before[1:])
+        _inside += 1
     try:
         yield
     finally:
-        gc.set_threshold(*before)
+        with _lock:
+            _inside -= 1
+            if not _inside:
+                gc.set_threshold(*_before)

@@ -21,6 +21,7 @@ from remat.fit.fit import fit
 from remat.fit.levers import proved
 from remat.fit.request import AUTO, Request
 from remat.fit.variants import Variants
+from remat.running.collecting import collecting_rarely
 from remat.tensorflow._private import FuncGraph
 from remat.tensorflow.api.checkpoints import chosen_plan
 from remat.tensorflow.early_updates import EarlyUpdates
@@ -43,6 +44,7 @@ from remat.tensorflow.trace.sizes import sizes_with_loops
 _log = logging.getLogger("remat")
 
 
+@collecting_rarely()
 def rewrite(function: FunctionToPlan, request: Request) -> Rewritten:
     """Plan the whole function as requested and rewrite it in place.
 
