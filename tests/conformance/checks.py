@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -235,6 +237,21 @@ def nothing_is_measured_in_no_runs(front_end: FrontEnd, folder: Path) -> None:
     assert type(front_end.verbs.measure(step, *args, repeats=1)) is Measurement
 
 
+def a_step_goes_with_its_last_user(front_end: FrontEnd, folder: Path) -> None:
+    """With all that it holds: who trains one model after another must not run out of memory."""
+
+    def used() -> weakref.ref[Any]:  # A function of its own: frameworks look at the variables of those that call them.
+        loss = chain(front_end)
+        step = front_end.step(loss, budget=front_end.kept_share, planner="peak_greedy")
+        step(weights(front_end), batch(front_end))
+        assert step.plan.recomputed > 0
+        return weakref.ref(loss)
+
+    loss = used()
+    gc.collect()
+    assert loss() is None
+
+
 def no_time_is_no_time(front_end: FrontEnd, folder: Path) -> None:
     with noted_time_limits() as limits:
         step = front_end.step(chain(front_end), budget="80%", planner=NOTING, time_limit_s=0)
@@ -323,6 +340,7 @@ CHECKS: tuple[Callable[[FrontEnd, Path], None], ...] = (
     recompute_saves_memory_and_takes_any_arguments,
     the_environment_switches_recompute_off,
     nothing_is_measured_in_no_runs,
+    a_step_goes_with_its_last_user,
     no_time_is_no_time,
     micro_batches_give_the_numbers_of_the_whole_batch,
     a_batch_that_is_all_masked_gives_nothing,

@@ -14,7 +14,7 @@ PAGES_OF_PARTS = {DOCS / "micro_batches.md"}
 # These repeat the README's blocks, as a test below says.
 HOME_PAGE = DOCS / "README.md"
 # Pages whose snippets run in the quick tests, too.
-QUICK_PAGES = ("docs/coming-from.md",)
+QUICK_PAGES = ("docs/coming-from.md", "docs/quick-start/tensorflow.md", "docs/quick-start/keras.md")
 
 README = {snippet.framework: snippet for snippet in snippets(ROOT / "README.md")}
 ALL = [

@@ -225,11 +225,27 @@ def holds_no_batch() -> bool:
     return seen() is None
 
 
+def goes_with_its_last_user(mode: Any) -> bool:
+    """Is a model gone that trained within a budget, once nobody else holds it?"""
+    import gc
+    import weakref
+
+    model = stack(lambda _: layers.LayerNormalization())
+    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    remat.keras.limit_memory(model, "80%", planner="peak_greedy", mode=mode)
+    model.train_on_batch(torch.zeros(BATCH, WIDTH), torch.zeros(BATCH, dtype=torch.int64))
+    seen = weakref.ref(model)
+    del model
+    gc.collect()
+    return seen() is None
+
+
 if __name__ == "__main__":
     serve(
         {
             "beside_plain": beside_plain,
             "by_both_ways": by_both_ways,
+            "goes_with_its_last_user": goes_with_its_last_user,
             "holds_no_batch": holds_no_batch,
             "that_holds_tensors": that_holds_tensors,
         }

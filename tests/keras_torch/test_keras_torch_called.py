@@ -86,3 +86,8 @@ def test_tensors_of_layers_that_are_no_variables():
 
 def test_a_capture_holds_no_batch():
     assert ask("holds_no_batch")
+
+
+@pytest.mark.parametrize("mode", ["graph", "eager"])
+def test_a_limited_model_goes_with_its_last_user(mode):
+    assert ask("goes_with_its_last_user", mode)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
+import weakref
 
 import numpy as np
 import paddle
@@ -393,3 +395,29 @@ def test_arguments_in_one_tuple_get_a_line_that_says_what_to_write():
 
     with pytest.raises(NotAStep, match=r"return \(loss, batch\) in place of \(loss, \(batch,\)\)"):
         make_workload((loss, (batch(),)), StepOptions()).graph("cpu")
+
+
+def test_a_layer_goes_with_its_last_user():
+    """And with it what was captured: who trains one model after another must not run out of memory."""
+    net = remat.paddle.limit_memory(Net(), "90%")
+    net(batch()).square().mean().backward()
+    assert remat.paddle.plan_of(net).recomputed > 0
+    held = weakref.ref(net)
+    del net
+    gc.collect()
+    assert held() is None
+
+
+def test_a_copy_of_a_layer_runs_by_itself():
+    """An average of a model's weights is often kept in a copy of it."""
+    net = remat.paddle.limit_memory(Net(), "90%")
+    net(batch()).square().mean().backward()
+    copied = copy.deepcopy(net)
+    with paddle.no_grad():
+        for parameter in copied.parameters():
+            parameter.zero_()
+
+    assert float(copied(batch()).abs().max()) == 0
+    assert float(net(batch()).abs().max()) > 0
+    with pytest.raises(ValueError, match="not limited"):
+        remat.paddle.plan_of(copied)

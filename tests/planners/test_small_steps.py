@@ -56,6 +56,32 @@ def dense_layers(layers: int) -> Graph:
     return Graph(tuple(ops), tuple(tensors), inputs=tuple(range(layers + 1)), outputs=tuple(outputs), free_order=False)
 
 
+def products_with_updates(layers: int) -> Graph:
+    """Products and tanh, their mean square, as TensorFlow's tape writes them, and the step of each weight."""
+    tensors = [Tensor(64), *[Tensor(4) for _ in range(layers)]]
+    ops: list[Op] = []
+
+    def made(size_bytes: int, time_s: float, *inputs: int) -> int:
+        tensors.append(Tensor(size_bytes))
+        ops.append(Op(inputs=inputs, outputs=(len(tensors) - 1,), time_s=time_s))
+        return len(tensors) - 1
+
+    activations = [0]
+    for weight in range(1, layers + 1):
+        activations.append(made(64, 1.0, made(64, 9.0, activations[-1], weight)))
+    loss = made(0, 1.0, made(64, 1.0, activations[-1]))
+    spread = made(64, 1.0, made(64, 1.0, loss))
+    power = made(64, 1.0, activations[-1])
+    gradient = made(64, 1.0, made(64, 1.0, spread), power)
+    of_weights: list[int] = []
+    for weight in range(layers, 0, -1):
+        behind = made(64, 1.0, activations[weight], gradient)
+        gradient = made(64, 9.0, behind, weight) if weight > 1 else behind
+        of_weights.append(made(4, 9.0, activations[weight - 1], behind))
+    outputs = (loss, *(made(4, 0.1, one) for one in of_weights))
+    return Graph(tuple(ops), tuple(tensors), inputs=tuple(range(layers + 1)), outputs=outputs, free_order=False)
+
+
 def smallest_bytes(graph: Graph, planner: str, budget_bytes: int = 1) -> int | None:
     try:
         return find(graph, budget_bytes, planner=planner, time_limit_s=2).peak_bytes
@@ -92,6 +118,14 @@ def test_what_annealing_reaches_counts_for_the_smallest_budget() -> None:
 
     assert named is not None
     assert named <= 28
+
+
+def test_quick_walks_of_a_small_step_do_not_give_up_early() -> None:
+    """Walks that gave up after a third of their edits left 428 bytes as the smallest, and refused a documented step."""
+    with pytest.raises(InfeasibleBudget) as refused:
+        find(products_with_updates(8), 1, thorough=False)
+
+    assert refused.value.minimum_bytes <= 384
 
 
 def test_naming_the_smallest_budget_of_a_free_order_takes_few_edits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,3 +95,16 @@ def test_a_forward_pass_alone_leaves_nothing():
         assert made[-1]() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("backend", ["aten", pytest.param("inductor", marks=pytest.mark.thorough)])
+def test_a_captured_step_goes_with_its_last_user(backend):
+    """Dynamo keeps what it was given for good: who trains one model after another must not run out of memory."""
+    case = normalised()
+    step = remat.torch.compile(case.loss, budget="80%", backend=backend, **QUICK)
+    step(*case.args).backward()
+    assert step.plan.recomputed > 0
+    held = weakref.ref(case.module)
+    del case, step
+    gc.collect()
+    assert held() is None

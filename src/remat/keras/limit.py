@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -21,7 +20,9 @@ from remat.micro_batches.options import MicroBatchChoice
 if TYPE_CHECKING:
     from remat.keras.shared.limit import ModelLimit
 
-_limits: weakref.WeakKeyDictionary[Any, ModelLimit] = weakref.WeakKeyDictionary()
+_NAME: Final = "_remat_limit"
+"""Where a model holds its limit. A limit holds functions that hold the model, so that in a dictionary of weak keys both
+would live as long as the program."""
 
 _NOT_GIVEN: Final = "not given"
 """The default of ``budget``, which None is not: None takes a limit off. It is no budget that anybody would write."""
@@ -136,7 +137,8 @@ def limit_memory(
         if levers is None and budget is not None and count in (1, None):
             request = dataclasses.replace(request, levers=limits.Limit.default_levers)
         _take_off(model)
-        _limits[model] = limits.Limit(
+        # Past Keras, which looks at what is assigned to a model for layers and variables.
+        vars(model)[_NAME] = limits.Limit(
             *(model, request, count),
             replans=plans_again,
             strict=strict,
@@ -183,18 +185,25 @@ joint_plan_of = micro_batch_choice_of
 
 def is_limited(model: keras.Model) -> bool:
     """Has ``limit_memory`` been called on the model?"""
-    return model in _limits
+    return _limit_on(model) is not None
+
+
+def _limit_on(model: keras.Model) -> ModelLimit | None:
+    limit: ModelLimit | None = vars(model).get(_NAME)
+    return limit if limit is not None and limit.is_of(model) else None  # A shallow copy shares what a model holds.
 
 
 def _limit_of(model: keras.Model) -> ModelLimit:
-    if model not in _limits:
+    limit = _limit_on(model)
+    if limit is None:
         raise ValueError(f"{model.name!r} has no memory limit; call remat.keras.limit_memory(model, budget=...) first")
-    return _limits[model]
+    return limit
 
 
 def _take_off(model: keras.Model) -> None:
-    if model in _limits:
-        _limits.pop(model).detach()
+    if (limit := _limit_on(model)) is not None:
+        del vars(model)[_NAME]
+        limit.detach()
 
 
 def _checked_mode(mode: str, micro_batches: int | str) -> dict[str, str]:

@@ -11,6 +11,8 @@ import gc
 import inspect
 import os
 import re
+import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
@@ -344,7 +346,7 @@ class StaticFunction:
     """A function under ``paddle.jit.to_static``, with a hook in each of its programs.
 
     Args:
-        function: what is called.
+        function: what is called. Whoever holds this holds the object of a method.
         hook: takes a joint program, the place where its forward pass ends, and the place where its backward pass
             begins; returns where the forward pass ends afterwards. What stands between is cut out.
 
@@ -353,8 +355,10 @@ class StaticFunction:
     """
 
     def __init__(self, function: Any, hook: Callable[[Any, int, int], int]) -> None:
+        called = _Called(function)
+
         def call(args: Any, kwargs: Any, modes: Any) -> Any:
-            return function(*args, **kwargs)
+            return called.function(*args, **kwargs)
 
         self.leaves: list[Any] = []
         self._static = paddle.jit.to_static(call, full_graph=True)
@@ -379,6 +383,21 @@ class StaticFunction:
         _, partial = self._static.get_concrete_program(list(args), kwargs, modes, is_train=True)
         assert partial.train_program is not None, "it is made when it is asked for"
         return partial
+
+
+class _Called:
+    """What ``to_static`` converts, without the object of a method.
+
+    Paddle keeps what it has converted for as long as the function lives that it was converted from. If a layer held
+    that function, and what was converted the layer, both would stay for good.
+    """
+
+    def __init__(self, function: Any) -> None:
+        self._itself = weakref.WeakMethod(function) if isinstance(function, types.MethodType) else lambda: function
+
+    @property
+    def function(self) -> Any:
+        return self._itself()
 
 
 class _Hook(PartialProgramLayerHook):  # type: ignore[misc]

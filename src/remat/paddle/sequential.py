@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
@@ -63,10 +64,12 @@ class BackwardOrder:
         for result in results:
             if not result.stop_gradient:
                 result.register_hook(self._set)
+        # A leaf keeps its hooks, where Python's garbage collection does not look: they must not lead to the layer.
+        put_back = weakref.WeakMethod(self._put_back)
         for leaf in leaves:
             if not leaf.stop_gradient and id(leaf) not in self._leaves:
                 self._leaves.add(id(leaf))
-                leaf.register_hook(functools.partial(self._put_back, id(leaf)))
+                leaf.register_hook(functools.partial(_call_if_there, put_back, id(leaf)))
 
     def _set(self, _: Any) -> None:
         self._to_come = set(self._leaves)
@@ -84,6 +87,11 @@ class BackwardOrder:
         if self._before is not None:
             _private.set_flags(self._before)
             self._before = None
+
+
+def _call_if_there(method: weakref.WeakMethod[Callable[..., None]], *args: Any) -> None:
+    if (found := method()) is not None:
+        found(*args)
 
 
 def plan_in(program: Any) -> Any:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch._dynamo import config
 
@@ -24,3 +26,19 @@ def once_left_unsaid() -> Iterator[None]:
         yield
     finally:
         setattr(config, setting, ignored)
+
+
+def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that does not keep its object alive; the object lives as long as captured functions are called.
+
+    Dynamo keeps its backends for good, and captured functions for as long as what their guards look at lives;
+    AOTAutograd keeps what compiled them. If these led back to a model, neither would ever go.
+    """
+    itself = weakref.WeakMethod(method)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        found = itself()
+        assert found is not None, "whoever calls what was captured holds what captures"
+        return found(*args, **kwargs)
+
+    return call

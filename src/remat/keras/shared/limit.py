@@ -111,6 +111,10 @@ class ModelLimit(abc.ABC):
         """What was chosen from which numbers of micro-batches; None before the first step, or where it was given."""
         return self._choice
 
+    def is_of(self, model: keras.Model) -> bool:
+        """Is this the model whose memory is limited?"""
+        return self._model() is model
+
     def detach(self) -> None:
         """Give the model its own training step back."""
         model = self._model()

@@ -6,7 +6,7 @@ import functools
 import inspect
 import types
 import weakref
-from typing import Any
+from typing import Any, Final
 
 import paddle
 
@@ -19,7 +19,9 @@ from remat.paddle.first_step import FirstStep
 from remat.paddle.layerwise import Layerwise
 from remat.paddle.tensors import bytes_of, tensors_in
 
-_limits: weakref.WeakKeyDictionary[Any, Limit] = weakref.WeakKeyDictionary()
+_NAME: Final = "remat_limit"
+"""Where what replaces a layer's ``forward`` holds the limit. A limit holds the layer, so that in a dictionary of weak
+keys both would live as long as the program."""
 
 
 def limit_memory(
@@ -93,12 +95,11 @@ def limit_memory(
         )
     request = Request(budget, planner=planner, time_limit_s=time_limit_s, options=options)
     request.check("remat.paddle.limit_memory", takes_auto=False)
-    if layer in _limits:
+    if _limit_on(layer) is not None:
         raise UnsupportedStep(
             f"the memory of this {type(layer).__name__} is limited already; make a new instance for another budget"
         )
     limit = Limit(layer, request, resident_bytes, device, plans_again=plans_again, strict=strict)
-    _limits[layer] = limit
     if isinstance(layer_or_model, paddle.Model):
         _ModelTraining(layer_or_model, limit)
     return layer_or_model
@@ -112,7 +113,7 @@ def plan_of(layer_or_model: Any) -> ProgramPlan | None:
     """
     layer = layer_or_model.network if isinstance(layer_or_model, paddle.Model) else layer_or_model
     layer = layer._layers if isinstance(layer, paddle.DataParallel) else layer
-    limit = _limits.get(layer) if isinstance(layer, paddle.nn.Layer) else None
+    limit = _limit_on(layer) if isinstance(layer, paddle.nn.Layer) else None
     if limit is None:
         raise ValueError(
             f"the memory of this {type(layer_or_model).__name__} is not limited; call "
@@ -120,6 +121,11 @@ def plan_of(layer_or_model: Any) -> ProgramPlan | None:
         )
     plans = limit.plans
     return plans[-1] if plans else None
+
+
+def _limit_on(layer: Any) -> Limit | None:
+    limit: Limit | None = getattr(vars(layer).get("forward"), _NAME, None)
+    return limit if limit is not None and limit.is_of(layer) else None  # A copy of a layer shares what replaces it.
 
 
 class Limit:
@@ -160,12 +166,17 @@ class Limit:
         plain = type(layer).forward
 
         @functools.wraps(plain)
-        def forward(_: Any, *args: Any, **kwargs: Any) -> Any:
-            return self.run(*args, **kwargs)
+        def forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
+            return self.run(*args, **kwargs) if self.is_of(layer) else plain(layer, *args, **kwargs)
 
         # paddle.Model asks how many inputs a layer takes, and does not look behind a wrapper.
         forward.__signature__ = inspect.signature(plain)  # type: ignore[attr-defined]
+        setattr(forward, _NAME, self)
         layer.forward = types.MethodType(forward, layer)
+
+    def is_of(self, layer: Any) -> bool:
+        """Is this the layer whose memory is limited? A copy of it is not."""
+        return self._layer() is layer
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward pass of the layer."""

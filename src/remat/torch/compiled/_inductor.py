@@ -30,6 +30,8 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._inductor.virtualized import V
 from torch.utils.checkpoint import CheckpointPolicy
 
+from remat.torch._dynamo import weakly
+
 __all__ = ["BackendCompilerFailed", "PythonWrapperCodegen", "V", "compile_fx_inner", "ir", "lines", "patch"]
 
 _SETTINGS: Final = "remat_settings"  # Where a module carries its settings to the point where it is compiled.
@@ -51,11 +53,11 @@ class _Partitioner(CustomPartitionerFn):
 
 
 def backend(partition: Callable[..., tuple[fx.GraphModule, fx.GraphModule]]) -> Callable[..., Any]:
-    """A backend for ``torch.compile``: Inductor, with this function to part forward and backward pass.
+    """A backend for ``torch.compile``: Inductor, with this method to part forward and backward pass.
 
     What it compiles is not kept on disk: the same graph is parted in another way under another budget.
     """
-    patches = {"custom_partitioner_fn": _Partitioner(partition), "fx_graph_cache": False}
+    patches = {"custom_partitioner_fn": _Partitioner(weakly(partition)), "fx_graph_cache": False}
 
     def compile_with(module: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
         with functorch_config.patch(enable_autograd_cache=False), strides_remembered():

@@ -30,7 +30,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode, PythonFunctionalizeAPI
 
 from remat.torch._backward_pass import counted_gradients
-from remat.torch._dynamo import once_left_unsaid
+from remat.torch._dynamo import once_left_unsaid, weakly
 from remat.torch._private import FakeTensorMode
 from remat.torch.graph_mode import layouts
 from remat.torch.graph_mode._answers import Answers
@@ -69,7 +69,8 @@ class Backend:
 
     Args:
         partition: is given the joint graph and makes a forward and a backward module of it.
-        compile_forward: makes a function of the forward module; it takes a list of arguments, which it empties.
+        compile_forward: makes a function of the forward module; it takes a list of arguments, which it empties. It is a
+            method, as the next two are, of an object that lives as long as captured functions are called.
         compile_backward: the same for the backward module.
         compile_alone: the same for a graph without a backward pass.
         takers_for: given the inputs of a captured graph, those of them whose gradients are taken as soon as they are
@@ -85,7 +86,6 @@ class Backend:
         compile_alone: CompilePart,
         takers_for: Callable[[Sequence[Any]], dict[int, Any]],
     ) -> None:
-        self.__name__ = "aten"  # As Dynamo calls it where something fails.
         self._partition = partition
         self._takers_for = takers_for
         # Of the graph that is traced at present.
@@ -95,10 +95,10 @@ class Backend:
         self._parts: list[int] = []
         self._static: Sequence[int] | None = None
         self._differentiated: Callable[..., Any] = aot_autograd(
-            fw_compiler=_compiler(compile_forward),
-            bw_compiler=_compiler_of_backward_passes(compile_backward),
-            inference_compiler=_compiler(compile_alone),
-            partition_fn=self._part,
+            fw_compiler=_compiler(weakly(compile_forward)),
+            bw_compiler=_compiler_of_backward_passes(weakly(compile_backward)),
+            inference_compiler=_compiler(weakly(compile_alone)),
+            partition_fn=weakly(self._part),
             decompositions={},
         )
 
@@ -106,6 +106,12 @@ class Backend:
         """A function in place of a graph that Dynamo has captured."""
         examples = [_example(node) for node in module.graph.find_nodes(op="placeholder")]
         return self._function(module, inputs, examples, _input_names(module), None)
+
+    def for_dynamo(self) -> Callable[..., Callable[..., Any]]:
+        """The backend as Dynamo is given it: Dynamo keeps for good what it is given, and this keeps nothing alive."""
+        backend = weakly(self.__call__)
+        backend.__name__ = "aten"  # As Dynamo calls it where something fails.
+        return backend
 
     def of_function(
         self, module: torch.nn.Module, inputs: Sequence[torch.Tensor], names: Sequence[str], static: Sequence[int]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -139,9 +140,10 @@ class Captured:
         """The function for Dynamo, with a backend of its own: nothing that was captured before is taken."""
         self._is_outdated, self._is_new = False, True
         compilers = (self._compile_forward, self._compile_backward, self._compile_alone)
-        backend = _aot.Backend(self._partition, *compilers, self._takers_for)
+        self._backend = _aot.Backend(self._partition, *compilers, self._takers_for)
         if self._state_of is not None:
-            return CalledFunction(self._fn, backend, self._state_of)
+            return CalledFunction(self._fn, self._backend, self._state_of)
+        backend = self._backend.for_dynamo()
         return torch.compile(self._fn, backend=backend, fullgraph=not self._in_pieces, dynamic=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -207,7 +209,8 @@ class Captured:
             raise
         for module in (program.forward, program.backward):
             module.meta[_NUMBER] = len(self._steps)
-        over_budget = self._over_budget if self._may_plan_again(plan) else None
+        # Dynamo keeps a step for as long as what its guards look at lives: it must not hold the function.
+        over_budget = weakref.WeakMethod(self._over_budget) if self._may_plan_again(plan) else None
         step = _PlannedStep(
             plan, program.donated, candidate.resident_bytes, self._strict, over_budget, self._early, ranks, apart
         )
@@ -313,8 +316,8 @@ class _PlannedStep:
         donated: places of saved tensors that the backward pass writes over.
         resident_bytes: what lies on the device beside the step.
         strict: is a first step over its budget an error?
-        over_budget: called in place of that with what a first step took more than was predicted, where the step will be
-            planned again.
+        over_budget: a method that is called in place of that with what a first step took more than was predicted, where
+            the step will be planned again.
         early: the updates that the step runs itself. Where the first of them make the optimizer's state, which counts
             as there before, the second step is measured.
         ranks: the processes that must run the same, where there are any.
@@ -327,7 +330,7 @@ class _PlannedStep:
         donated: tuple[int, ...],
         resident_bytes: int,
         strict: bool,
-        over_budget: Callable[[GraphPlan, int], None] | None,
+        over_budget: weakref.WeakMethod[Any] | None,
         early: Updates | None,
         ranks: CapturedRanks | None,
         apart: Apart | None,
@@ -401,8 +404,8 @@ class _PlannedStep:
         if not exceeds(plan, measured_bytes):
             return
         message = broken_budget(plan, measured_bytes, meter.unpredicted)
-        if self._over_budget is not None:
+        if self._over_budget is not None and (over_budget := self._over_budget()) is not None:
             _log.info("%s. The next step is planned again.", message)
-            self._over_budget(plan, measured_bytes - plan.peak_bytes)
+            over_budget(plan, measured_bytes - plan.peak_bytes)
         else:
             tell(message, strict=self._strict)
