@@ -14,7 +14,9 @@ PAGES_OF_PARTS = {DOCS / "micro_batches.md"}
 # These repeat the README's blocks, as a test below says.
 HOME_PAGE = DOCS / "README.md"
 # Pages whose snippets run in the quick tests, too.
-QUICK_PAGES = ("docs/coming-from.md", "docs/quick-start/tensorflow.md", "docs/quick-start/keras.md")
+QUICK_PAGES = ("docs/coming-from.md",)
+# What users run first is never left to the longer checks.
+FIRST_PAGES = ("docs/quick-start/",)
 
 README = {snippet.framework: snippet for snippet in snippets(ROOT / "README.md")}
 ALL = [
@@ -38,8 +40,13 @@ TRAINERS = ("huggingface_trainer.py", "lightning_training.py")  # Their librarie
 
 
 def marked(snippet: Snippet) -> object:
-    is_quick = snippet.page in QUICK_PAGES and not snippet.is_slow
-    return pytest.param(snippet, id=str(snippet), marks=() if is_quick else pytest.mark.slow)
+    if snippet.page.startswith(FIRST_PAGES) and not snippet.is_slow:
+        marks = [pytest.mark.thorough]
+        if snippet.framework in ("keras", "tensorflow"):
+            marks.append(pytest.mark.other_cpu)
+    else:
+        marks = [] if snippet.page in QUICK_PAGES and not snippet.is_slow else [pytest.mark.slow]
+    return pytest.param(snippet, id=str(snippet), marks=marks)
 
 
 def test_there_is_something_to_run() -> None:
@@ -71,12 +78,14 @@ def test_snippets_that_need_no_framework(page: str, tmp_path: Path, monkeypatch:
             exec(compile(snippet.code, str(snippet), "exec"), {"__name__": "snippet"})
 
 
+@pytest.mark.other_cpu
 def test_the_keras_snippet_prints_a_plan_that_recomputes(tmp_path: Path) -> None:
     printed = README["keras"].run(tmp_path)
     assert "remat plan by 'auto'" in printed
     assert re.search(r"recomputed +[1-9]\d* of", printed)
 
 
+@pytest.mark.other_cpu
 def test_the_tensorflow_snippet_recomputes_and_returns_a_loss(tmp_path: Path) -> None:
     kept = "    global plan\n    plan = tape.plan\n    return loss\n"
     code = README["tensorflow"].code.replace("    return loss\n", kept)

@@ -77,6 +77,9 @@ answer["tape"] = [difference(planned.gradients, plain.gradients), planned.tape.p
 found = by_function(lambda y, xs: gradients(y, xs, budget="70%", **PLANNING))
 answer["gradients"] = [difference(found, by_function(tf.gradients)), last_plan().recomputed]
 
+checked = remat.tensorflow.check(loss, x, budget="70%")
+answer["check"] = [checked.passed, checked.recomputed, checked.verdict]
+
 resident_set.can_be_measured = lambda: False
 try:
     measure(lambda: ran.append(1))
@@ -107,6 +110,14 @@ def test_a_budget_is_planned_with_the_plain_numbers(uncounted: dict[str, Any], h
     difference, recomputed = uncounted[how]
     assert recomputed > 0
     assert difference <= 1e-5
+
+
+def test_a_check_compares_the_numbers_and_says_that_no_peak_was_measured(uncounted: dict[str, Any]) -> None:
+    passed, recomputed, verdict = uncounted["check"]
+    assert passed
+    assert recomputed > 0
+    assert verdict.startswith("equal: ")
+    assert "no peak was measured" in verdict
 
 
 def test_what_is_not_counted_is_said_once(uncounted: dict[str, Any]) -> None:

@@ -203,7 +203,10 @@ def _check_table(source: Source, result: dict[str, Any]) -> Table:
             style=None if is_equal else "red",
         )
     table.add_section()
-    kept = result["planned_peak_bytes"] <= result["budget_bytes"]
-    peaks = f"{format_bytes(result['plain_peak_bytes'])} -> {format_bytes(result['planned_peak_bytes'])}"
-    table.add_row("measured peak", "", peaks, format_bytes(result["budget_bytes"]), "kept" if kept else "exceeded")
+    peaks = f"{_peak(result['plain_peak_bytes'])} -> {_peak(result['planned_peak_bytes'])}"
+    kept = "kept" if result["planned_peak_bytes"] <= result["budget_bytes"] else "exceeded"
+    table.add_row(
+        *("measured peak", "", peaks, format_bytes(result["budget_bytes"])),
+        kept if result["planned_peak_bytes"] else "not measured",
+    )
     return table

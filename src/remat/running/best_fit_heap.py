@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import functools
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -13,7 +14,7 @@ _MAX_UNSPLIT_BYTES: Final = 128 << 20
 _LARGEST_BIN: Final = 20
 
 
-@dataclass
+@dataclass(slots=True)
 class _Chunk:
     size: int
     used: bool
@@ -111,5 +112,6 @@ class Heap:
         del self._free[bisect.bisect_left(self._free, (_bin(size), size, address))]
 
 
+@functools.lru_cache(maxsize=1 << 16)  # A step asks for the same few sizes over and over.
 def _bin(size: int) -> int:
     return min(_LARGEST_BIN, (size // _ALIGNMENT_BYTES).bit_length() - 1)

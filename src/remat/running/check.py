@@ -78,8 +78,8 @@ class CheckResult:
         steps: how many steps of training were run each way.
         budget_bytes: the budget of the plan.
         recomputed: how many operations the plan runs again.
-        plain_peak_bytes: the measured peak of plain training.
-        planned_peak_bytes: the measured peak of planned training.
+        plain_peak_bytes: the measured peak of plain training; 0 where the framework counts nothing on this device.
+        planned_peak_bytes: the measured peak of planned training, likewise.
         predicted_peak_bytes: the peak that the plan promises.
         is_repeatable: does plain training give the same numbers twice? Otherwise nothing can be compared.
     """
@@ -95,18 +95,17 @@ class CheckResult:
 
     @property
     def passed(self) -> bool:
-        """Are all numbers equal but for rounding, and is the measured peak within the budget?"""
+        """Are all numbers equal but for rounding, and is the peak, where it is measured, within the budget?"""
         return self.is_repeatable and self.keeps_budget and all(one.is_equal for one in self.comparisons)
 
     @property
     def keeps_budget(self) -> bool:
-        """Is the measured peak within the budget?"""
+        """Is the measured peak within the budget? Nothing says otherwise where none is measured."""
         return self.planned_peak_bytes <= self.budget_bytes
 
     @property
     def verdict(self) -> str:
         """One line: what differs and why, or that nothing does."""
-        peaks = f"peak {format_bytes(self.plain_peak_bytes)} plain, {format_bytes(self.planned_peak_bytes)} planned"
         if not self.is_repeatable:
             return (
                 "undecided: plain training gives other numbers each time, so the planned one cannot be compared; give "
@@ -122,8 +121,13 @@ class CheckResult:
                 "less, and please report the model"
             )
         largest = max((one.difference for one in self.comparisons), default=0.0)
-        budget = format_bytes(self.budget_bytes)
-        return f"equal: largest difference {largest:.1e}, which is rounding; {peaks}, budget {budget}"
+        equal = f"equal: largest difference {largest:.1e}, which is rounding"
+        budget = f"budget {format_bytes(self.budget_bytes)}"
+        if not self.planned_peak_bytes:
+            predicted = format_bytes(self.predicted_peak_bytes)
+            return f"{equal}; no peak was measured, since nothing counts it here: {predicted} predicted, {budget}"
+        peaks = f"peak {format_bytes(self.plain_peak_bytes)} plain, {format_bytes(self.planned_peak_bytes)} planned"
+        return f"{equal}; {peaks}, {budget}"
 
     def __str__(self) -> str:
         return self.verdict

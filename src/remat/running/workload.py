@@ -91,7 +91,7 @@ class Training:
     """What a few steps of training came to.
 
     Attributes:
-        peak_bytes: the largest measured peak of a step, by the framework's own counter.
+        peak_bytes: the largest measured peak of a step, by the framework's own counter; 0 where it has none.
         step_time_s: median wall seconds of a step; the first step, which compiles, is left out.
         losses: the loss of each step.
         values: what the steps left behind, by name. A name begins with the kind of the value:

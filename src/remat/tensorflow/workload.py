@@ -69,13 +69,14 @@ class TensorFlowFunction:
         device = current_device()
         losses, times, peaks = [], [], []
         for _ in range(steps):
-            device.reset_peak()
+            if device.has_counter:
+                device.reset_peak()
             started = time.perf_counter()
             loss, gradients = step(*args)
             losses.append(float(loss))
             del gradients
             times.append(time.perf_counter() - started)
-            peaks.append(device.peak_bytes)
+            peaks.append(device.peak_bytes if device.has_counter else 0)
         variables = self._variables or ()
         values = {f"{_kind(v)}/{v.name}#{n}": v.numpy().copy() for n, v in enumerate(variables)}
         plan = None if budget is None else plans[-1].plan

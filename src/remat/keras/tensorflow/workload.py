@@ -50,9 +50,10 @@ class Workload(ModelWorkload):
 
     def _run(self, batch: tuple[Any, Any]) -> float:
         device = current_device()
-        device.reset_peak()
+        if device.has_counter:
+            device.reset_peak()
         loss = super()._run(batch)
-        self._peaks.append(device.peak_bytes)
+        self._peaks.append(device.peak_bytes if device.has_counter else 0)
         return loss
 
     def _peak_bytes(self, batch: tuple[Any, Any]) -> int:

@@ -117,11 +117,11 @@ class AllocatorModel:
         sizes = [event.size_bytes for event in events if self._is_on_heap(event)]
 
         steps = _STEPS_WITH_MOVES if any(event.moves_to is not None for event in events) else 1
+        step = self._replayable(events)
 
         def added(heaps: int, pinned_first: bool) -> list[int]:
             return sorted(
-                self._added_by_steps(self._heap_with_a_past(pinned, sizes, pinned_first, seed), events, steps)
-                for seed in range(heaps)
+                step.added(self._heap_with_a_past(pinned, sizes, pinned_first, seed), steps) for seed in range(heaps)
             )
 
         to_expect = added(_HEAPS_TO_EXPECT, pinned_first=True)
@@ -152,7 +152,7 @@ class AllocatorModel:
         """As ``peak_range`` for some steps that are the first thing on the device."""
         pinned = self._pinned_bytes(graph)
         events = list(self._events(graph, schedule))
-        return sum(pinned.values()) + self._added_by_steps(self._new_heap(pinned), events, steps)
+        return sum(pinned.values()) + self._replayable(events).added(self._new_heap(pinned), steps)
 
     def peak_with_blocks(self, graph: Graph, blocks: Sequence[int]) -> PeakRange:
         """The sum of chunks in use while a compiled program runs, which allocates its blocks at once.
@@ -255,27 +255,61 @@ class AllocatorModel:
     def _is_on_heap(self, event: _Event) -> bool:
         return bool(event.size_bytes) and event.size_bytes >= self.min_counted_bytes
 
-    def _added_by_steps(self, heap: Heap, events: Sequence[_Event], steps: int) -> int:
+    def _replayable(self, events: Sequence[_Event]) -> _Step:
+        """The events of a step, of which many heaps are to see those that are theirs."""
+        beside = most_beside = 0
+        held_beside: dict[int, int] = {}
+        on_heap: list[_Event] = []
+        most: list[int] = []
+        for event in events:
+            if self._is_on_heap(event) or (not event.size_bytes and event.block not in held_beside):
+                on_heap.append(event)
+                most.append(most_beside)
+                most_beside = beside
+            elif event.size_bytes:
+                held_beside[event.block] = event.size_bytes * event.count
+                beside += held_beside[event.block]
+            else:
+                beside -= held_beside.pop(event.block)
+            most_beside = max(most_beside, beside)
+        most.append(most_beside)
+        return _Step(on_heap, most[1:], most[0])
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What the heap sees of a step, and the bytes beside it.
+
+    Attributes:
+        events: of blocks on the heap.
+        most_beside: behind each event, the most bytes beside the heap up to the next one.
+        most_before: the same before the first event.
+    """
+
+    events: Sequence[_Event]
+    most_beside: Sequence[int]
+    most_before: int
+
+    def added(self, heap: Heap, steps: int) -> int:
         """The most that some steps have in use beyond what was in use before, on the heap and beside it."""
-        before = peak = heap.in_use_bytes
+        before = heap.in_use_bytes
+        peak = before + self.most_before
+        replayed = [(e.block, e.size_bytes, e.count, e.moves_to) for e in self.events]
         for _ in range(steps):
-            beside = 0
             held: dict[int, list[int]] = {}
-            held_beside: dict[int, int] = {}
-            for event in events:
-                if self._is_on_heap(event):
-                    held[event.block] = [heap.allocate(event.size_bytes) for _ in range(event.count)]
-                elif event.size_bytes:
-                    held_beside[event.block] = event.size_bytes * event.count
-                    beside += held_beside[event.block]
+            for (block, size_bytes, count, moves_to), beside in zip(replayed, self.most_beside, strict=True):
+                if count == 1:
+                    held[block] = [heap.allocate(size_bytes)]
+                elif size_bytes:
+                    held[block] = [heap.allocate(size_bytes) for _ in range(count)]
                 else:
-                    beside -= held_beside.pop(event.block, 0)
-                    addresses = held.pop(event.block, ())
-                    if event.moves_to in heap.of_inputs and len(addresses) == 1:
-                        addresses = [heap.move_input(event.moves_to, addresses[0])]
+                    addresses = held.pop(block, ())
+                    if moves_to in heap.of_inputs and len(addresses) == 1:
+                        addresses = [heap.move_input(moves_to, addresses[0])]
                     for address in addresses:
                         heap.free(address)
-                peak = max(peak, heap.in_use_bytes + beside)
+                if heap.in_use_bytes + beside > peak:
+                    peak = heap.in_use_bytes + beside
         return peak - before
 
 
