@@ -61,14 +61,15 @@ class Answers:
         as_known = dict.fromkeys(_ARE_STREAMS_CAPTURED, handlers[torch.compiler.is_compiling])
         rules = dict.fromkeys(_ARE_STREAMS_CAPTURED, functions_of_torch.TorchInGraphFunctionVariable)
         known_rules = trace_rules.get_torch_obj_rule_map()
-        ours = functions_of_torch.tracing_state_functions
-        functions_of_torch.tracing_state_functions = lambda: answered
+        module: Any = functions_of_torch
+        known_functions = module.tracing_state_functions
+        module.tracing_state_functions = lambda: answered
         # This stands around every step: patches that copy these tables would take half a millisecond of it.
         with _added(handlers, as_known), _added(known_rules, rules):
             try:
                 yield
             finally:
-                functions_of_torch.tracing_state_functions = ours
+                module.tracing_state_functions = known_functions
 
     def tell_more(self, error: Exception) -> bool:
         """Whether there is one more function to tell, after a capture has ended with an error; it is told from now on.
