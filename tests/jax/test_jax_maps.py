@@ -158,3 +158,22 @@ def test_a_map_inside_of_a_map_stays_whole(devices):
 
     kinds = [one.root.primitive.name for one in program_of(closed, takes_maps_apart=True).instructions]
     assert kinds == ["shard_map", "shard_map"]
+
+
+@pytest.mark.parametrize("has_loops", [True, False])
+def test_a_refusal_says_that_loops_inside_of_several_calls_are_not_planned(devices, has_loops):
+    mesh, own = Mesh(devices.reshape(4), ("data",)), PartitionSpec("data")
+
+    def layers(x):
+        def body(x):
+            return jnp.sin(x) * jnp.cos(x)
+
+        return jax.lax.scan(lambda x, _: (body(x), None), x, None, length=8)[0] if has_loops else body(body(x))
+
+    mapped = jax.shard_map(layers, mesh=mesh, in_specs=own, out_specs=own)
+    step = remat.jax.jit(jax.grad(lambda x: jnp.sum(mapped(mapped(x)))), budget=1, **GREEDY)
+
+    with pytest.raises(remat.InfeasibleBudget) as refused:
+        step.plan_for(jax.device_put(jnp.ones((64, 64)), NamedSharding(mesh, own)))
+    assert ("Loops inside of several calls of shard_map" in str(refused.value)) == has_loops
+    assert f"{refused.value.minimum_bytes} bytes" in str(refused.value)

@@ -8,9 +8,9 @@ import pytest
 from jax import lax
 from jax_models import assert_close
 
-from remat.jax.emit import evaluate
 from remat.jax.emit.evaluate import _find_holds, emit
 from remat.jax.peak import Compiler
+from remat.jax.trace import op_facts
 from remat.jax.trace.graph import graph_of_program
 from remat.jax.trace.program import program_of, trace_jaxpr
 from remat.planners.view.problem import Problem
@@ -59,7 +59,7 @@ def pooled():
 def test_indices_of_a_maximum_over_windows_are_not_made_early(pooled, monkeypatch):
     """They take four times the bytes of the picture, from the beginning of the step to the gradient of the maximum."""
     peak_bytes = pooled.peak_bytes()
-    monkeypatch.setattr(evaluate, "_WITH_CONSTANTS", frozenset())
+    monkeypatch.setattr(op_facts, "WITH_INDICES", frozenset())
 
     assert peak_bytes < 0.8 * pooled.peak_bytes()
 

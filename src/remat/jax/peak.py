@@ -136,7 +136,7 @@ class Compiler:
         return is_mapped or self._mapped is not None or is_sharded(self._arguments)
 
     def _lowered(self, schedule: Schedule) -> Lowered:
-        run, whole = emitted(self._program, schedule, self._turning_point, self._tie, self._mapped)
+        run, whole = emitted(self._program, schedule, self._turning_point, self._tie, self._mapped, self._donated)
         count = len(self._arguments)
 
         def function(*arrays: Any) -> Any:
@@ -150,7 +150,12 @@ class Compiler:
 
 
 def emitted(
-    program: Program, schedule: Schedule, turning_point: int, tie: Tie, mapped: MappedFunction | None = None
+    program: Program,
+    schedule: Schedule,
+    turning_point: int,
+    tie: Tie,
+    mapped: MappedFunction | None = None,
+    donated: Sequence[int] = (),
 ) -> tuple[FlatFunction, Program]:
     """The function that evaluates a program by a schedule, and the program whose arguments and constants it takes.
 
@@ -160,8 +165,9 @@ def emitted(
         turning_point: likewise.
         tie: likewise.
         mapped: the function around that body.
+        donated: as in ``emit``, of the function around it.
     """
-    run = emit(program, schedule, turning_point, tie)
+    run = emit(program, schedule, turning_point, tie, donated if mapped is None else ())
     if mapped is None:
         return run, program
     constants = tuple(program.constants.values())

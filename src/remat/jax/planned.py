@@ -30,9 +30,11 @@ from remat.jax.peak import Compiler, Returned, emitted, is_sharded
 from remat.jax.ranks import planned_for_all
 from remat.jax.sharding import arrays_sent, on_one_device, received_in_bodies
 from remat.jax.split.choose import SplittableFunction
+from remat.jax.trace import maps
 from remat.jax.trace.graph import after_donation
 from remat.jax.trace.program import Program, program_of, trace_jaxpr
 from remat.jax.variants import Variant, variants_of_jaxpr
+from remat.running.collecting import collecting_rarely
 
 _log = logging.getLogger("remat")
 
@@ -160,6 +162,7 @@ def leaves_of(arguments: Sequence[Any], places: Collection[int]) -> list[int]:
     return leaves
 
 
+@collecting_rarely()
 def plan_function(
     function: Callable[..., Any],
     arguments: Sequence[Any],
@@ -247,7 +250,7 @@ def plan_function(
     plain_bytes = _plain_bytes(closed, shapes, tie, donated, returned) if takes_maps_apart else None
 
     def make() -> Plan:
-        with naming_our_jit(tie):
+        with naming_our_jit(tie), _naming_what_stays_whole(closed, takes_apart=takes_maps_apart):
             plan = splittable.planned(request, plain_bytes)
         if plan in (request.plan, request.known):
             return plan
@@ -259,7 +262,7 @@ def plan_function(
     if plan not in (request.plan, request.known):
         _log.info("%s", plan)
     chosen = splittable.candidate_for(plan).variant_of(plan)
-    run, whole = emitted(chosen.program, plan.schedule, chosen.turning_point, tie, mapped)
+    run, whole = emitted(chosen.program, plan.schedule, chosen.turning_point, tie, mapped, donated)
     return Planned(whole, chosen.graph, plan, run, structure)
 
 
@@ -300,6 +303,23 @@ def naming_our_jit(tie: Tie) -> Iterator[None]:
         raise InfeasibleBudget(
             f"{error}. Or compile with remat.jax.jit in place of jax.jit, which reaches smaller peaks: a plain jax.jit "
             "on a CPU runs some recomputations early, as soon as their inputs exist",
+            minimum_bytes=error.minimum_bytes,
+            budget_bytes=error.budget_bytes,
+            binding_op=error.binding_op,
+        ) from None
+
+
+@contextlib.contextmanager
+def _naming_what_stays_whole(closed: ClosedJaxpr, *, takes_apart: bool) -> Iterator[None]:
+    """Says of a budget that cannot be kept that loops in calls of ``shard_map``, and maps in maps, ran as they are."""
+    try:
+        yield
+    except InfeasibleBudget as error:
+        if not takes_apart or not maps.hold_loops_or_maps(closed.jaxpr):
+            raise
+        raise InfeasibleBudget(
+            f"{error}. Loops inside of several calls of shard_map, and a shard_map inside of another one, are not "
+            "planned: take the gradient inside of one shard_map, whose loops are planned",
             minimum_bytes=error.minimum_bytes,
             budget_bytes=error.budget_bytes,
             binding_op=error.binding_op,

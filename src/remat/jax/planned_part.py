@@ -26,6 +26,7 @@ from remat.jax.split.choose import SplittableFunction
 from remat.jax.split.split_jaxpr import Splitter
 from remat.jax.trace.program import trace_jaxpr
 from remat.jax.variants import Variant, variants_of_jaxpr
+from remat.running.collecting import collecting_rarely
 
 Function: TypeAlias = Callable[..., Any]
 Transform: TypeAlias = Callable[[Function], Function]
@@ -116,6 +117,7 @@ class _Followed:
         return jax.tree.unflatten(self.part.structure, run(leaves, captured))
 
 
+@collecting_rarely()
 def plan_part(
     whole: Whole,
     args: Sequence[Any],

@@ -63,13 +63,16 @@ def _with_turning_point(graph: Graph, program: Program) -> Graph:
     """The graph with the end of its forward part.
 
     It is where idle bytes are most, unless that is in the middle of a backward part: the gradient of
-    ``lax.associative_scan`` stores on its way down for its way up. The forward part then ends before the first op of
-    that backward part.
+    ``lax.associative_scan`` stores on its way down for its way up, and gradients of weights wait for the update. The
+    forward part then ends before the first op of that backward part.
     """
     if not graph.ops:
         return graph
     turn = Problem.of(graph).turning_point
-    pending, part = [turn], set[int]()
+    at = turn
+    while at and _stands_anywhere(graph, program, at):
+        at -= 1
+    pending, part = [at], set[int]()
     while pending:
         op = pending.pop()
         if op not in part and program.instructions[op].is_backward:
@@ -77,6 +80,19 @@ def _with_turning_point(graph: Graph, program: Program) -> Graph:
             makers = (graph.producer[value] for value in program.instructions[op].reads)
             pending += [maker for maker in makers if maker is not None]
     return dataclasses.replace(graph, turning_point=max(0, min(part) - 1) if part else turn)
+
+
+def _stands_anywhere(graph: Graph, program: Program, op: int) -> bool:
+    """Does the place of an op say nothing of the part that it is in?
+
+    It reads arguments alone, or is of the forward part, and read by the backward part alone, to which it may have been
+    moved.
+    """
+    if all(graph.producer[value] is None for value in graph.ops[op].inputs):
+        return True
+    readers = [reader for value in graph.ops[op].outputs for reader in graph.readers[value]]
+    is_backward = [program.instructions[reader].is_backward for reader in readers]
+    return not program.instructions[op].is_backward and bool(readers) and all(is_backward)
 
 
 def after_donation(graph: Graph, program: Program, donated: Collection[int]) -> Graph:
@@ -88,15 +104,27 @@ def after_donation(graph: Graph, program: Program, donated: Collection[int]) -> 
         donated: numbers of the arguments whose buffers are given away. As in JAX, each result takes the first that is
             left of its shape and dtype.
     """
-    left = [program.inputs[number] for number in donated]
-    sizes: dict[int, int] = {}
-    for value in graph.outputs:
-        kind = _kind(graph.tensors[value])
-        found = next((one for one in left if _kind(graph.tensors[one]) == kind), None)
-        if found is not None and value not in graph.inputs:
-            left.remove(found)
-            sizes[value] = 0
+    pairs = taken_over(program, donated, lambda value: _kind(graph.tensors[value]))
+    sizes = {value: 0 for _, value in pairs}
     return resized(graph, sizes)
+
+
+def taken_over(program: Program, donated: Collection[int], kind: Callable[[int], Any]) -> list[tuple[int, int]]:
+    """Pairs of a donated argument and the result that takes over its buffer.
+
+    Args:
+        program: the traced function.
+        donated: as in ``after_donation``.
+        kind: equal for values that may share a buffer.
+    """
+    left = [program.inputs[number] for number in donated]
+    pairs = []
+    for value in dict.fromkeys(atom for atom in program.outputs if isinstance(atom, int)):
+        found = next((one for one in left if kind(one) == kind(value)), None)
+        if found is not None and value not in (*program.inputs, *program.constants):
+            left.remove(found)
+            pairs.append((found, value))
+    return pairs
 
 
 def resized(graph: Graph, sizes: Mapping[int, int]) -> Graph:
@@ -207,9 +235,11 @@ def _body_time_s(eqn: JaxprEqn, profile: DeviceProfile) -> float:
 
 
 def _workspace_bytes(eqn: JaxprEqn, profile: DeviceProfile) -> int:
-    """What the body of a loop or the larger branch needs besides its inputs and outputs."""
+    """What an op needs besides its inputs and outputs: the body of a loop, the larger branch, copies on a CPU."""
     if op_facts.is_elementwise(eqn):
         return 0
+    if profile.is_cpu and (copied := op_facts.workspace_bytes_on_cpu(eqn)):
+        return copied
     return max((_body_bytes(jaxpr, profile) for jaxpr in op_facts.inner_jaxprs(eqn)), default=0)
 
 

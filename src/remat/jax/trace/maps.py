@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from remat.jax import _private
 from remat.jax._private import Jaxpr, JaxprEqn, Literal
+from remat.jax.trace import op_facts
 
 NAME: Final = "shard_map"
 """The primitive of ``jax.shard_map``."""
@@ -91,6 +92,18 @@ class Mapped:
 def can_be_taken_apart(eqn: JaxprEqn) -> bool:
     """Is this a call of ``shard_map`` whose values can all be held by arrays of all devices?"""
     return eqn.primitive.name == NAME and not _private.other_effects(eqn) and _is_plain(eqn.params["jaxpr"])
+
+
+def hold_loops_or_maps(jaxpr: Jaxpr, *, inside: bool = False) -> bool:
+    """Is there a loop, or a further call, inside of a call of ``shard_map``?"""
+    return any(
+        (inside and eqn.primitive.name in ("scan", "while", NAME))
+        or any(
+            hold_loops_or_maps(inner, inside=inside or eqn.primitive.name == NAME)
+            for inner in op_facts.inner_jaxprs(eqn)
+        )
+        for eqn in jaxpr.eqns
+    )
 
 
 def same_layout(one: PartitionSpec, other: PartitionSpec) -> bool:

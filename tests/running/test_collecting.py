@@ -1,0 +1,45 @@
+"""Python's collector while a step is planned."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+
+from remat.running.collecting import collecting_rarely
+
+
+@pytest.fixture
+def _as_it_was():
+    before = gc.get_threshold()
+    yield
+    gc.set_threshold(*before)
+
+
+@pytest.mark.usefixtures("_as_it_was")
+def test_garbage_is_looked_for_rarely_inside_and_as_before_outside():
+    gc.set_threshold(700, 10, 10)
+    with collecting_rarely():
+        inside = gc.get_threshold()
+
+    assert inside[0] > 100 * 700
+    assert gc.get_threshold() == (700, 10, 10)
+
+
+@pytest.mark.usefixtures("_as_it_was")
+@pytest.mark.parametrize("own", [(0, 10, 10), (10_000_000, 5, 5)])
+def test_what_the_user_chose_stays(own):
+    """No collector, or a rarer one."""
+    gc.set_threshold(*own)
+    with collecting_rarely():
+        assert gc.get_threshold() == own
+    assert gc.get_threshold() == own
+
+
+@pytest.mark.usefixtures("_as_it_was")
+def test_an_error_leaves_the_collector_as_it_was():
+    gc.set_threshold(700, 10, 10)
+    with pytest.raises(ValueError, match="on purpose"), collecting_rarely():
+        raise ValueError("on purpose")
+
+    assert gc.get_threshold() == (700, 10, 10)
