@@ -173,7 +173,7 @@ def _peak_in_jax(model: Any, data: tuple[Any, Any, Any]) -> int:
     import jax
 
     from remat.jax.peak import peak_of
-    from remat.keras.limit import _limits
+    from remat.keras.limit import _limit_on
 
     groups = (
         model.trainable_variables,
@@ -182,7 +182,7 @@ def _peak_in_jax(model: Any, data: tuple[Any, Any, Any]) -> int:
         model.metrics_variables,
     )
     state = tuple([variable.value for variable in group] for group in groups)
-    limit: Any = _limits.get(model)
+    limit: Any = _limit_on(model)
     step: Any = jax.jit(model.train_step, donate_argnums=0) if limit is None else limit._step_for(state, data)
     if not hasattr(step, "lower"):
         step = step._for((state, data))

@@ -157,7 +157,7 @@ def beside_plain(name: str) -> dict[str, Any]:
 
 def captures_of(model: keras.Model) -> int:
     """How often a model's step was captured by calling it."""
-    steps = remat.keras.limit._limits[model]._graph_steps
+    steps = remat.keras.limit._limit_of(model)._graph_steps
     return 0 if steps is None else len(getattr(steps._captured._compiled, "_captured", ()))
 
 

@@ -362,7 +362,7 @@ def outcome(spec: dict[str, Any]) -> dict[str, Any]:
     assert plan is not None
     pairs = list(zip(weights, model.get_weights(), strict=True))
     first_bytes = plan.measured_peak_bytes
-    departures = [applied.departures for applied in remat.keras.limit._limits[model]._applied.values()]
+    departures = [applied.departures for applied in remat.keras.limit._limit_of(model)._applied.values()]
     measured, choice = measured_peak(model, spec.get("batch", BATCH)), chosen(model)
     kinds = recomputed_kinds(model)
     remat.keras.limit_memory(model, None)

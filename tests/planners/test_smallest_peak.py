@@ -53,7 +53,7 @@ def test_a_method_that_finds_nothing_is_not_asked_for_ever_less() -> None:
     schedules = falling()
     blind, good = Method(), Method(*schedules)
 
-    found = list(_ask_for_less(Problem.of(STEP), STEP.plain_schedule, (blind, good)))
+    found = list(_ask_for_less(Problem.of(STEP), STEP.plain_schedule, (0.9,), (blind, good)))
 
     assert found == schedules
     assert good.asked > len(schedules)
@@ -66,7 +66,7 @@ def test_a_method_that_finds_something_now_and_then_is_asked_on() -> None:
     now_and_then = Method(None, schedules[1], None, schedules[3], None)
     good = Method(schedules[0], schedules[2], schedules[4])
 
-    *_, found = _ask_for_less(Problem.of(STEP), STEP.plain_schedule, (now_and_then, good))
+    *_, found = _ask_for_less(Problem.of(STEP), STEP.plain_schedule, (0.9,), (now_and_then, good))
 
     assert found == schedules[-1]
     assert now_and_then.asked > len(schedules)
@@ -74,9 +74,10 @@ def test_a_method_that_finds_something_now_and_then_is_asked_on() -> None:
 
 @pytest.fixture
 def without_rules_of_thumb(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first level is the plain step, and what methods find comes next."""
+    """The first level is the plain step, and what methods find comes next; no walk follows them."""
     monkeypatch.setattr(smallest_peak, "_evict_to_the_smallest", lambda *args: None)
     monkeypatch.setattr(smallest_peak, "_MOST_OPS_NESTED", 0)
+    monkeypatch.setattr(smallest_peak, "_MOST_FIXED_OPS", 0)
     monkeypatch.setattr(smallest_peak, "_known", OrderedDict())
 
 
@@ -104,15 +105,31 @@ def test_no_smaller_peak_is_looked_for_than_will_do() -> None:
     assert method.asked == asked
 
 
+@pytest.mark.usefixtures("without_rules_of_thumb")
+def test_the_quickest_methods_are_asked_for_slightly_less_in_the_end() -> None:
+    """What was in vain in large steps is asked again in small ones."""
+    first, *_, last = falling()
+    large, quick = Method(first), Method(last)
+    problem = Problem.of(STEP)
+
+    found = smallest_peak_schedules(problem, (large,), 1, (quick,))
+
+    assert simulate(STEP, found[0]).peak_bytes == simulate(STEP, last).peak_bytes
+    assert large.asked == 2
+    assert quick.asked == 2
+
+
 class Walks:
     """Counts the walks that begin."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, blind: bool) -> None:
         self.seeds: list[int] = []
+        self.budgets: list[int] = []
         walks = self
 
         class Watched(Walk):
             def __init__(self, *args: object, **options: object) -> None:
+                walks.budgets.append(args[2])  # type: ignore[arg-type]
                 walks.seeds.append(args[3])  # type: ignore[arg-type]
                 super().__init__(*args, **options)  # type: ignore[arg-type]
 
@@ -127,11 +144,13 @@ def fixed() -> Graph:
     return layered(60, 1, free_order=False)
 
 
-def test_the_first_walk_in_vain_is_the_last(fixed: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_behind_a_walk_in_vain_comes_one_for_a_little_less(fixed: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
     walks = Walks(monkeypatch, blind=True)
 
     assert _walk_in_fixed_order(Condensed.of(Problem.of(fixed)), fixed.plain_schedule) == fixed.plain_schedule
-    assert walks.seeds == [0]
+    assert walks.seeds == [0, 0, 0]
+    assert walks.budgets == sorted(set(walks.budgets))
+    assert walks.budgets[-1] < simulate(fixed, fixed.plain_schedule).peak_bytes
 
 
 def test_walks_that_find_less_go_on(fixed: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,4 +158,5 @@ def test_walks_that_find_less_go_on(fixed: Graph, monkeypatch: pytest.MonkeyPatc
 
     found = _walk_in_fixed_order(Condensed.of(Problem.of(fixed)), fixed.plain_schedule)
     assert simulate(fixed, found).peak_bytes < 0.95 * simulate(fixed, fixed.plain_schedule).peak_bytes
-    assert len(walks.seeds) > 1
+    assert len(walks.seeds) > 3
+    assert 1 in walks.seeds

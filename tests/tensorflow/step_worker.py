@@ -24,7 +24,7 @@ from models import CASES, LARGE, Case
 
 import remat
 from remat.core.plan import Plan
-from remat.keras.limit import _limits
+from remat.keras.limit import _limit_of
 from remat.tensorflow import GradientTape
 from remat.tensorflow.emit.emit import Rewritten
 from remat.tensorflow.peak.device import current_device
@@ -208,7 +208,7 @@ class Trainer:
         model.fit(data, epochs=1, shuffle=False, verbose=0, callbacks=[losses])
         total_s = time.perf_counter() - started
         peak = device.peak_bytes
-        limit = None if budget is None else _limits[model]
+        limit = None if budget is None else _limit_of(model)
         return Trained(
             [],
             losses.values,

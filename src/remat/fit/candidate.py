@@ -25,12 +25,14 @@ class Candidate(abc.ABC):
     Attributes:
         rounds: how often it may be planned. Each round asks for one real peak, so that a compiler has fewer.
         is_compiled: is the real peak that of a compiled program? The plan then shows the peak of the trace beside it.
+        is_exact: is the planner's peak always the real one? One search then says what fits, or that nothing does.
         reserve: share of a budget that is left for what ``real_peak`` cannot see.
         resident_bytes: what lies on the device beside the step and counts against the budget.
     """
 
     rounds: Rounds = Rounds(6, 4)
     is_compiled: ClassVar[bool] = False
+    is_exact: ClassVar[bool] = False
     reserve: float = 0.0
     resident_bytes: int = 0
 

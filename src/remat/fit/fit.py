@@ -56,17 +56,7 @@ def fit(candidate: Candidate, request: Request, *, share_of_bytes: int | None = 
         found = dataclasses.replace(found, peak_bytes=plain.expected_bytes)
     else:
         try:
-            found = plan_within(
-                target_bytes,
-                candidate.first_guess(target_bytes),
-                lambda planner_budget: candidate.find(planner_budget, request),
-                candidate.real_peak,
-                candidate.rounds,
-                candidate.suggestions,
-                candidate.likely,
-                # Elsewhere it was not compared with runs in this place.
-                candidate.expected_time_s if candidate.is_compiled else None,
-            )
+            found = _searched(candidate, request, target_bytes)
         except InfeasibleBudget as error:
             minimum_bytes = candidate.smallest_budget(min(error.minimum_bytes, plain.highest_bytes))
             raise infeasible(budget_bytes, minimum_bytes, error.binding_op) from None
@@ -86,6 +76,23 @@ def fit(candidate: Candidate, request: Request, *, share_of_bytes: int | None = 
     )
     entry.keep(found)
     return _with_expected_time(found, candidate)
+
+
+def _searched(candidate: Candidate, request: Request, target_bytes: int) -> Plan:
+    if candidate.is_exact:
+        # To plan for the smallest budget, too, would find no smaller one, and take twice as long as this search.
+        return candidate.find(max(1, target_bytes), request)
+    return plan_within(
+        target_bytes,
+        candidate.first_guess(target_bytes),
+        lambda planner_budget: candidate.find(planner_budget, request),
+        candidate.real_peak,
+        candidate.rounds,
+        candidate.suggestions,
+        candidate.likely,
+        # Elsewhere it was not compared with runs in this place.
+        candidate.expected_time_s if candidate.is_compiled else None,
+    )
 
 
 def _polished(found: Plan, candidate: Candidate, request: Request, target_bytes: int) -> Plan:

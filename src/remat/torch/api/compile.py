@@ -92,7 +92,9 @@ def compile(
         device: profile for the predicted times; None means that of the device of the tensors. With ``backend="aten"``,
             "measured" times the calls of the step on this machine before it is planned, each kind of call by itself:
             the predicted extra time is then close, and the plan takes what is cheap here.
-        first_share: with ``backend="aten"``: is a share one of the first plan's plain step, also for other shapes?
+        first_share: with ``backend="aten"``: is a share one of the first plan's plain step, also for other shapes? Else
+            it is one of each combination's own; what cannot be held within that, a small last batch say, gets the bytes
+            of an earlier one.
         levers: with ``backend="aten"``: what a plan may do. "recompute" runs operators again. "split" runs the widest
             region of the step in slices, the head of a language model from its logits to their gradients say; sums over
             slices are made in another order, so that numbers differ by rounding. A split is used where it is predicted
@@ -263,6 +265,11 @@ class GraphCompiled:
                 self._in_pieces = self._pieces(error)
             except InfeasibleBudget:
                 self._say_eager()
+                raise
+            except Exception:
+                if not self._is_eager_said:
+                    # The function's own error, for this batch: of other calls it says nothing.
+                    self._eager = self.reason = None
                 raise
             else:
                 self._say_eager()

@@ -224,9 +224,17 @@ _WHILE_CAPTURING = {
     "run_gc_after_compile": False,
     # Dynamo would take it that modules under ``fully_shard`` stay as they are, in training say.
     "skip_fsdp_guards": False,
+    # Nor would it notice that a hook was added to a module after the capture, or taken away: such steps ran without it.
+    "skip_nnmodule_hook_guards": False,
     # Dynamo would turn NumPy into PyTorch, whose random numbers are others: transformers' Wav2Vec2 draws a mask so.
     "trace_numpy": False,
 }
+
+
+@cache
+def _settings() -> list[str]:
+    """Those that this version of PyTorch has."""
+    return [name for name in _WHILE_CAPTURING if hasattr(dynamo_config, name)]
 
 
 _ListOfAClass: Any = user_defined.UserDefinedListVariable
@@ -285,7 +293,9 @@ def capturing(answers: Answers, numbers: ChangingNumbers) -> Iterator[None]:
         answers: for captured code that asks whether it is being compiled.
         numbers: those that change from call to call.
     """
-    before = {name: getattr(dynamo_config, name) for name in _WHILE_CAPTURING if hasattr(dynamo_config, name)}
+    before = {name: getattr(dynamo_config, name) for name in _settings()}
+    # To set one takes 5 us, and this stands around every step.
+    before = {name: value for name, value in before.items() if value != _WHILE_CAPTURING[name]}
     for name in before:
         setattr(dynamo_config, name, _WHILE_CAPTURING[name])
     _ListOfAClass.as_proxy = _as_plain_list

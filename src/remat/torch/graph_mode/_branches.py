@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import dis
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Final
 
 import torch
@@ -44,17 +45,26 @@ _BRANCHES: Final = [
 @contextmanager
 def decided_branches() -> Iterator[None]:
     """Inside, Dynamo takes such branches as eager PyTorch takes them."""
-    with ExitStack() as patches:
-        for translator in vars(symbolic_convert).values():
-            table = vars(translator).get("dispatch_table") if isinstance(translator, type) else None
-            if table is None:
-                continue
-            own = list(table)
-            for code in _BRANCHES:
-                if own[code] is not None:
-                    table[code] = _decides(own[code])
-            patches.callback(table.__setitem__, slice(None), own)
+    before = [(table, table[:]) for table, _ in _tables()]
+    for table, ours in _tables():
+        table[:] = ours
+    try:
         yield
+    finally:
+        for table, own in before:
+            table[:] = own
+
+
+@cache
+def _tables() -> list[tuple[list[Any], list[Any]]]:
+    """Dynamo's tables of what it does at each instruction, which it fills once, and what stands in them inside."""
+    found = []
+    for translator in vars(symbolic_convert).values():
+        table = vars(translator).get("dispatch_table") if isinstance(translator, type) else None
+        if table is not None:
+            ours = [_decides(act) if code in _BRANCHES and act is not None else act for code, act in enumerate(table)]
+            found.append((table, ours))
+    return found
 
 
 def _decides(own: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:

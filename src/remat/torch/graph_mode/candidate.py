@@ -18,7 +18,6 @@ from remat.core.simulator import simulate
 from remat.fit.candidate import Candidate
 from remat.fit.fit import fit, infeasible
 from remat.fit.levers import LEAST_SAVED, MOST_EXTRA_TIME, Variant, fit_with_splits
-from remat.fit.loop import Rounds
 from remat.fit.peaks import PeakRange
 from remat.fit.request import Request
 from remat.planning.checkpoints import plan_with_checkpoints
@@ -61,8 +60,7 @@ class GraphCandidate(Candidate):
         timed: the calls that were timed before.
     """
 
-    # The real peak is the planner's, so that a second round would say the same.
-    rounds: Rounds = Rounds(1, 2)
+    is_exact = True
 
     def __init__(
         self,
@@ -143,10 +141,6 @@ class GraphCandidate(Candidate):
     def real_peak(self, plan: Plan) -> PeakRange:
         """The simulator's, since every allocation and release is written down."""
         return PeakRange.exactly(plan.peak_bytes)
-
-    def first_guess(self, target_bytes: int) -> int:
-        """The planner counts what runs."""
-        return target_bytes
 
     def find(self, budget_bytes: int, request: Request) -> Plan:
         """The planner's plan; for a large step a thorough search comes only after a quick one in vain."""

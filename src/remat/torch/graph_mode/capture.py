@@ -273,9 +273,13 @@ class Captured:
         try:
             return candidate.fitted(request)
         except InfeasibleBudget as error:
-            if not self._in_pieces:
+            given_bytes = max((plan.budget_bytes for plan in self._plans), default=0)
+            if self._in_pieces:
+                given_bytes = error.minimum_bytes
+            elif "%" not in str(request.budget) or given_bytes < error.minimum_bytes:
                 raise
-            return candidate.fitted(dataclasses.replace(request, budget=error.minimum_bytes))
+            # Of a small batch, the last of an epoch say, parameters may be more than the share.
+            return candidate.fitted(dataclasses.replace(request, budget=given_bytes))
 
     def _compile_forward(self, module: fx.GraphModule) -> Callable[[list[Any]], Any]:
         step = self._step_of(module)
