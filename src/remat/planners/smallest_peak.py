@@ -152,6 +152,7 @@ _MOST_KNOWN: Final = 64
 
 
 def _levels(problem: Problem, strategies: Sequence[Strategy], quickest: Sequence[Strategy]) -> Iterator[_Level]:
+    # No generator itself: one that waits for the next question would hold what a large step was searched with.
     condensed = Condensed.of(problem)
     found: dict[tuple[int, ...], int] = {}
 
@@ -179,11 +180,10 @@ def _levels(problem: Problem, strategies: Sequence[Strategy], quickest: Sequence
         return peak_bytes, [without_spare_runs(problem, one, peak_bytes) for one in dict.fromkeys(equal)]
 
     if problem.graph.free_order and not problem.order_is_tied:
-        yield level(_walk_to_the_smallest(problem, reached))
-    elif problem.count <= _MOST_OPS_ASKED:
-        yield from map(level, _ever_smaller(condensed, reached, strategies, quickest))
-    else:
-        yield level(_walk_in_fixed_order(condensed, reached))
+        return iter([level(_walk_to_the_smallest(problem, reached))])
+    if problem.count <= _MOST_OPS_ASKED:
+        return map(level, _ever_smaller(condensed, reached, strategies, quickest))
+    return iter([level(_walk_in_fixed_order(condensed, reached))])
 
 
 def _evict_to_the_smallest(problem: Problem, least_bytes: int, note: Note) -> None:
