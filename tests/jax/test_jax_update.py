@@ -94,7 +94,9 @@ def test_the_measured_peak_falls_by_nearly_the_gradients():
     bound = {levers: smallest(CLIPPED, levers) for levers in (("recompute",), LEVERS)}
     assert free[LEVERS] <= free["recompute",]
     assert free[LEVERS] - resident <= 0.5 * gradients_bytes()
-    assert bound[LEVERS] - resident >= gradients_bytes()
+    # Gradients that wait for the clip's number are held, or some of them made again.
+    assert bound[LEVERS] - resident >= 0.5 * gradients_bytes()
+    assert bound[LEVERS] <= bound["recompute",]
 
 
 @pytest.mark.thorough
