@@ -15,7 +15,8 @@ WORKER = Path(__file__).parent / "recompute_worker.py"
 
 @functools.cache
 def measured(network: str, mode: str, kind: str) -> dict[str, Any]:
-    found: dict[str, Any] = worker(WORKER).ask("measured", network, mode, kind)
+    # With two threads for operations their order is another one each time, and a peak with it, by up to 15 %.
+    found: dict[str, Any] = worker(WORKER, TF_NUM_INTEROP_THREADS="1").ask("measured", network, mode, kind)
     return found
 
 
