@@ -55,6 +55,15 @@ class InfeasibleBudget(RematError, ValueError):
         self.budget_bytes = budget_bytes
         self.binding_op = binding_op
 
+    def saying(self, message: str) -> InfeasibleBudget:
+        """The same error with another message."""
+        return InfeasibleBudget(
+            message,
+            minimum_bytes=self.minimum_bytes,
+            budget_bytes=self.budget_bytes,
+            binding_op=self.binding_op,
+        )
+
 
 class InvalidFile(RematError, ValueError):
     """A file is not what it says: truncated, of another format, or of a future version."""

@@ -300,12 +300,9 @@ def naming_our_jit(tie: Tie) -> Iterator[None]:
     except InfeasibleBudget as error:
         if tie == "barrier":
             raise
-        raise InfeasibleBudget(
+        raise error.saying(
             f"{error}. Or compile with remat.jax.jit in place of jax.jit, which reaches smaller peaks: a plain jax.jit "
-            "on a CPU runs some recomputations early, as soon as their inputs exist",
-            minimum_bytes=error.minimum_bytes,
-            budget_bytes=error.budget_bytes,
-            binding_op=error.binding_op,
+            "on a CPU runs some recomputations early, as soon as their inputs exist"
         ) from None
 
 
@@ -317,12 +314,9 @@ def _naming_what_stays_whole(closed: ClosedJaxpr, *, takes_apart: bool) -> Itera
     except InfeasibleBudget as error:
         if not takes_apart or not maps.hold_loops_or_maps(closed.jaxpr):
             raise
-        raise InfeasibleBudget(
+        raise error.saying(
             f"{error}. Loops inside of several calls of shard_map, and a shard_map inside of another one, are not "
-            "planned: take the gradient inside of one shard_map, whose loops are planned",
-            minimum_bytes=error.minimum_bytes,
-            budget_bytes=error.budget_bytes,
-            binding_op=error.binding_op,
+            "planned: take the gradient inside of one shard_map, whose loops are planned"
         ) from None
 
 

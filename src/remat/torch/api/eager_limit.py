@@ -146,12 +146,7 @@ class EagerLimit:
             try:
                 found = self._applied_with(args, kwargs, 0, plans_again=True)
             except InfeasibleBudget as error:
-                raise InfeasibleBudget(
-                    f"of several steps that reduce gradients once, the last: {error}",
-                    minimum_bytes=error.minimum_bytes,
-                    budget_bytes=error.budget_bytes,
-                    binding_op=error.binding_op,
-                ) from error
+                raise error.saying(f"of several steps that reduce gradients once, the last: {error}") from error
         self._applied[shapes, last] = [found]
 
     def _applied_with(

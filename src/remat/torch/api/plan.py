@@ -270,13 +270,10 @@ class EagerCandidate(Candidate):
         if recording.accumulation is None or not recording.accumulation.finds_whole:
             return error
         whole_bytes = sum(recording.storages[number].size_bytes for number in recording.ops[0].makes)
-        return InfeasibleBudget(
+        return error.saying(
             f"{error}. {format_bytes(whole_bytes)} are gradients that earlier micro-batches leave whole on each rank; "
             "reduced in each step (set_requires_gradient_sync(True), or sync_each_batch=True of Accelerate's "
-            "GradientAccumulationPlugin) they take as little as the shards",
-            minimum_bytes=error.minimum_bytes,
-            budget_bytes=error.budget_bytes,
-            binding_op=error.binding_op,
+            "GradientAccumulationPlugin) they take as little as the shards"
         )
 
     def keeping(self, storages: Collection[int]) -> StepPlan:

@@ -29,6 +29,7 @@ from torch._logging._internal import trace_log
 from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode, PythonFunctionalizeAPI
 
+from remat.running.collecting import without_collections
 from remat.torch._backward_pass import counted_gradients
 from remat.torch._dynamo import once_left_unsaid, weakly
 from remat.torch._private import FakeTensorMode
@@ -39,7 +40,6 @@ from remat.torch.graph_mode._shape_rules import taken_as_by_kernels
 from remat.torch.graph_mode.recurrent import lstm
 from remat.torch.recompute import without_marks
 from remat.torch.trace import aot_notes
-from remat.torch.trace.fake_step import without_collections
 
 __all__ = ["Backend", "BackendCompilerFailed", "TorchDynamoException"]
 

@@ -24,6 +24,7 @@ from remat.core.graph import Graph
 from remat.core.plan import Plan
 from remat.fit.first_step import broken_budget, exceeds, no_room_for_excess, tell
 from remat.fit.request import Request
+from remat.running.collecting import without_collections
 from remat.torch import _private
 from remat.torch.emit.first_step import StorageMeter
 from remat.torch.graph_mode import _aot
@@ -37,7 +38,6 @@ from remat.torch.graph_mode.source import function_of
 from remat.torch.graph_mode.taken_gradients import Updates
 from remat.torch.graph_mode.timed_calls import TimedCalls
 from remat.torch.trace import aot_notes
-from remat.torch.trace.fake_step import without_collections
 
 _log = logging.getLogger("remat")
 

@@ -21,6 +21,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from remat.core.errors import UnsupportedStep
+from remat.running.collecting import without_collections
 from remat.running.cost_model import DeviceProfile
 from remat.torch import _private
 from remat.torch.early_updates import update_alone
@@ -89,23 +90,6 @@ def record_step(
         return run(hears_yes)
     finally:
         hears_yes.storages.stand_ins.retire()
-
-
-@contextmanager
-def without_collections() -> Iterator[None]:
-    """Inside, Python does not look for circles of objects.
-
-    When it looks depends on what else the process has done: a tensor in a circle would be released at any place of a
-    traced step, and two traces of one step would differ. And a capture makes millions of objects and hardly any that
-    can go: of a GPT-2 of 24 layers, 1.6 s of 20 are spent on collections.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _recorded(
