@@ -64,6 +64,32 @@ def test_budgets_and_peers_of_every_model(framework: str, model: str, tmp_path: 
 
 
 @pytest.mark.slow
+def test_exact_numbers_are_compared_side_by_side(tmp_path: Path) -> None:
+    options = ("--device", "cpu", "--small", "--parts", "exact", "--jobs", "2", "--only", "gpt2/float32")
+    run(tmp_path, *options)
+    cases = results(tmp_path)["cases"]
+    assert sorted(cases) == [
+        "exact/jax/jit/gpt2/float32",
+        "exact/torch/eager/gpt2/float32",
+        "exact/torch/graph/gpt2/float32",
+    ]
+    for key, lines in cases.items():
+        ours = [line for line in lines if line["name"].startswith("remat") and "error" not in line]
+        assert ours, (key, lines)
+        assert all(line["equal_bits"] for line in ours if "/torch/" in key), (key, ours)
+        assert not any("step_s" in line for line in lines)
+
+
+@pytest.mark.slow
+def test_what_is_said_of_a_gpu_elsewhere(tmp_path: Path) -> None:
+    run(tmp_path, "--device", "cpu", "--small", "--frameworks", "torch", "--parts", "laptop")
+    lines = results(tmp_path)["cases"]["laptop/torch/eager"]
+    assert len(lines) == 6
+    assert all(line["elsewhere_bytes"] > 0 for line in lines)
+    assert "| gpt2 float32 |" in (tmp_path / "gpu-here.md").read_text()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_host_and_calibration(framework: str, tmp_path: Path) -> None:
     run(tmp_path, "--device", "cpu", "--small", "--frameworks", framework, "--parts", "host,calibration")
