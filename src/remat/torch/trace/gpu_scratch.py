@@ -84,7 +84,7 @@ def _seen(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> in
     with _private.no_modes(), torch.no_grad(), _private.BelowAutograd(), draws:
         try:
             _take_workspace_of_backward(torch.cuda.current_device())
-            own, named = _private.tree_map_only(torch.Tensor, lone_calls.made_up, (args, kwargs))
+            own, named = lone_calls.made_up(func, args, kwargs)
             run = partial(func, *own, **named)
             run()  # The first call of its kind may look for an algorithm, and keep what libraries set up.
             _, changes = _private.with_allocations(run, "cuda")
