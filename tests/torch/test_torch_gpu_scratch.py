@@ -58,6 +58,20 @@ def test_a_step_without_a_gpu_keeps_no_workspace():
     assert gpu_scratch.known_bytes(aten.mm.default, (torch.ones(2, 2), torch.ones(2, 2)), {}) == 0
 
 
+def test_a_call_in_the_backward_pass_does_not_wait_for_it(monkeypatch):
+    """On a GPU that pass has one thread, and what waits for it inside of it never ends."""
+    waited = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(gpu_scratch, "_take_workspace_of_backward", waited.append)
+    product = (aten.mm.default, (torch.ones(2, 2), torch.ones(2, 2)), {})
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(lambda gradient: (gpu_scratch._seen(*product), None)[1])
+    x.sum().backward()
+    assert waited == []
+    assert gpu_scratch._seen(*product) == 0  # On a CPU nothing is taken on a GPU.
+    assert waited == [0]
+
+
 def test_what_asserts_is_never_run_on_numbers_made_up_for_it(monkeypatch):
     """On a GPU a failed assertion ends every further call of the process."""
     assert lone_calls.may_run_alone(aten.mm.default)
