@@ -166,6 +166,21 @@ def test_a_guess_falls_by_the_share_where_a_device_needs_twice_the_tensors(by_sh
     assert planner.asked == asked
 
 
+def test_where_a_smaller_plan_needs_more_the_next_lies_between():
+    """Further down nothing fits until the smallest of all, which costs far more."""
+    planner = SmoothPlanner()
+
+    def real_peak(plan: Plan) -> PeakRange:
+        if plan.peak_bytes >= 140:
+            return PeakRange.exactly(130)
+        return PeakRange.exactly(150 if plan.peak_bytes < 125 else 108)
+
+    found = plan_within(110, 140, planner.plan, real_peak, rounds=Rounds(4, 4))
+
+    assert found.peak_bytes == 108
+    assert planner.asked == 3
+
+
 def test_between_the_smallest_plan_and_one_that_failed_a_cheaper_one_is_looked_for():
     def real_peak(plan: Plan) -> PeakRange:
         return PeakRange(*[plan.peak_bytes if plan.peak_bytes < 90 else 300] * 2)

@@ -12,7 +12,7 @@ from remat.core.simulator import simulate
 from remat.fit.loop import Rounds
 from remat.fit.peaks import PeakRange
 from remat.fit.request import Request
-from remat.planning.find import find
+from remat.planning.find import find_again
 from remat.planning.prove import prove
 
 
@@ -68,7 +68,9 @@ class Candidate(abc.ABC):
         Raises:
             InfeasibleBudget: if it finds none; ``minimum_bytes`` is a budget for which it does.
         """
-        return find(self.graph, budget_bytes, request.planner, self.time_limit_of_a_round_s(request), **request.options)
+        return find_again(
+            self.graph, budget_bytes, request.planner, self.time_limit_of_a_round_s(request), **request.options
+        )
 
     def polished(self, plan: Plan, request: Request) -> Plan | None:
         """A plan within the planner's budget of a plan of ``find``, found with more work than a round is worth.

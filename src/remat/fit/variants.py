@@ -13,7 +13,7 @@ from remat.core.graph import Graph
 from remat.core.plan import Plan, plan_for_schedule
 from remat.core.simulator import simulate
 from remat.fit.request import Request
-from remat.planning.find import find
+from remat.planning.find import find_again
 
 _AROUND: Final = 8
 """So many variants before the first that fits are looked at, too. A menu is ordered by the bytes of a model, and real
@@ -153,7 +153,7 @@ def cheapest_plan(
     options = defaults | dict(request.options)
 
     def plan_with(variant: _W) -> Plan:
-        plan = find(variant.graph_to_plan, budget_bytes, request.planner, time_limit_s, **options)
+        plan = find_again(variant.graph_to_plan, budget_bytes, request.planner, time_limit_s, **options)
         plan = dataclasses.replace(plan, fingerprint=variant.graph.fingerprint)
         return plan if variant is first else beside(plan, plain_s)
 

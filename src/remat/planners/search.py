@@ -120,8 +120,12 @@ class Search:
         *,
         distance_power: float = 0.5,
         forward_share: float = 1.0,
-    ) -> None:
-        """Turn a decision into a schedule, evicting beyond ``inner_budget_bytes``; then undrop, and judge it."""
+    ) -> int | None:
+        """Turn a decision into a schedule, evicting beyond ``inner_budget_bytes``; then undrop, and judge it.
+
+        Returns:
+            The peak in bytes of the schedule before runs were left out of it again; None where there is none.
+        """
         try:
             schedule = rematerialize(
                 self.problem,
@@ -134,8 +138,8 @@ class Search:
                 deadline_s=self.deadline_s,
             )
         except TooManyRuns:
-            return
-        self.offer_improved(schedule)
+            return None
+        return self.offer_improved(schedule)
 
     def result(self, fallbacks: Iterable[Sequence[int]]) -> tuple[int, ...]:
         """The best schedule; where none fits yet, the cheapest fallback that does, else the one of the smallest peak.

@@ -73,6 +73,13 @@ _FIXED_SHRINKS: Final = (0.92, 0.95, 0.98)
 _MOST_FIXED_WALKS: Final = 6
 _FIXED_STEPS: Final = 8000
 _FIXED_PATIENCE: Final = _FIXED_STEPS // 3
+_FIXED_PATIENCE_PER_OP: Final = 48
+"""The patience of small steps. With half as much, per-example gradients, 54 ops, came to 2.95 MB as compiled by JAX in
+place of 2.49; with no such limit, steps of 10 ops were walked for .1 s each in vain."""
+_FIXED_LOOKS: Final = ((24, 30.0), (8, 1.0), (3, 0.1), (2, 0.03))
+"""Where these walks give up, see ``Walk``. Of 69 walks on 21 steps of JAX's zoo, those that came to a smaller peak were
+below 25, .31, .04 and .02 there, but for one that won .1 % and was at 2.5 after an eighth. Those of four steps of 500
+to 900 ops, at .4 to .6 s each, were above 25 and 1. A search takes .7 of its time so, for the same peaks otherwise."""
 _FIXED_HOT: Final = 2e-2
 _MOST_FIXED_OPS: Final = 1000
 """Walks in a fixed order: shares of the peak so far, the next one where a walk is in vain, how many walks, their edits,
@@ -82,6 +89,9 @@ shares, a GPT-2 of two layers and a stack of layers with dropout ended 2 and 4 %
 300 ops ended where they do without that patience, in up to 3.7 times as long."""
 _MOST_OPS: Final = 2000
 """The largest graph that is walked."""
+_NO_ROOM: Final = 1.01
+"""A peak within 1 % of what the largest op needs ends the search; a judgement. Of a scanned decoder of 48 ops, whose
+loops are its largest ops, half a second is spared so in each of several ways to write it."""
 
 Strategy = Callable[[Search], None]
 Note = Callable[[tuple[int, ...]], int]
@@ -179,6 +189,8 @@ def _levels(problem: Problem, strategies: Sequence[Strategy], quickest: Sequence
         equal = [schedule, *(other for other, peak in found.items() if peak == peak_bytes)]
         return peak_bytes, [without_spare_runs(problem, one, peak_bytes) for one in dict.fromkeys(equal)]
 
+    if smallest <= _NO_ROOM * problem.largest_step_bytes:
+        return iter([level(reached)])
     if problem.graph.free_order and not problem.order_is_tied:
         return iter([level(_walk_to_the_smallest(problem, reached))])
     if problem.count <= _MOST_OPS_ASKED:
@@ -267,13 +279,14 @@ def _walk_in_fixed_order(condensed: Condensed, schedule: tuple[int, ...]) -> tup
     whole = condensed.board.problem.graph
     board, pinned = Board(problem, whole=False), problem.graph.pinned_bytes
     best, peak_bytes = schedule, simulate(whole, schedule).peak_bytes
+    patience = min(_FIXED_PATIENCE, _FIXED_PATIENCE_PER_OP * problem.count)
     left = _MOST_FIXED_WALKS
     for shrink in _FIXED_SHRINKS:
         for seed in range(left):
             left -= 1
             budget_bytes = pinned + int(shrink * (peak_bytes - pinned))
             start = problem.graph.plain_schedule
-            walk = Walk(board, start, budget_bytes, seed, first_fit=True, patience=_FIXED_PATIENCE)
+            walk = Walk(board, start, budget_bytes, seed, first_fit=True, patience=patience, looks=_FIXED_LOOKS)
             walk.run(_FIXED_STEPS, _FIXED_HOT, _COLD, None)
             found = condensed.expand(expand(board, walk.slots.order() if walk.best is None else walk.best))
             reached_bytes = simulate(whole, found).peak_bytes

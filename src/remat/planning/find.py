@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import time
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any, Final
 
 from remat.core.budget import format_bytes, parse_budget
@@ -41,13 +44,71 @@ def find(
         InfeasibleBudget: if the planner finds nothing within the budget; ``minimum_bytes`` is what it can reach.
         ValueError: if no planner has that name.
     """
-    started = time.perf_counter()
     search: Any = get_planner(planner)
+
+    def searched(budget_bytes: int) -> Schedule:
+        return tuple(search(graph, budget_bytes, time_limit_s=time_limit_s, **options))
+
+    return _found(graph, budget, planner, searched)
+
+
+def find_again(
+    graph: Graph,
+    budget: int | str,
+    planner: str = "auto",
+    time_limit_s: float | None = None,
+    **options: Any,
+) -> Plan:
+    """The plan of :func:`find`; what a search without a time limit has found for an equal step is remembered.
+
+    For a budget that is planned round after round: after a refusal, the smallest budget that it names is asked for, and
+    most of its rounds are those that the refusal has seen.
+
+    Args:
+        graph: as in ``find``.
+        budget: likewise.
+        planner: likewise.
+        time_limit_s: likewise; with one nothing is remembered, since the next search may find more.
+        options: likewise.
+
+    Raises:
+        InvalidBudget, InfeasibleBudget, ValueError: likewise.
+    """
+    if time_limit_s is not None:
+        return find(graph, budget, planner, time_limit_s, **options)
+    search: Any = get_planner(planner)
+    times = hash(tuple(op.time_s for op in graph.ops))
+    step = (
+        graph.fingerprint,
+        graph.turning_point,
+        times,
+        planner,
+        tuple(sorted((name, repr(value)) for name, value in options.items())),
+    )
+
+    def searched(budget_bytes: int) -> Schedule:
+        key = (*step, budget_bytes)
+        if key not in _schedules:
+            _schedules[key] = array("L", search(graph, budget_bytes, time_limit_s=None, **options))
+        _schedules.move_to_end(key)
+        while len(_schedules) > _MOST_SCHEDULES:
+            _schedules.popitem(last=False)
+        return tuple(_schedules[key])
+
+    return _found(graph, budget, planner, searched)
+
+
+_schedules: OrderedDict[tuple[Any, ...], array[int]] = OrderedDict()
+
+_MOST_SCHEDULES: Final = 64
+"""A judgement: some ten for each budget. A schedule of 10,000 ops takes 80 KB so."""
+
+
+def _found(graph: Graph, budget: int | str, planner: str, searched: Callable[[int], Schedule]) -> Plan:
+    started = time.perf_counter()
     plain_peak_bytes = simulate(graph, graph.plain_schedule).peak_bytes
     budget_bytes = parse_budget(budget, plain_peak_bytes)
-    schedule = graph.plain_schedule
-    if plain_peak_bytes > budget_bytes:
-        schedule = tuple(search(graph, budget_bytes, time_limit_s=time_limit_s, **options))
+    schedule = graph.plain_schedule if plain_peak_bytes <= budget_bytes else searched(budget_bytes)
     found = plan_for_schedule(graph, schedule, planner=planner, budget_bytes=budget_bytes, started=started)
     if found.peak_bytes > budget_bytes:
         raise _infeasible(graph, found)

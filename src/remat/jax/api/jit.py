@@ -29,6 +29,7 @@ from remat.jax.context import barriers_stay, current_tie
 from remat.jax.first_run import REPLAN, FirstRun, OnBroken
 from remat.jax.peak import compiler_options
 from remat.jax.planned import Follower, plan_function
+from remat.running.collecting import collecting_rarely
 
 
 @overload
@@ -202,7 +203,7 @@ class Jitted(Follower):
                 shapes = self._shapes if self._shapes is not None else shapes_of(call.leaves)
                 self._first_run.check(
                     self._key(call, shapes, "barrier"),
-                    lambda: self._outermost.lower(*args, **kwargs).compile(),
+                    lambda: self._lowered(args, kwargs).compile(),
                     self._outermost.clear_cache,
                 )
             return self._outermost(*args, **kwargs)
@@ -241,6 +242,10 @@ class Jitted(Follower):
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """As in ``jax.jit``: arguments are arrays or ``jax.ShapeDtypeStruct``. A function with a budget is planned."""
         with self._shapes_of(Call.of(args, kwargs, self._static)):
+            return self._lowered(args, kwargs)
+
+    def _lowered(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        with collecting_rarely() if self._request.plans else contextlib.nullcontext():
             return self._outermost.lower(*args, **kwargs)
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:

@@ -65,7 +65,7 @@ class _Replay(Residents):
         max_runs: int | None,
         deadline_s: float | None,
     ) -> None:
-        super().__init__(problem, distance_power, patience * problem.graph.time_s)
+        super().__init__(problem, distance_power, patience * problem.graph.time_s, evicts=budget_bytes is not None)
         self.drop = drop.tolist()
         self.budget = budget_bytes
         self.forward_share = forward_share
@@ -141,9 +141,11 @@ class _Replay(Residents):
             if not self.live[s]:
                 self.live[s] = True
                 self.bytes += problem.size[s]
-                self.refresh(s)
+                if self.evicts:
+                    self.refresh(s)
             self.held[s] = again
-            self.mark(s)
+            if self.evicts:
+                self.mark(s)
         for t in problem.graph.ops[op].outputs:
             self.available[t] = True
 
@@ -153,7 +155,8 @@ class _Replay(Residents):
             self.gap[s] += 1
             self.held[s] = False
         self._settle(s)
-        self.mark(s)
+        if self.evicts:
+            self.mark(s)
 
     def _settle(self, s: int) -> None:
         """Release a storage that nothing wants to keep."""

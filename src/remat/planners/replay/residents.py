@@ -83,6 +83,7 @@ class Residents:
     lie between two evictions, so they are noted, and brought there when one is due.
 
     Attributes:
+        evicts: may anything be evicted? Else nothing of what evictions are judged by is worked out.
         bytes: what lives now, with what is pinned.
         live: for each storage, whether it lives.
         available: for each tensor, whether its value can be read.
@@ -92,8 +93,9 @@ class Residents:
         gap: for each storage, the number of its last use in program order so far, -1 before its birth.
     """
 
-    def __init__(self, problem: Problem, distance_power: float, patience_s: float) -> None:
+    def __init__(self, problem: Problem, distance_power: float, patience_s: float, *, evicts: bool = True) -> None:
         self.problem = problem
+        self.evicts = evicts
         self.patience_s = patience_s
         self.distance_power = distance_power
         self.visits = 0
@@ -244,8 +246,9 @@ class Residents:
         self.bytes -= self.problem.size[s]
         for t in self.problem.family[s]:
             self.available[t] = False
-        self.mark(s)
-        self.refresh(s)
+        if self.evicts:
+            self.mark(s)
+            self.refresh(s)
 
     def refresh(self, s: int) -> None:
         """Bring the recompute times of what is made from ``s`` up to date after it came or went."""
@@ -262,13 +265,15 @@ class Residents:
         """Hold storages for one run more that is about to read them."""
         for s in storages:
             self.locks[s] += 1
-        self._marked.update(storages)
+        if self.evicts:
+            self._marked.update(storages)
 
     def unlock(self, storages: Iterable[int]) -> None:
         """One of the runs that storages were held for has read them."""
         for s in storages:
             self.locks[s] -= 1
-        self._marked.update(storages)
+        if self.evicts:
+            self._marked.update(storages)
 
     def mark(self, s: int) -> None:
         """Note that a storage may be evicted from now on, or no longer, or that it is used at another time."""

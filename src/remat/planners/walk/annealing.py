@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -25,9 +25,8 @@ _HOPELESS: Final = 12.0
 """Temperatures by which an edit may be worse and still be finished; it would be accepted once in exp(12) = 160,000."""
 _MOST_LOST: Final = 40
 """Edits that found no empty slot, after which the runs are spread anew. More: edits are lost; fewer: time is."""
-_FAR_OVER: Final = 0.1
-_LOOKS_AFTER: Final = 3
-"""A walk that may give up does so where, after one part in three of its edits, the bytes over the budget were never
+_LOOKS: Final = ((3, 0.1),)
+"""A walk that may give up does so where, after one part in so many of its edits, the bytes over the budget were never
 less than this; as a share of the budget, summed over positions, and per op that may move. On six steps of JAX's zoo,
 walks that found a schedule had come below .01 by then, or found it; most of those in vain were above .15."""
 _LEAST_LOWERED: Final = 0.99
@@ -46,7 +45,7 @@ class Walk(Edits):
     (Glover 1989, doi:10.1287/ijoc.1.3.190). A heuristic without guarantee; one step is O(1) range additions in numpy.
 
     With ``patience`` it gives up where nothing fits yet: where the bytes over the budget have not sunk for so many
-    edits, or are far too many after a third of the edits.
+    edits, or are far too many at one of its ``looks``, after a third of the edits say.
 
     Attributes:
         best: the cheapest order of runs seen that fits, None for none; see ``Slots.order``.
@@ -63,10 +62,12 @@ class Walk(Edits):
         *,
         first_fit: bool = False,
         patience: int | None = None,
+        looks: Sequence[tuple[int, float]] = _LOOKS,
     ) -> None:
         super().__init__(board, budget_bytes, seed)
         self.first_fit = first_fit
         self.patience = patience
+        self._looks = tuple(looks)
         self.is_hopeless = False
         self._least = math.inf  # The smallest excess so far.
         self._lowered_at = 0  # The edit that brought it.
@@ -101,6 +102,7 @@ class Walk(Edits):
             The edits tried.
         """
         cooling = math.log(cold / hot)
+        far_at = {steps // part: far for part, far in self._looks}
         begun_s = time.monotonic()
         over = 0
         for step in range(steps):
@@ -123,16 +125,16 @@ class Walk(Edits):
                 self._respread()
             if not self.over_sum and (self.first_fit or not self.slots.repeats):
                 return step
-            if self.patience is not None and self.best is None and self._gives_up(step, steps, self.patience):
+            if self.patience is not None and self.best is None and self._gives_up(step, far_at, self.patience):
                 return step
             self._step(temperature)
         return steps
 
-    def _gives_up(self, step: int, steps: int, patience: int) -> bool:
+    def _gives_up(self, step: int, far_at: Mapping[int, float], patience: int) -> bool:
         excess = self.over_sum * self._scale
         if excess < _LEAST_LOWERED * self._least:
             self._least, self._lowered_at = excess, step
-        if step == steps // _LOOKS_AFTER and self._least > _FAR_OVER:
+        if self._least > far_at.get(step, math.inf):
             self.is_hopeless = True
         return self.is_hopeless or step - self._lowered_at > patience
 

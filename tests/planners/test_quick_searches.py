@@ -1,0 +1,87 @@
+"""What a search that is one of many leaves out, and where the search for the smallest peak ends early."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from remat import simulate
+from remat.planners import get_planner, smallest_peak
+from remat.planners.methods.dtr import dtr
+from remat.planners.methods.peak_greedy import peak_greedy
+from remat.planners.registry import Strategy
+from remat.planners.search import Search
+from remat.planners.smallest_peak import smallest_peak_schedules
+from remat.planners.view.board import Board
+from remat.planners.view.problem import Problem
+from remat.planners.walk.annealing import Walk
+from remat.testing import chain, layered
+
+STEP = chain(40, size_bytes=1000, free_order=False)
+
+
+def decisions(method: Strategy, count: int, share: float, monkeypatch: pytest.MonkeyPatch, *, thorough: bool) -> int:
+    """How many decisions a method offers for a chain of so many blocks at a share of its peak."""
+    problem = Problem.of(chain(count, size_bytes=1000, free_order=False))
+    offered = []
+    offer = Search.offer_decision
+
+    def noted(search: Search, *args: Any, **options: Any) -> int | None:
+        offered.append(args)
+        return offer(search, *args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Search, "offer_decision", noted)
+        method(Search(problem, int(share * problem.plain.peak_bytes), thorough=thorough))
+    return len(offered)
+
+
+@pytest.mark.parametrize(
+    ("method", "count", "share", "quick", "thorough"),
+    [
+        (dtr, 40, 0.05, 3, 11),  # Nothing fits: the first three replays say so.
+        (dtr, 40, 0.6, 11, 11),
+        (peak_greedy, 40, 0.6, 2, 4),
+        (peak_greedy, 20, 0.6, 4, 4),  # Of few ops.
+    ],
+)
+def test_a_quick_search_offers_fewer_decisions(
+    method: Strategy, count: int, share: float, quick: int, thorough: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert decisions(method, count, share, monkeypatch, thorough=False) == quick
+    assert decisions(method, count, share, monkeypatch, thorough=True) == thorough
+
+
+@pytest.mark.parametrize(("looks", "tried"), [(((24, 1e-6), (3, 0.1)), 250), (((3, 0.1),), 2000)])
+def test_a_walk_gives_up_at_the_first_of_its_looks(looks: tuple[tuple[int, float], ...], tried: int) -> None:
+    graph = layered(40, 3, free_order=False)
+    walk = Walk(Board(Problem.of(graph), whole=False), graph.plain_schedule, 0, 0, patience=6000, looks=looks)
+
+    assert walk.run(6000, 1e-2, 1e-4, None) == tried
+    assert walk.is_hopeless
+
+
+def test_nothing_is_looked_for_right_above_the_largest_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the peak that eviction reached is close enough to it, which a wide limit stands for here."""
+    asked: list[int] = []
+
+    def method(search: Search) -> None:
+        asked.append(search.budget_bytes)
+
+    small = Problem.of(STEP)
+    smallest_peak_schedules(small, [method], 1)
+    assert asked
+    monkeypatch.setattr(smallest_peak, "_NO_ROOM", 100.0)
+    asked.clear()
+    other = Problem.of(chain(41, size_bytes=1000, free_order=False))
+    (schedule, *_) = smallest_peak_schedules(other, [method], 1)
+    assert not asked
+    assert simulate(other.graph, schedule).peak_bytes < other.plain.peak_bytes
+
+
+@pytest.mark.parametrize("name", ["peak_greedy", "dtr"])
+def test_a_quick_search_finds_schedules_that_fit(name: str) -> None:
+    planner: Any = get_planner(name)
+    budget_bytes = Problem.of(STEP).plain.peak_bytes // 2
+    assert simulate(STEP, planner(STEP, budget_bytes, thorough=False)).peak_bytes <= budget_bytes
