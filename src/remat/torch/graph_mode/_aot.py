@@ -225,8 +225,8 @@ _WHILE_CAPTURING = {
     "run_gc_after_compile": False,
     # Dynamo would take it that modules under ``fully_shard`` stay as they are, in training say.
     "skip_fsdp_guards": False,
-    # Nor would it notice that a hook was added to a module after the capture, or taken away. ``_hook_guards`` puts others
-    # in the place of these guards.
+    # Nor would it notice that a hook was added to a module after the capture, or taken away. ``_hook_guards`` puts
+    # others in the place of these guards.
     "skip_nnmodule_hook_guards": False,
     # Dynamo would turn NumPy into PyTorch, whose random numbers are others: transformers' Wav2Vec2 draws a mask so.
     "trace_numpy": False,
