@@ -8,6 +8,7 @@ import io
 import logging
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -221,6 +222,35 @@ def test_a_loop_is_plain_training_to_the_bit(loop, under):
         return under(loss_fn, made_again_once)
 
     assert twice(loop, compiled).loss_fn.plan.recomputed > 0
+
+
+def test_gradients_of_gradients_are_refused_with_a_way_out():
+    """That a graph of the gradients is asked for is no error yet; an eager plan differentiates it."""
+
+    def loop(training: Training) -> None:
+        training.seen += torch.autograd.grad(training.loss(), [training.model[0].weight], create_graph=True)
+        training.loss().backward(retain_graph=True)
+        training.update()
+
+    planned = twice(loop, lambda loss_fn: remat.torch.compile(loss_fn, budget="90%", backend="aten", **QUICK))
+    (gradient,) = torch.autograd.grad(planned.loss(), [planned.model[0].weight], create_graph=True)
+    with pytest.raises(remat.UnsupportedStep, match="differentiated again") as caught:
+        gradient.square().sum().backward()
+    assert "remat.torch.apply" in str(caught.value)
+    assert 'mode="eager"' in str(caught.value)
+    planned.step()
+
+    def penalty(training: Training) -> None:
+        (gradient,) = torch.autograd.grad(training.loss(), [training.model[0].weight], create_graph=True)
+        (training.loss() + gradient.square().sum()).backward()
+        training.update()
+
+    eager = partial(remat.torch.limit_memory, budget="90%", mode="eager", **QUICK)
+    plain, limited = Training(), Training(eager)
+    for one in (plain, limited):
+        torch.manual_seed(5)
+        penalty(one)
+    assert all(map(torch.equal, plain.outcome, limited.outcome))
 
 
 def test_hooks_are_looked_for_where_captured_code_has_looked():

@@ -240,8 +240,9 @@ class EagerCandidate(Candidate):
     def quick_options(self, request: Request) -> dict[str, Any]:
         """A quick search.
 
-        On nine steps of 61 to 392 ops the smallest real peak of its plans was that of thorough ones six times, and
-        smaller three times. It takes .1 to .3 s of processor time, a thorough one 4 to 14.
+        On 13 steps of 61 to 1,820 ops the smallest real peak of its plans was that of thorough ones nine times, up to
+        1.3 % smaller three times, and .13 % larger once, for what notes of 25 more reruns take. It takes .1 to .3 s of
+        processor time for up to 400 ops, a thorough one 4 to 14.
         """
         return {"thorough": False} if request.planner == "auto" else {}
 

@@ -29,6 +29,7 @@ from torch._logging._internal import trace_log
 from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode, PythonFunctionalizeAPI
 
+from remat.core.errors import UnsupportedStep
 from remat.running.collecting import without_collections
 from remat.torch._backward_pass import counted_gradients
 from remat.torch._dynamo import once_left_unsaid, weakly
@@ -446,6 +447,30 @@ def _eager_layouts() -> Iterator[None]:
         yield
     finally:
         mode.__torch_dispatch__ = _functionalize
+
+
+def refuse_second_derivatives() -> None:
+    """Inside the backward pass of a captured step: its gradients cannot be differentiated again, and say what can be.
+
+    AOTAutograd makes a function of the whole backward pass, whose own backward pass is an error that names no way out.
+    """
+    node = _engine._current_autograd_node()
+
+    def hook(gradients: Sequence[Any], _: Any) -> None:
+        handle.remove()
+        for one in gradients:
+            function: Any = getattr(getattr(one, "grad_fn", None), "_forward_cls", None)
+            if function is not None:
+                function.backward = staticmethod(_refused)
+
+    handle = node.register_hook(hook)
+
+
+def _refused(*args: Any) -> None:
+    raise UnsupportedStep(
+        "gradients of a step in graph mode cannot be differentiated again (create_graph=True), since its operators run "
+        'below autograd: run this step under remat.torch.apply, or remat.torch.limit_memory with mode="eager"'
+    )
 
 
 def runs_eagerly() -> bool:

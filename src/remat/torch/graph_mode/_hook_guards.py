@@ -28,7 +28,9 @@ _NAME: Final = re.compile(r"\['([^']+)'\]")
 
 # By what they are keyed with, which no two hooks share.
 _GLOBAL_HOOKS: Final = [
-    value for name, value in vars(module).items() if name.startswith("_global_") and isinstance(value, dict)
+    value
+    for name, value in vars(module).items()
+    if name.startswith(("_global_forward", "_global_backward")) and isinstance(value, dict)
 ]
 
 _Path: TypeAlias = tuple[str, ...]

@@ -372,7 +372,8 @@ class _PlannedStep:
         """The backward pass, given its function, and what makes one that hands over gradients in parts."""
 
         def run(args: list[Any]) -> Any:
-            if self._donated and _private.keeps_graph():
+            if _private.keeps_graph():
+                _aot.refuse_second_derivatives()
                 for place in self._donated:
                     args[place] = args[place].clone()
             if self.apart is not None and in_parts is not None and self.apart.is_due():
