@@ -1,6 +1,6 @@
 """Checks and measures remat on the GPU at hand, for each framework that sees it: ``make gpu``.
 
-    python -m benchmarks.gpu [--parts budgets,peers,host,calibration] [--frameworks torch,jax] [--name h200]
+    python -m benchmarks.gpu [--parts exact,budgets,peers,host,calibration] [--frameworks torch,jax] [--name h200]
     python -m benchmarks.gpu --device cpu --small      # a check that it works, on a machine without a GPU
 
 Writes ``benchmarks/results/gpu-NAME.md``, ``.json`` and ``.png``. Each case is a process of its own, and its lines
@@ -17,11 +17,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.cases import PARTS, Case, cases_of
+from benchmarks.gpu.cases import PARTS, UNTIMED, Case, cases_of
 from benchmarks.gpu.tables import write
 from remat.running import machine
 
@@ -39,6 +41,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="small models: a check that it works, not a result")
     parser.add_argument("--limit-s", type=float, default=600, help="seconds a part may take")
     parser.add_argument("--name", help="of the result; the name of the device where none is given")
+    parser.add_argument("--jobs", type=int, default=4, help="cases at a time, in parts where nothing is timed")
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--fresh", action="store_true", help="measure again what is there already")
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -52,18 +55,30 @@ def main() -> None:
         if part not in PARTS:
             sys.exit(f"there is no part {part!r}; choose from {', '.join(PARTS)}")
         ends = time.monotonic() + options.limit_s
-        for case in cases_of(part, options.frameworks.split(",")):
-            if options.only not in case.key or is_whole(found.get(case.key)):
-                continue
-            left_s = ends - time.monotonic()
-            if left_s < LEAST_TIME_OF_A_CASE_S:
-                skipped.append(case.key)
-                continue
-            print(case.key, flush=True)
-            found[case.key] = list(lines_of(case, options.device, options.small, left_s))
-            write(target, summary(device_name, options.small, found, skipped))
+        due = [
+            case
+            for case in cases_of(part, options.frameworks.split(","))
+            if options.only in case.key and not is_whole(found.get(case.key))
+        ]
+        run = partial(run_until, ends, options.device, options.small)
+        with ThreadPoolExecutor(options.jobs if part in UNTIMED else 1) as pool:
+            for case, lines in zip(due, pool.map(run, due), strict=True):
+                if lines is None:
+                    skipped.append(case.key)
+                    continue
+                found[case.key] = lines
+                write(target, summary(device_name, options.small, found, skipped))
     write(target, summary(device_name, options.small, found, skipped))
     print(f"wrote {target}.md, .json and .png" + (f"; skipped for time: {', '.join(skipped)}" if skipped else ""))
+
+
+def run_until(ends: float, device: str, small: bool, case: Case) -> list[dict[str, Any]] | None:
+    """The lines of a case that ends by then; None where too little time is left to begin it."""
+    left_s = ends - time.monotonic()
+    if left_s < LEAST_TIME_OF_A_CASE_S:
+        return None
+    print(case.key, flush=True)
+    return list(lines_of(case, device, small, left_s))
 
 
 def lines_of(case: Case, device: str, small: bool, limit_s: float) -> Iterator[dict[str, Any]]:

@@ -15,7 +15,7 @@ from jax import lax
 
 import remat
 import remat.jax
-from benchmarks.gpu.cases import DTYPES, MODELS, SHARES, Case, speed_of
+from benchmarks.gpu.cases import DTYPES, MODELS, SHARES, UNTIMED, Case, speed_of
 from remat.jax.peak import peak_of
 from remat.jax.timed_ops import TimedOps
 from remat.running.calibration import op_samples
@@ -32,12 +32,12 @@ def run(case: Case, device: str, small: bool) -> Iterator[Line]:
         yield from calibration(small)
         return
     loss, args = step_of(case.model, case.dtype, small)
-    bench = Bench(args)
+    bench = Bench(args, is_timed=case.part not in UNTIMED)
     plain = bench.line("plain", jax.value_and_grad(loss))
     yield plain
-    if case.part == "budgets":
+    if case.part in SHARES:
         yield bench.line("plain again", jax.value_and_grad(loss))
-        wanted = [(f"remat, {share:.0%}", int(share * plain["peak_bytes"])) for share in SHARES]
+        wanted = [(f"remat, {share:.0%}", int(share * plain["peak_bytes"])) for share in SHARES[case.part]]
         for name, budget in [*wanted, ("remat, smallest", 1)]:
             yield planned_line(bench, loss, name, budget, smallest=budget == 1)
         return
@@ -85,10 +85,12 @@ class Bench:
 
     Args:
         args: weights and batch.
+        is_timed: are steps timed?
     """
 
-    def __init__(self, args: tuple[Any, ...]) -> None:
+    def __init__(self, args: tuple[Any, ...], *, is_timed: bool = True) -> None:
         self.args = args
+        self._is_timed = is_timed
         self._plain: Any = None
         self._expected: list[Any] = []
 
@@ -101,16 +103,18 @@ class Bench:
         if self._plain is None:
             self._plain, self._expected = compiled, found
         pairs = list(zip(found, self._expected, strict=True))
-        times = [(self._seconds(compiled), self._seconds(self._plain)) for _ in range(TURNS)]
-        return {
+        line = {
             "name": name,
             "peak_bytes": peak_bytes,
-            "step_s": statistics.median(own for own, _ in times),
-            "relative_time": statistics.median(own / plain for own, plain in times),
             "difference": max(np.abs(a - b).max() for a, b in pairs).item()
             / max(np.abs(b).max() for _, b in pairs).item(),
             "equal_bits": all(np.array_equal(a, b) for a, b in pairs),
         }
+        if self._is_timed:
+            times = [(self._seconds(compiled), self._seconds(self._plain)) for _ in range(TURNS)]
+            line["step_s"] = statistics.median(own for own, _ in times)
+            line["relative_time"] = statistics.median(own / plain for own, plain in times)
+        return line
 
     def _seconds(self, compiled: Any) -> float:
         started = time.perf_counter()

@@ -29,7 +29,8 @@ def _page(results: dict[str, Any]) -> Sequence[str]:
         + (" Small models, to see that it works." if results["small"] else ""),
         "",
         "Differences are those of gradients, relative to the largest of them. 'Bits' says whether all are equal.",
-        "Times are relative to plain steps that ran in turns with them.",
+        "Times are relative to plain steps that ran in turns with them. Peaks are the device's own counter, after the",
+        "first steps; 'reserved' is what PyTorch's allocator took from the device meanwhile.",
     ]
     for part, meaning in PARTS.items():
         cases = {key: lines for key, lines in results["cases"].items() if key.startswith(f"{part}/")}
@@ -74,7 +75,7 @@ def _row(line: dict[str, Any]) -> str:
         line["name"],
         *(_figure(size and size / MIB, ".1f") for size in sizes),
         _figure(line.get("predicted_time"), ".2f"),
-        _figure(line["relative_time"], ".2f"),
+        _figure(line.get("relative_time"), ".2f"),
         f"{line['difference']:.1e}",
         "equal" if line["equal_bits"] else "",
     ]

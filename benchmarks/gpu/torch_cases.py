@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import remat
 import remat.torch
-from benchmarks.gpu.cases import DTYPES, MODELS, SHARES, Case, speed_of
+from benchmarks.gpu.cases import DTYPES, MODELS, SHARES, UNTIMED, Case, speed_of
 from benchmarks.gpu.torch_models import Step, step_of
 from benchmarks.torch_host import table as host_table
 from remat.running.calibration import op_samples
@@ -46,13 +46,16 @@ def run(case: Case, device: str, small: bool) -> Iterator[Line]:
 
 def budgets(case: Case, device: str, small: bool) -> Iterator[Line]:
     """Plain, plain once more (what of a difference is the kernels' own), and shares of its measured peak."""
+    if case.part == "exact":
+        torch.use_deterministic_algorithms(True)
     step = step_of(case.model, case.dtype, device, small)
-    bench = Bench(step, device)
+    bench = Bench(step, device, is_timed=case.part not in UNTIMED)
     plain = compiled_plain(case.engine, step)
     line = bench.line("plain", plain)
     yield line
     yield bench.line("plain again", plain)
-    budgets_bytes: list[tuple[str, int]] = [(f"{share:.0%}", int(share * line["peak_bytes"])) for share in SHARES]
+    shares = SHARES[case.part]
+    budgets_bytes: list[tuple[str, int]] = [(f"{share:.0%}", int(share * line["peak_bytes"])) for share in shares]
     for name, budget in [*budgets_bytes, ("smallest", 1)]:
         yield planned_line(bench, case.engine, f"remat, {name}", budget, smallest=name == "smallest")
 
@@ -166,10 +169,12 @@ class Bench:
     Args:
         step: whose weights and batch the planned steps have.
         device: as PyTorch names it.
+        is_timed: are steps timed?
     """
 
-    def __init__(self, step: Step, device: str) -> None:
+    def __init__(self, step: Step, device: str, *, is_timed: bool = True) -> None:
         self.step, self.device = step, device
+        self._is_timed = is_timed
         self._plain: Step | None = None
         self._expected: list[torch.Tensor] = []
 
@@ -182,15 +187,13 @@ class Bench:
         pairs = list(zip(found, self._expected, strict=True))
         difference = max(float((a - b).abs().max()) for a, b in pairs) / max(float(b.abs().max()) for _, b in pairs)
         peak = self._peak(step)
-        times = [(self._seconds(step), self._seconds(plain)) for _ in range(TURNS)]
-        return {
-            "name": name,
-            **peak,
-            "step_s": statistics.median(own for own, _ in times),
-            "relative_time": statistics.median(own / other for own, other in times),
-            "difference": difference,
-            "equal_bits": all(torch.equal(a, b) for a, b in pairs),
-        }
+        equal_bits = all(torch.equal(a, b) for a, b in pairs)
+        found_line = {"name": name, **peak, "difference": difference, "equal_bits": equal_bits}
+        if self._is_timed:
+            times = [(self._seconds(step), self._seconds(plain)) for _ in range(TURNS)]
+            found_line["step_s"] = statistics.median(own for own, _ in times)
+            found_line["relative_time"] = statistics.median(own / other for own, other in times)
+        return found_line
 
     def _run(self, step: Step) -> None:
         for parameter in step.parameters:

@@ -11,6 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import remat
 import remat.torch
+from remat.torch.trace import gpu_scratch
 from remat.torch.trace.gpu_attention import AttentionCall, choose
 
 A100, RTX3090, H100, B200, T4 = (8, 0), (8, 6), (9, 0), (10, 0), (7, 5)
@@ -154,7 +155,10 @@ def test_a_step_for_a_gpu_keeps_what_its_kernels_keep(gpu, kernel, device):
     assert sizes(graph, "native_dropout")[1].recomputable
     assert sizes(graph, "_fused_rms_norm")[0] == [2 * x.numel(), 4 * BATCH * LENGTH]
     assert "bmm" not in kinds(graph)
-    assert max(t.size_bytes for t in graph.tensors) <= 4 * x.numel()
+    products = [torch.ops.aten.mm.default]
+    workspaces_bytes = gpu_scratch.cublas_bytes(products, (9, 0) if gpu == "h100" else (8, 0))
+    assert sorted(t.size_bytes for t in graph.tensors)[-1] == workspaces_bytes
+    assert sorted(t.size_bytes for t in graph.tensors)[-2] <= 4 * x.numel()
     assert any(note.startswith("the kernels are those that PyTorch") and gpu in note for note in graph.notes)
     assert any("cuDNN is 9.15.1" in note for note in graph.notes) == (kernel == "cudnn")
     assert all(torch.equal(p, q) for p, q in zip(block.parameters(), before, strict=False))
@@ -274,7 +278,8 @@ def test_autocast_that_switches_itself_off_is_said(enabled):
 
 def test_a_plan_for_a_gpu_is_made_of_a_step_on_the_meta_device():
     _, loss, x = step()
-    planned = remat.torch.plan(loss, x, budget="99%", planner="peak_greedy", device="a100")
+    # What cuBLAS keeps is most of so small a step.
+    planned = remat.torch.plan(loss, x, budget="1GiB", planner="peak_greedy", device="a100")
     assert "_scaled_dot_product_flash_attention" in kinds(planned.graph)
     # A step that can run here is planned for what runs here.
     _, loss, x = step("cpu")

@@ -35,8 +35,11 @@ Array: TypeAlias = Any
 # JAX 0.8 has ``VJPHiPrimitive`` by another name, which is not told which arguments are differentiated.
 HAS_OWN_CALLS = jax.__version_info__ >= (0, 9)
 
-if TYPE_CHECKING or HAS_OWN_CALLS:
+if TYPE_CHECKING or (0, 9) <= jax.__version_info__ < (0, 11):
     from jax.experimental.hijax import VJPHiPrimitive
+elif HAS_OWN_CALLS:
+    # The same by a shorter name; ``vjp_bwd`` may also return what is to be logged.
+    from jax.experimental.hijax import HiPrim as VJPHiPrimitive
 else:
 
     class VJPHiPrimitive:

@@ -533,8 +533,13 @@ def allocations(run: Callable[[], object]) -> list[int]:
         return thread.submit(profiled).result()
 
 
-def with_allocations(run: Callable[[], Any]) -> tuple[Any, list[int] | None]:
-    """What a call returns, and the same of it, called in this thread; None in place of the bytes under a profiler."""
+def with_allocations(run: Callable[[], Any], device_type: str = "cpu") -> tuple[Any, list[int] | None]:
+    """What a call returns, and the same of it, called in this thread; None in place of the bytes under a profiler.
+
+    Args:
+        run: the call.
+        device_type: whose bytes, "cpu" or "cuda".
+    """
     profiler: Any = torch._C._autograd
     if profiler._profiler_enabled():
         return run(), None
@@ -546,7 +551,10 @@ def with_allocations(run: Callable[[], Any]) -> tuple[Any, list[int] | None]:
     finally:
         threads = profiler._disable_profiler_legacy()
     events = (event for events in threads for event in events)
-    return result, [event.cpu_memory_usage() for event in events if event.kind() == "memory_alloc"]
+    changes = [event for event in events if event.kind() == "memory_alloc"]
+    if device_type == "cpu":
+        return result, [event.cpu_memory_usage() for event in changes if event.cpu_memory_usage()]
+    return result, [event.cuda_memory_usage() for event in changes if event.cuda_memory_usage()]
 
 
 def weak(storage: Storage) -> Callable[[], Storage | None]:

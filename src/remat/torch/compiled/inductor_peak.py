@@ -22,7 +22,7 @@ from remat.torch.compiled._inductor import (
     number_of,
     patch,
 )
-from remat.torch.trace import cpu_scratch
+from remat.torch.trace import cpu_scratch, gpu_scratch
 
 AS_EVER: Final[Mapping[str, Any]] = {}
 """No change to Inductor's settings."""
@@ -173,7 +173,7 @@ def _size_bytes(buffer: Any) -> int:
 def _scratch_bytes(kernel: Any) -> int:
     """Scratch memory of an operator's own kernel, its arguments laid out as Inductor has them."""
     if kernel.get_device_or_error().type != "cpu":
-        return 0
+        return max(map(_scratch_on_gpu, kernel.origins), default=0)
     laid_out = [
         torch.empty_strided([int(n) for n in one.get_size()], [int(n) for n in one.get_stride()], device="meta")
         for one in kernel.inputs
@@ -188,6 +188,14 @@ def _scratch_bytes(kernel: Any) -> int:
         args = tree_map_only(fx.Node, known.__getitem__, tuple(origin.args))
         found = max(found, cpu_scratch.workspace_bytes(origin.target, args, origin.meta["val"]))
     return found
+
+
+def _scratch_on_gpu(origin: fx.Node) -> int:
+    """The same on a GPU, the arguments laid out as in the joint graph."""
+    if not isinstance(origin.target, OpOverload) or "val" not in origin.meta:
+        return 0
+    args, kwargs = tree_map_only(fx.Node, lambda one: one.meta["val"], (tuple(origin.args), dict(origin.kwargs)))
+    return gpu_scratch.workspace_bytes(origin.target, args, kwargs, origin.meta["val"])
 
 
 def _place(indices: Sequence[tuple[type, Any]]) -> Hashable:

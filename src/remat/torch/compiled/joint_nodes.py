@@ -13,7 +13,7 @@ from torch import fx
 from remat.torch._private import OpOverload, is_mutable, tree_leaves, tree_map_only
 from remat.torch._private import is_reduction as is_reduction_operator
 from remat.torch.compiled import _inductor
-from remat.torch.trace import cpu_scratch, op_facts
+from remat.torch.trace import cpu_scratch, gpu_scratch, op_facts
 
 _POINTWISE: Final = frozenset({"prims::convert_element_type", "prims::inductor_random", "prims::inductor_lookup_seed"})
 _CONSTANTS: Final = frozenset({"aten::full", "aten::scalar_tensor", "aten::arange", "prims::iota", "aten::zeros"})
@@ -94,14 +94,16 @@ def flops(node: fx.Node) -> float:
 
 
 def scratch_bytes(node: fx.Node) -> int:
-    """Scratch memory that the operator's own kernel takes from PyTorch's allocator on a CPU; 0 elsewhere: not known.
+    """Scratch memory that the operator's own kernel takes from PyTorch's allocator.
 
     Inductor lays convolutions out with their channels last.
     """
     value = next(iter(_tensors(node)), None)
-    if not isinstance(node.target, OpOverload) or value is None or value.device.type != "cpu":
+    if not isinstance(node.target, OpOverload) or value is None:
         return 0
-    args, _ = _arguments(node)
+    args, kwargs = _arguments(node)
+    if value.device.type != "cpu":
+        return gpu_scratch.workspace_bytes(node.target, tuple(args), kwargs, node.meta["val"])
     if op_facts.base_name(node.target) in _CONVOLUTIONS:
         args = tree_map_only(torch.Tensor, _with_channels_last, args)
     return cpu_scratch.workspace_bytes(node.target, args, node.meta["val"])

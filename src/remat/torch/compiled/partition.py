@@ -22,6 +22,7 @@ from remat.torch.compiled import _inductor
 from remat.torch.compiled.inductor_peak import AS_EVER, FRUGAL, peak_bytes
 from remat.torch.compiled.joint_graph import JointStep, joint_step
 from remat.torch.compiled.joint_nodes import draws, is_pointwise
+from remat.torch.trace import gpu_scratch
 from remat.torch.trace.aot_notes import is_tangent
 from remat.torch.trace.trace import default_profile
 
@@ -75,6 +76,8 @@ class CompiledCandidate(Candidate):
         # Inductor's figures are without the inputs of the step.
         inputs_bytes = sum(self.graph.tensors[tensor].size_bytes for tensor in self.graph.inputs)
         self._beside_bytes = resident_bytes + inputs_bytes
+        if (capability := gpu_scratch.capability_of(device_type)) is not None:
+            self._beside_bytes += gpu_scratch.cublas_bytes((node.target for node in joint.graph.nodes), capability)
         self._plain = _inductor.own_partition(self._joint, self._options)
         self._plain_peak = PeakRange.exactly(self._peak_of(self._plain, AS_EVER).expected_bytes)
         self._modules: dict[tuple[str, Schedule], Modules] = {}

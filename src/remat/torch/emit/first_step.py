@@ -15,7 +15,7 @@ from remat.core.budget import format_bytes
 from remat.torch import _backward_pass, _private
 from remat.torch.emit.planned_step import unpack
 from remat.torch.emit.recipes import new_storages, tensors_in
-from remat.torch.trace import cpu_scratch, op_facts
+from remat.torch.trace import cpu_scratch, gpu_scratch, op_facts
 
 _WORTH_SAYING_BYTES: Final = 1 << 16
 """Scratch memory that was not predicted is named as a reason from so many bytes on. A judgement: what kernels keep for
@@ -26,12 +26,13 @@ class StorageMeter(_private.TorchDispatchMode):
     """Counts the storages that are made while this is entered, which may be several times, as long as they live.
 
     Storages are seen as operators return them, and gone when PyTorch frees them. To these comes scratch memory: what
-    PyTorch's allocator on a CPU hands out while a kernel runs, and what ``trace.cpu_scratch`` knows beyond that.
+    PyTorch's allocator hands out while a kernel runs, on a CPU and on a GPU, and what ``trace.cpu_scratch`` and
+    ``trace.gpu_scratch`` know beyond that.
 
     Attributes:
         peak_bytes: the most that lived at once; of what was there before, that of which it was told.
-        unpredicted: the kernel that took the most scratch memory of which ``trace.cpu_scratch`` does not know, in
-            words; None where none took much.
+        unpredicted: the kernel that took the most scratch memory that was not predicted, in words; None where none
+            took much.
     """
 
     def __init__(self) -> None:
@@ -53,17 +54,21 @@ class StorageMeter(_private.TorchDispatchMode):
             return func(*args, **kwargs)
         before_bytes = self._bytes
         given = tensors_in((*args, *kwargs.values()))
+        on_gpu = bool(given) and given[0].device.type == "cuda"
         changes: list[int] | None = None
-        if given and given[0].device.type != "cpu":
+        if given and given[0].device.type not in ("cpu", "cuda"):
             out = func(*args, **kwargs)
         else:
-            out, changes = _private.with_allocations(partial(func, *args, **kwargs))
+            device_type = "cuda" if on_gpu else "cpu"
+            out, changes = _private.with_allocations(partial(func, *args, **kwargs), device_type)
         outputs = tensors_in(out if isinstance(out, list | tuple) else (out,))
         for place in new_storages(outputs, given):
             self._add(outputs[place].untyped_storage())
         scratch = 0
         if outputs and outputs[0].device.type == "cpu" and func.namespace == "aten":
             scratch = cpu_scratch.workspace_bytes(func, args, out)
+        elif on_gpu:
+            scratch = gpu_scratch.known_bytes(func, args, kwargs)
         self.peak_bytes = max(self.peak_bytes, self._bytes + scratch)
         if changes:
             most = max(accumulate(changes))

@@ -31,13 +31,21 @@ from remat.torch.graph_mode.reuse import reuse_storage
 from remat.torch.graph_mode.split_joint import Splitter
 from remat.torch.graph_mode.taken_gradients import Updates, UsedGradient
 from remat.torch.graph_mode.timed_calls import TimedCalls
-from remat.torch.trace import aot_notes
+from remat.torch.trace import aot_notes, gpu_scratch
 from remat.torch.trace.trace import default_profile
 
 _LARGE: Final = 1000
 """Ops from which on a plan is not sought thoroughly at first, since a user waits for it. Measured on a GPT-2 of 24
 layers (2,013 ops) at 60 %: 4.1 s in place of 11.3, for 5.56 % in place of 5.54 %. Smaller steps are planned in a few
 seconds; with a larger number, the first call of a deep model takes half a minute."""
+
+
+def _cublas_bytes(joint: fx.GraphModule, device_types: Iterable[str]) -> int:
+    """What cuBLAS keeps on a GPU for the products of a step."""
+    capability = next(filter(None, map(gpu_scratch.capability_of, device_types)), None)
+    if capability is None:
+        return 0
+    return gpu_scratch.cublas_bytes((node.target for node in joint.graph.nodes), capability)
 
 
 def _profile_of(device: str) -> DeviceProfile:
@@ -99,7 +107,7 @@ class GraphCandidate(Candidate):
                 self._step, early.scratch_bytes_together(updates)
             )
         self._leave_updates_out()
-        self.resident_bytes = resident_bytes(gradient_bytes(self._step))
+        self.resident_bytes = resident_bytes(gradient_bytes(self._step)) + _cublas_bytes(joint, types)
 
     def _look_at(self, joint: fx.GraphModule) -> None:
         self._joint = joint

@@ -19,7 +19,7 @@ from torch import fx
 from remat.torch._private import OpOverload, is_mutable, tree_leaves
 from remat.torch.graph_mode.collectives import SIZE_BYTES, Gather, GatheredParameter, OwnCode
 from remat.torch.graph_mode.layouts import InLayout, laid_out
-from remat.torch.trace import aot_notes, cpu_scratch, op_facts
+from remat.torch.trace import aot_notes, cpu_scratch, gpu_scratch, op_facts
 
 # Operators that hand on the storage of their argument, though their schema does not say so.
 _SILENT_VIEWS: Final = frozenset(
@@ -295,10 +295,12 @@ def scratch_bytes(node: fx.Node) -> int:
     """Bytes that a call needs while it runs, beside what it reads and makes."""
     if isinstance(node.target, OwnCode):
         return node.target.scratch_bytes
-    if not isinstance(node.target, OpOverload) or device_of(node).type != "cpu":
+    if not isinstance(node.target, OpOverload):
         return 0
-    args, _ = arguments(node)
-    return cpu_scratch.workspace_bytes(node.target, tuple(args), node.meta.get("val"))
+    args, kwargs = arguments(node)
+    if device_of(node).type == "cpu":
+        return cpu_scratch.workspace_bytes(node.target, tuple(args), node.meta.get("val"))
+    return gpu_scratch.workspace_bytes(node.target, tuple(args), kwargs, node.meta.get("val"))
 
 
 def size_bytes(node: fx.Node) -> int:

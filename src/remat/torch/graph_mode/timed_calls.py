@@ -19,6 +19,7 @@ from remat.torch.graph_mode import _aot, nodes
 from remat.torch.graph_mode.calls import Calls
 from remat.torch.graph_mode.layouts import InLayout
 from remat.torch.graph_mode.nodes import Fill
+from remat.torch.trace import lone_calls
 
 _LEAST_TIME_S: Final = 3e-4
 """A call is repeated until it takes this long together. Reading the clock takes a thousandth of it. A longer time makes
@@ -64,7 +65,7 @@ class TimedCalls:
             return None
         args, kwargs = nodes.arguments(node)
         target = (node.target.func, node.target.__name__) if isinstance(node.target, Fill | InLayout) else node.target
-        key = (target, _kind((args, kwargs)), _kind(node.meta.get("val")))
+        key = (target, lone_calls.kind((args, kwargs)), lone_calls.kind(node.meta.get("val")))
         if key not in self._known:
             self._known[key] = self._timed(self._calls.function_of(node), args, kwargs)
         return self._known[key]
@@ -72,7 +73,7 @@ class TimedCalls:
     @staticmethod
     def _timed(function: Callable[..., Any], args: Any, kwargs: Any) -> float | None:
         try:
-            args, kwargs = _private.tree_map_only(torch.Tensor, _made_up, (tuple(args), dict(kwargs)))
+            args, kwargs = _private.tree_map_only(torch.Tensor, lone_calls.made_up, (tuple(args), dict(kwargs)))
             wait = torch.cuda.synchronize if _is_on_gpu((args, kwargs)) else _nothing
             function(*args, **kwargs)  # The first call may look things up.
             repeats = 1
@@ -96,7 +97,8 @@ def _time_of_s(function: Callable[..., Any], args: Any, kwargs: Any, repeats: in
 def _only_computes(node: fx.Node) -> bool:
     if isinstance(node.target, Fill | InLayout):
         return True
-    return isinstance(node.target, OpOverload) and node.target.namespace in _NAMESPACES
+    func = node.target
+    return isinstance(func, OpOverload) and func.namespace in _NAMESPACES and lone_calls.may_run_alone(func)
 
 
 def _views_read(node: fx.Node) -> Iterator[fx.Node]:
@@ -106,23 +108,6 @@ def _views_read(node: fx.Node) -> Iterator[fx.Node]:
             if not nodes.is_part(read):
                 yield read
             read = read.all_input_nodes[0]
-
-
-def _kind(value: Any) -> Any:
-    """What decides how long a call takes with this argument."""
-    if isinstance(value, list | tuple):
-        return tuple(map(_kind, value))
-    if isinstance(value, dict):
-        return tuple((name, _kind(one)) for name, one in value.items())
-    if isinstance(value, torch.Tensor):
-        return (tuple(value.shape), tuple(value.stride()), value.dtype, value.device)
-    return repr(value)
-
-
-def _made_up(like: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same shape: ones, which no arithmetic turns into what is slow or undefined; as indices, zeros."""
-    made = torch.empty_strided(tuple(like.shape), tuple(like.stride()), dtype=like.dtype, device=like.device)
-    return made.fill_(1 if like.dtype.is_floating_point or like.dtype.is_complex else 0)
 
 
 def _is_on_gpu(arguments: Any) -> bool:

@@ -25,6 +25,7 @@ from remat.running.collecting import without_collections
 from remat.running.cost_model import DeviceProfile
 from remat.torch import _private
 from remat.torch.early_updates import update_alone
+from remat.torch.trace import gpu_scratch
 from remat.torch.trace.counters import numbers_put_back
 from remat.torch.trace.gpu_kernels import GpuKernels, operators_of
 from remat.torch.trace.origins import line_of
@@ -74,9 +75,9 @@ def record_step(
     def run(watcher: StepWatcher) -> Recording:
         if gpu is None:
             with numbers_put_back(loss_fn, args):
-                return _recorded(watcher, loss_fn, args, optimizer, update, accumulates, beside, None, early)
+                return _recorded(watcher, loss_fn, args, optimizer, update, accumulates, beside, None, None, early)
         with GpuKernels(gpu) as kernels, numbers_put_back(loss_fn, args):
-            recording = _recorded(watcher, loss_fn, args, optimizer, update, accumulates, beside, kernels, early)
+            recording = _recorded(watcher, loss_fn, args, optimizer, update, accumulates, beside, gpu, kernels, early)
         recording.notes = kernels.notes(operators_of(op.func for op in recording.ops))
         return recording
 
@@ -102,6 +103,7 @@ def _recorded(
     update: Update | None,
     accumulates: bool,
     beside: tuple[Sequence[torch.Tensor], int],
+    gpu: DeviceProfile | None,
     kernels: GpuKernels | None,
     early: Collection[torch.Tensor],
 ) -> Recording:
@@ -138,6 +140,11 @@ def _recorded(
         elif update is not None:
             _run_update(watcher, update)
         del kept
+    capability = gpu_scratch.capability_of(watcher.recording.device) if gpu is None else gpu.compute_capability
+    if capability is not None and (
+        kept_bytes := gpu_scratch.cublas_bytes((op.func for op in watcher.recording.ops), capability)
+    ):
+        watcher.count_beside(kept_bytes)
     return watcher.finished()
 
 

@@ -88,6 +88,8 @@ class KnownValues:
         """Remember that the values of a tensor from before the step are known; of a batch, however large they are."""
         if tensor.device.type == "meta" or tensor.requires_grad or not is_plain(tensor):
             return
+        if not _private.has_memory(tensor.untyped_storage()):
+            return  # It stands for what an optimizer will have made.
         if _is_small(tensor):
             self._learn(tensor, _Held(is_given=True))
         elif is_of_batch:

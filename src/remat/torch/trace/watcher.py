@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 
 from remat.torch import _private
-from remat.torch.trace import cpu_scratch, gpu_attention, op_facts, result_shapes
+from remat.torch.trace import cpu_scratch, gpu_scratch, op_facts, result_shapes
 from remat.torch.trace.gradients import Gradients
 from remat.torch.trace.known_values import are_small
 from remat.torch.trace.origins import RunningModules, source_line
@@ -328,7 +328,7 @@ class StepWatcher(_private.TorchDispatchMode):
             moved_bytes=0 if op_facts.is_empty(func) else sum(t.numel() * t.element_size() for t in everything),
             dtype=str((outputs or inputs)[0].dtype).removeprefix("torch.") if everything else "float32",
             repeatable=self.phase == "forward" and all_strided and self._may_repeat(func, args, kwargs, on_gpu),
-            workspace_bytes=(gpu_attention if on_gpu else cpu_scratch).workspace_bytes(func, args, out),
+            workspace_bytes=self._workspace_bytes(func, args, kwargs, out, on_gpu),
             is_own_code=self._own_code_depth > 0,
         )
         if not on_gpu:
@@ -339,6 +339,12 @@ class StepWatcher(_private.TorchDispatchMode):
         recording.ops.append(op)
         for number in writes:
             recording.storages[number].writes.append(index)
+
+    def _workspace_bytes(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, on_gpu: bool) -> int:
+        if not on_gpu:
+            return cpu_scratch.workspace_bytes(func, args, out)
+        with self.paused():
+            return gpu_scratch.workspace_bytes(func, args, kwargs, out)
 
     def _may_repeat(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], on_gpu: bool) -> bool:
         if self._own_code_depth:
