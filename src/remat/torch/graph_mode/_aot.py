@@ -336,8 +336,13 @@ def compiled(
     dynamo = _optimize(backend.for_dynamo(), nopython=fullgraph, dynamic=False)
     if hasattr(dynamo, "callback"):  # Else Dynamo is switched off.
         dynamo.callback = _Capture(dynamo.callback, surroundings)
-    function: Callable[..., Any] = without_marks()(dynamo(fn))
-    return function
+    captured = dynamo(fn)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with without_marks():
+            return captured(*args, **kwargs)
+
+    return run
 
 
 class _Capture:
