@@ -229,6 +229,9 @@ _WHILE_CAPTURING = {
     # Nor would it notice that a hook was added to a module after the capture, or taken away. ``_hook_guards`` puts
     # others in the place of these guards.
     "skip_nnmodule_hook_guards": False,
+    # Dynamo would pass these guards by while the dictionaries around them are as they were. PyTorch 2.9 does so by
+    # itself, 2.13 does not: before Python 3.12 such dictionaries may be gone.
+    "use_recursive_dict_tags_for_guards": False,
     # Dynamo would turn NumPy into PyTorch, whose random numbers are others: transformers' Wav2Vec2 draws a mask so.
     "trace_numpy": False,
 }
