@@ -55,12 +55,14 @@ class Combination:
         versions: the exact versions, package by package.
         beside: further packages that the tests import, in versions that fit these.
         without_dependencies: packages whose dependencies are not installed, since they ask for another build.
+        least_python: the oldest Python that the versions run on.
     """
 
     front_end: str
     versions: tuple[str, ...]
     beside: tuple[str, ...] = ()
     without_dependencies: tuple[str, ...] = ()
+    least_python: tuple[int, int] = (3, 11)
 
     @property
     def name(self) -> str:
@@ -94,6 +96,10 @@ COMBINATIONS: Final = (
     *(
         Combination("JAX", (f"jax=={v}", f"jaxlib=={v}"), ("equinox", "flax", "optax"))
         for v in ("0.8.0", "0.8.3", "0.9.0", "0.9.2", "0.10.0", "0.10.2")
+    ),
+    *(
+        Combination("JAX", (f"jax=={v}", f"jaxlib=={v}"), ("equinox", "flax", "optax"), least_python=(3, 12))
+        for v in ("0.11.2", "0.12.0.1")
     ),
     # Keras imports JAX if it finds it, and would find the folder tests/jax where there is none.
     *(Combination("TensorFlow", versions, ("jax",), (other,)) for versions, other in _TENSORFLOW[:3]),
@@ -129,6 +135,8 @@ def tested(combination: Combination, folder: Path) -> Outcome:
     environment = folder / combination.environment
     python = environment / "bin" / "python"
     today = datetime.date.today().isoformat()
+    if sys.version_info < combination.least_python:
+        return Outcome(0, 0, 0, f"needs Python {'.'.join(map(str, combination.least_python))}", today)
     if not (environment / "installed").exists():
         venv.create(environment, clear=True, with_pip=True)
         wanted = [*combination.versions, *combination.beside, *COMMON]

@@ -13,6 +13,7 @@ PARTS: Final = {
     "budgets": "plain, then planned to shares of it: exactness, predicted and measured bytes and time",
     "peers": "what the frameworks ship, and remat in the same bytes",
     "host": "what eager plans cost the host, beside the kernels",
+    "laptop": "what a machine without a GPU says of steps on this one",
     "calibration": "the speed of this device, and the predicted time of plain steps",
 }
 MODELS: Final = ("resnet50", "gpt2", "llama")
@@ -52,7 +53,7 @@ def cases_of(part: str, frameworks: Sequence[str]) -> Iterator[Case]:
     engines = {"torch": ("eager", "graph", "compiled"), "jax": ("jit",)}
     if part == "exact":  # Inductor's kernels round in another way with every plan.
         engines["torch"] = ("eager", "graph")
-    if part in ("host", "calibration"):
+    if part in ("host", "calibration", "laptop"):
         if part == "calibration":
             yield from (Case(part, framework, "") for framework in frameworks)
         elif "torch" in frameworks:

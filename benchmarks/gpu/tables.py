@@ -52,6 +52,8 @@ def _table(part: str, lines: Sequence[dict[str, Any]]) -> list[str]:
             if "error" not in line
         ]
         return ["| host time, us an operator | forward | backward |", "|---|---|---|", *rows, *_errors(lines, 3)]
+    if part == "laptop":
+        return _laptop(lines)
     if part == "calibration":
         rows = [
             f"| {line['name']} | {line['step_s'] * 1e3:.2f} | {line['predicted_step_s'] * 1e3:.2f} | "
@@ -67,6 +69,24 @@ def _table(part: str, lines: Sequence[dict[str, Any]]) -> list[str]:
         "|---|---|---|---|---|---|---|---|---|",
     ]
     return [*head, *(_row(line) for line in lines if "error" not in line), *_errors(lines, 9)]
+
+
+def _laptop(lines: Sequence[dict[str, Any]]) -> list[str]:
+    page = []
+    for line in lines:
+        if "calls" in line:
+            page.append(
+                f"Attention: of {line['calls']} calls {line['others']} take another kernel than the rules name."
+            )
+            page += ["", *(f"- {example}" for example in line["examples"])]
+    page += ["", "| plain step | peak said elsewhere, MiB | said here | measured | operators that differ |"]
+    page.append("|---|---|---|---|---|")
+    for line in lines:
+        if "elsewhere_bytes" in line:
+            sizes = [line.get(name) for name in ("elsewhere_bytes", "here_bytes", "peak_bytes")]
+            differ = ", ".join(f"{count} {kind}" for kind, count in line.get("differ", {}).items())
+            page.append(f"| {' | '.join([line['name'], *(_figure(s and s / MIB, '.1f') for s in sizes), differ])} |")
+    return [*page, *_errors(lines, 5)]
 
 
 def _row(line: dict[str, Any]) -> str:
@@ -96,6 +116,22 @@ def _figure(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
 
 
+COLOURS = {"eager": "#E69F00", "graph": "#0072B2", "compiled": "#009E73", "jit": "#CC79A7"}
+
+
+def _points(results: dict[str, Any]) -> dict[tuple[str, bool], list[tuple[float, float]]]:
+    """Peak and time, both relative to plain, by engine and whether they are remat's."""
+    found: dict[tuple[str, bool], list[tuple[float, float]]] = {}
+    for key, lines in results["cases"].items():
+        if not key.startswith(("budgets/", "peers/")) or "peak_bytes" not in lines[0]:
+            continue
+        for line in lines[1:]:
+            if "error" not in line and line["name"] != "plain again":
+                at = (line["peak_bytes"] / lines[0]["peak_bytes"], line["relative_time"])
+                found.setdefault((key.split("/")[2], line["name"].startswith("remat")), []).append(at)
+    return found
+
+
 def _picture(results: dict[str, Any], path: Path) -> None:
     """Time against peak, both relative to plain: what lies below and to the left is better."""
     from matplotlib.figure import Figure
@@ -104,19 +140,11 @@ def _picture(results: dict[str, Any], path: Path) -> None:
 
     figure = Figure(figsize=(9, 5), dpi=100, layout="constrained")
     axes = figure.add_subplot()
-    for ours, colour, marker, label in ((True, "#0072B2", "o", "remat"), (False, "#E69F00", "s", "peers")):
-        points = []
-        for key, lines in results["cases"].items():
-            if not key.startswith(("budgets/", "peers/")) or "peak_bytes" not in lines[0]:
-                continue
-            plain = lines[0]["peak_bytes"]
-            points += [
-                (line["peak_bytes"] / plain, line["relative_time"])
-                for line in lines[1:]
-                if "error" not in line and line["name"].startswith("remat") == ours and line["name"] != "plain again"
-            ]
-        if points:
-            axes.plot(*zip(*points, strict=True), linestyle="", marker=marker, color=colour, label=label)
+    for (engine, ours), points in _points(results).items():
+        colour = COLOURS.get(engine, "#000000")
+        label = f"remat, {engine}" if ours else f"peers, {engine}"
+        marker = "o" if ours else "s"
+        axes.plot(*zip(*points, strict=True), linestyle="", marker=marker, color=colour, label=label)
     axes.set(xlabel="peak, of the plain step's", ylabel="time, of the plain step's", xlim=(0, None), ylim=(0, None))
     if axes.get_legend_handles_labels()[0]:
         axes.legend()

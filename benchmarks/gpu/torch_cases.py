@@ -16,6 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import remat
 import remat.torch
+from benchmarks.gpu import laptop
 from benchmarks.gpu.cases import DTYPES, MODELS, SHARES, UNTIMED, Case, speed_of
 from benchmarks.gpu.torch_models import Step, step_of
 from benchmarks.torch_host import table as host_table
@@ -36,6 +37,8 @@ def run(case: Case, device: str, small: bool) -> Iterator[Line]:
     """The lines of one case, each as soon as it is known."""
     if case.part == "host":
         yield from host_table(device)
+    elif case.part == "laptop":
+        yield from laptop.lines(device, small)
     elif case.part == "calibration":
         yield from calibration(device, small)
     elif case.part == "peers":

@@ -88,7 +88,7 @@ def test_one_framework_only(run, installed):
     assert asked == ["jax"]
     screen = run("doctor").stdout
     assert "Everything works here." in screen
-    assert "0.10.2 (supported: 0.8 to 0.10)" in screen
+    assert "0.10.2 (supported: 0.8 to 0.12)" in screen
     assert "not installed (supported: 2.9 to 2.15)" in screen
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax import lax
 
 import remat.jax
@@ -19,6 +20,11 @@ GREEDY = {"planner": "peak_greedy"}
 
 AUTO = {"time_limit_s": 0.3}
 """The planner that users get."""
+
+
+OF_XLA_0_10 = pytest.mark.skipif(
+    jax.__version_info__ >= (0, 11), reason="says what XLA did up to jaxlib 0.10; see docs/versions.md"
+)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.ad_checkpoint import checkpoint_name
-from jax_models import GREEDY, assert_close, normal
+from jax_models import GREEDY, OF_XLA_0_10, assert_close, normal
 
 import remat
 import remat.jax
@@ -97,6 +97,7 @@ def test_static_arguments_by_name_or_position():
         assert float(ours(jnp.ones(3), sign=2.0, power=3)) == pytest.approx(float(function(jnp.ones(3), 3, 2.0)))
 
 
+@OF_XLA_0_10
 def test_donated_by_name():
     weights, x = arguments()
     ours = remat.jax.jit(step, budget="90%", donate_argnames="weights", **GREEDY)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax_models import OF_XLA_0_10
 
 import remat.jax
 from remat.jax.emit import evaluate
@@ -100,6 +101,7 @@ def test_pieces_of_groups_make_what_the_whole_makes(groups, monkeypatch):
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
 
 
+@OF_XLA_0_10
 def test_gradients_of_grouped_kernels_need_no_products_of_all_channels(monkeypatch):
     arguments = separable_arguments()
     budget_bytes = plan_of(separable, arguments).peak_bytes
@@ -109,6 +111,7 @@ def test_gradients_of_grouped_kernels_need_no_products_of_all_channels(monkeypat
         plan_of(separable, arguments, budget_bytes)
 
 
+@OF_XLA_0_10
 @pytest.mark.parametrize(
     ("loss", "arguments"), [(separable, separable_arguments), (wide, wide_arguments)], ids=["separable", "wide"]
 )

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from jax_models import GREEDY, mlp, normal
+from jax_models import GREEDY, assert_close, mlp, normal
 from test_jax_sharding import collectives, sharded
 
 import remat.jax
@@ -63,8 +63,10 @@ def planned_and_plain(step, args, budget):
     plain = remat.jax.jit(step)
     ours = remat.jax.jit(step, budget=budget, **GREEDY)
     wanted = plain(*args)
-    for found, expected in zip(jax.tree.leaves(ours(*args)), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_array_equal(found, expected)
+    if jax.__version_info__ < (0, 11):
+        for found, expected in zip(jax.tree.leaves(ours(*args)), jax.tree.leaves(wanted), strict=True):
+            np.testing.assert_array_equal(found, expected)
+    assert_close(ours(*args), wanted)  # XLA of JAX 0.11 fuses other kernels, which rounds once more or less.
     baseline, held = (peak_of(one.lower(*args).compile().memory_analysis()) for one in (plain, ours))
     assert ours.plan.baseline_peak_bytes == baseline
     assert held == ours.plan.peak_bytes <= ours.plan.budget_bytes < baseline

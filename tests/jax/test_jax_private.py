@@ -26,7 +26,7 @@ SYMBOLS = [
     ("jax._src.named_sharding", "UNSPECIFIED"),
     ("jax._src.ad_util", "Zero"),
     ("jax._src.interpreters.ad", "instantiate_zeros"),
-    *([("jax.experimental.hijax", "VJPHiPrimitive")] if _private.HAS_OWN_CALLS else []),
+    *([("jax.experimental.hijax", _private.OWN_CALLS)] if _private.HAS_OWN_CALLS else []),
     ("jax.extend.core", "ClosedJaxpr"),
     ("jax.extend.core", "Jaxpr"),
     ("jax.extend.core", "JaxprEqn"),

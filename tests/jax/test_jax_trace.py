@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
-from jax_models import GREEDY, assert_close, mlp, transformer
+from jax_models import GREEDY, OF_XLA_0_10, assert_close, mlp, transformer
 
 import remat
 import remat.jax
@@ -226,6 +226,7 @@ def loss_of_states(weights, x):
 STATES = ([(jnp.ones((8, 8)),) * 3] * 3, jnp.ones((2, 64, 8)))
 
 
+@OF_XLA_0_10
 def test_the_forward_part_ends_at_the_loss_wherever_most_bytes_lie_idle():
     graph = remat.jax.trace(jax.value_and_grad(loss_of_states), *STATES)
     by_bytes = Problem.of(dataclasses.replace(graph, turning_point=None)).turning_point

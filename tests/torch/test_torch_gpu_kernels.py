@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import remat
 import remat.torch
-from remat.torch.trace import gpu_scratch
+from remat.torch.trace import gpu_attention, gpu_scratch
 from remat.torch.trace.gpu_attention import AttentionCall, choose
 
 A100, RTX3090, H100, B200, T4 = (8, 0), (8, 6), (9, 0), (10, 0), (7, 5)
@@ -90,8 +90,17 @@ def call(
         (None, call(dtype=torch.float32, allowed=frozenset({"flash"}))),
     ],
 )
-def test_the_kernel_that_pytorch_chooses(wanted, made):
+def test_the_kernel_that_pytorch_chooses(wanted, made, monkeypatch):
+    monkeypatch.setattr(gpu_attention, "_IS_UP_TO_2_11", False)
     assert choose(made) == wanted
+
+
+@pytest.mark.parametrize("made", [call(H100, size=256), call(H100, dropout=0.1)])
+def test_up_to_pytorch_2_11_cudnn_takes_more(made, monkeypatch):
+    """As an H200 did."""
+    monkeypatch.setattr(gpu_attention, "_IS_UP_TO_2_11", True)
+    assert choose(made) == "cudnn"
+    assert choose(dataclasses.replace(made, capability=(8, 0))) == "flash"
 
 
 class Block(torch.nn.Module):

@@ -58,6 +58,20 @@ def test_a_step_without_a_gpu_keeps_no_workspace():
     assert gpu_scratch.known_bytes(aten.mm.default, (torch.ones(2, 2), torch.ones(2, 2)), {}) == 0
 
 
+def test_a_call_in_the_backward_pass_does_not_wait_for_it(monkeypatch):
+    """On a GPU that pass has one thread, and what waits for it inside of it never ends."""
+    waited = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(gpu_scratch, "_take_workspace_of_backward", waited.append)
+    product = (aten.mm.default, (torch.ones(2, 2), torch.ones(2, 2)), {})
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(lambda gradient: (gpu_scratch._seen(*product), None)[1])
+    x.sum().backward()
+    assert waited == []
+    assert gpu_scratch._seen(*product) == 0  # On a CPU nothing is taken on a GPU.
+    assert waited == [0]
+
+
 def test_what_asserts_is_never_run_on_numbers_made_up_for_it(monkeypatch):
     """On a GPU a failed assertion ends every further call of the process."""
     assert lone_calls.may_run_alone(aten.mm.default)
@@ -69,10 +83,24 @@ def test_what_asserts_is_never_run_on_numbers_made_up_for_it(monkeypatch):
 
     joint = make_fx(step, tracing_mode="fake")(torch.ones(4, 4))
     made_up, made = lone_calls.made_up, []
-    monkeypatch.setattr(lone_calls, "made_up", lambda like: made.append((like.dtype, like.dim())) or made_up(like))
+    monkeypatch.setattr(lone_calls, "made_up", lambda func, *given: made.append(func) or made_up(func, *given))
     TimedCalls().of_step(joint, most_bytes=1 << 20)
-    assert (torch.float32, 2) in made  # For the product.
-    assert (torch.bool, 0) not in made  # For the assertion.
+    assert aten.mm.default in made
+    assert aten._assert_async.msg not in made
+
+
+def test_seeds_that_are_nowhere_are_not_read():
+    """Fused attention notes them on the CPU or on the GPU; a kernel that reads them elsewhere ends the process."""
+    backward = aten._scaled_dot_product_efficient_attention_backward.default
+    rows, seed = torch.full((2, 4, 8, 16), 7.0), torch.empty((), dtype=torch.long, device="meta")
+    given = (rows, rows, rows, rows, None, rows, torch.ones(2, 4, 32), seed, seed, 0.125, [True] * 4)
+    args, kwargs = lone_calls.made_up(backward, given, {"scale": None})
+    assert [one.device.type for one in args if isinstance(one, torch.Tensor)] == ["cpu"] * 8
+    assert (args[4], args[9], args[10], kwargs) == (None, 0.0, [True] * 4, {"scale": None})
+    assert float(args[0].max()) == 1.0
+    # Where all is there, it runs as it is.
+    there = (*given[:7], seed.new_empty((), device="cpu"), seed.new_empty((), device="cpu"), *given[9:])
+    assert lone_calls.made_up(backward, there, {})[0][9] == 0.125
 
 
 def test_what_stands_for_a_tensor_has_no_known_values():

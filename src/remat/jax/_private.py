@@ -1,6 +1,6 @@
 """Every symbol of JAX that is not documented as public, in one place; ``tests/jax/test_jax_private.py`` checks each.
 
-This file finds all of them in JAX 0.8 to 0.10. Where the versions differ, a comment says how.
+This file finds all of them in JAX 0.8 to 0.12. Where the versions differ, a comment says how.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ Array: TypeAlias = Any
 
 # JAX 0.8 has ``VJPHiPrimitive`` by another name, which is not told which arguments are differentiated.
 HAS_OWN_CALLS = jax.__version_info__ >= (0, 9)
+# Since JAX 0.11 ``vjp_bwd`` may also return what is to be logged.
+OWN_CALLS = "HiPrim" if jax.__version_info__ >= (0, 11) else "VJPHiPrimitive"
 
 if TYPE_CHECKING or (0, 9) <= jax.__version_info__ < (0, 11):
     from jax.experimental.hijax import VJPHiPrimitive
 elif HAS_OWN_CALLS:
-    # The same by a shorter name; ``vjp_bwd`` may also return what is to be logged.
     from jax.experimental.hijax import HiPrim as VJPHiPrimitive
 else:
 
@@ -131,6 +132,15 @@ def is_plain_call(eqn: JaxprEqn) -> bool:
         and all(layout is None for layout in laid_out)
         and not params["compiler_options_kvs"]
     )
+
+
+def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
+    """How many values a ``scan`` reads whole at each step, and how many it carries from step to step."""
+    if "num_carry" in eqn.params:
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    # Since JAX 0.11 they are parts of one tree.
+    given, carried, _ = eqn.params["ft_in"].update([None] * len(eqn.invars)).unpack()
+    return len(list(given)), len(list(carried))
 
 
 def names_devices() -> bool:
@@ -234,7 +244,7 @@ def scopes_of(eqn: JaxprEqn) -> str:
 
 
 RULE_OF_A_CALL = "jvp_jaxpr_fun"
-"""The parameter of ``custom_jvp_call`` that makes the jaxpr of its rule, by the name of JAX 0.8 to 0.10."""
+"""The parameter of ``custom_jvp_call`` that makes the jaxpr of its rule, by the name of JAX 0.8 to 0.12."""
 
 
 def rule_of_call(eqn: JaxprEqn) -> Any:

@@ -32,7 +32,6 @@ from remat.planners.replay.residents import TooManyRuns
 from remat.planners.view.board import Condensed
 from remat.planners.view.problem import Problem
 from remat.planning.checkpoints import plan_with_checkpoints
-from remat.planning.prove import prove
 from remat.running import fresh_memory
 from remat.running.step_time import step_time_s
 
@@ -48,10 +47,6 @@ _AIM: Final = 0.98
 """Of a budget that the last plan did not keep, the next guess aims at this share. On a vision transformer at 60 % and
 in the bytes of ``jax.checkpoint``, guesses at the budget itself missed it by .1 and 1 %, and cost a round more."""
 
-_SAMPLES_OF_BOUND: Final = 1
-"""As in ``prove``. With 4 the bound of one of four models of the zoo rose by .5 points, those of the others not at all,
-and took five to nine times as long: a twentieth of the plain program's compile time. With 16, up to a third."""
-
 _SHOWN: Final = 8  # Names in an error, which is one line.
 
 
@@ -66,6 +61,9 @@ class FunctionCandidate(Candidate):
 
     rounds = Rounds(5, 6, _LEAST_GAIN, _AIM, by_share=True)
     is_compiled = True
+    samples_of_bound = 1
+    """With 4 the bound of one of four models of the zoo rose by .5 points, those of the others not at all, and took
+    five to nine times as long: a twentieth of the plain program's compile time. With 16, up to a third."""
 
     def __init__(
         self,
@@ -116,10 +114,6 @@ class FunctionCandidate(Candidate):
     def find(self, budget_bytes: int, request: Request) -> Plan:
         """The cheapest plan over the variants."""
         return cheapest_plan(self._variants, budget_bytes, request)
-
-    def prove(self, plan: Plan, request: Request) -> Plan:
-        """The plan with its proven bound, found with little work."""
-        return prove(plan, self.graph_of(plan), request.time_limit_s, most_samples=_SAMPLES_OF_BOUND)
 
     def suggestions(self) -> Iterator[Plan]:
         """The user's own regions under ``jax.checkpoint``, and those of the blocks of the step."""

@@ -14,7 +14,11 @@ class TimedOps:
 
     def dtypes(self) -> Sequence[str]:
         """Half precision where the device computes in it."""
-        return ("float32",) if jax.default_backend() == "cpu" else ("float32", "float16", "bfloat16")
+        return ("float32", "float16", "bfloat16") if self.on_gpu() else ("float32",)
+
+    def on_gpu(self) -> bool:
+        """Is it anything but a CPU?"""
+        return jax.default_backend() != "cpu"
 
     def product(self, edge: int, dtype: str) -> Callable[[], Any]:
         """A product of two square matrices."""

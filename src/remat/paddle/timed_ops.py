@@ -15,7 +15,11 @@ class TimedOps:
 
     def dtypes(self) -> Sequence[str]:
         """Half precision where the device computes in it."""
-        return ("float32", "float16", "bfloat16") if _private.is_on_gpu() else ("float32",)
+        return ("float32", "float16", "bfloat16") if self.on_gpu() else ("float32",)
+
+    def on_gpu(self) -> bool:
+        """Does Paddle compute on a GPU?"""
+        return _private.is_on_gpu()
 
     def product(self, edge: int, dtype: str) -> Callable[[], Any]:
         """A product of two square matrices."""

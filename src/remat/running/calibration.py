@@ -16,10 +16,15 @@ _LEAST_TIME_S: Final = (
 _ROUNDS: Final = 5  # Of which the quickest counts.
 
 MATRICES: Final = (256, 512, 1024, 2048)
-"""Edges of the square matrices that are multiplied. Below 256 launches weigh more than arithmetic; 2048 fills a GPU."""
+"""Edges of the square matrices that are multiplied on a CPU. Below 256 launches weigh more than arithmetic."""
 
 VECTORS: Final = (2**20, 2**22, 2**24)
-"""Elements of the vectors that are added: 4 to 64 MiB each, more than the caches of most machines hold."""
+"""Elements of the vectors that are added on a CPU: 4 to 64 MiB each, more than the caches of most machines hold."""
+
+WIDER_ON_GPU: Final = (4, 8)
+"""How many times longer edges and vectors are on a GPU. With a CPU's sizes all but the largest are over before the next
+launch: an H200 came out at .55 TB/s and no time for a launch, where it moves 4.3 and takes some 10 us. The largest
+vectors have 512 MiB."""
 
 TINY: Final = 8
 """Edge of matrices whose product takes no time beside its launch."""
@@ -37,6 +42,9 @@ class TimedOps(Protocol):
 
     def dtypes(self) -> Sequence[str]:
         """The types of numbers that models compute with on this device: "float32", "bfloat16"."""
+
+    def on_gpu(self) -> bool:
+        """Is the device a GPU?"""
 
     def product(self, edge: int, dtype: str) -> Callable[[], Any]:
         """A product of two square matrices."""
@@ -70,11 +78,12 @@ def op_samples(ops: TimedOps, on_sample: Callable[[int, int], None] | None = Non
         on_sample: called after each operation with the number timed so far and the number of all.
     """
     todo = []
+    wider, longer = WIDER_ON_GPU if ops.on_gpu() else (1, 1)
     for dtype in ops.dtypes():
         size = 8 if dtype == "float64" else 4 if dtype == "float32" else 2
-        for edge in MATRICES:
+        for edge in (wider * edge for edge in MATRICES):
             todo.append(_Operation(ops.product(edge, dtype), 2.0 * edge**3, 3.0 * size * edge**2, dtype))
-    for elements in VECTORS:
+    for elements in (longer * elements for elements in VECTORS):
         todo.append(_Operation(ops.addition(elements), float(elements), 12.0 * elements, "float32"))
     chain = _Operation(ops.chain(TINY, CHAIN), 2.0 * TINY**3, 12.0 * TINY**2, "float32", CHAIN)
     found = []

@@ -233,8 +233,8 @@ def calibrate(samples: Sequence[OpSample], name: str = MEASURED, memory_bytes: i
 
     The rates start as the medians over the samples of highest and lowest arithmetic intensity. Then, in turn, each
     sample is put down to what bounds it under the current rates, and each rate becomes the median of what its samples
-    achieved, until nothing changes. Medians keep a few disturbed timings from mattering. The overhead is the shortest
-    time seen, if that op's roofline explains less than a third of it; otherwise 0.
+    achieved, until nothing changes. Medians keep a few disturbed timings from mattering. The overhead is the time of
+    the op with the shortest roofline, if that explains less than a third of it; otherwise 0.
 
     Args:
         samples: ops of several sizes. Matrix products and large element-wise ops, some tiny ones for the overhead.
@@ -285,9 +285,10 @@ def _with_fallback(rates: Mapping[str, float]) -> dict[str, float]:
 
 
 def _refit(samples: Sequence[OpSample], profile: DeviceProfile) -> DeviceProfile:
-    quickest = min(samples, key=lambda sample: sample.time_s)
-    explained_s = _roofline_s(profile, quickest.flops, quickest.bytes_moved, quickest.dtype)
-    overhead_s = quickest.time_s if quickest.time_s > _LAUNCH_BOUND * explained_s else 0.0
+    explained_s, time_s = min(
+        (_roofline_s(profile, sample.flops, sample.bytes_moved, sample.dtype), sample.time_s) for sample in samples
+    )
+    overhead_s = time_s if time_s > _LAUNCH_BOUND * explained_s else 0.0
 
     flop_rates: dict[str, list[float]] = {}
     byte_rates: list[float] = []

@@ -81,7 +81,7 @@ TENSORFLOW: Final = Framework(
 )
 KERAS: Final = Framework("Keras", "keras", ("keras", "keras-nightly"), (3, 12), (3, 15), "remat.keras", "tensorflow")
 TF_KERAS: Final = Framework("tf_keras", "tf_keras", ("tf_keras",), (2, 19), (2, 21), "", "")
-JAX: Final = Framework("JAX", "jax", ("jax",), (0, 8), (0, 10), "remat.jax", "jax")
+JAX: Final = Framework("JAX", "jax", ("jax",), (0, 8), (0, 12), "remat.jax", "jax")
 TORCH: Final = Framework("PyTorch", "torch", ("torch",), (2, 9), (2, 15), "remat.torch", "torch")
 
 PADDLE: Final = Framework(

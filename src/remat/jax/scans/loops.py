@@ -155,7 +155,7 @@ class LoopPair:
                 )
             wanted.append(stacks)
             self._left.append(left)
-        made = dict(zip(loop.outputs[: self._params["num_carry"]], carry, strict=True))
+        made = dict(zip(loop.outputs[: loop.counts[1]], carry, strict=True))
         stacks = _joined(wanted, is_reverse)
         return made | {loop.stacks[number]: stack for number, stack in zip(self.pair.kept_stacks, stacks, strict=True)}
 
@@ -200,7 +200,7 @@ class LoopPair:
         is_wanted: bool,
     ) -> tuple[Any, Any, dict[int, Any]]:
         """Some iterations of the forward loop: the carry, what others read, and the stacks of ``kept`` values."""
-        pair, count = self.pair, self._params["num_carry"]
+        pair, count = self.pair, self.pair.first.counts[1]
         order = sorted(kept)
         wanted = [pair.first_outputs[count + number] for number in pair.kept_stacks] if is_wanted else []
         equations = alive(pair.first_equations, [*pair.first_outputs[:count], *wanted, *order])
@@ -235,7 +235,7 @@ class LoopPair:
     ) -> tuple[Any, Any]:
         """Some iterations of the backward loop, which read the stacks of ``kept`` values."""
         pair = self.pair
-        given, carried = self._params["num_consts"], self._params["num_carry"]
+        given, carried = pair.first.counts
         equations = _lazily(pair, frozenset(kept))
 
         def body(carry: Any, each: Any) -> Any:

@@ -88,7 +88,7 @@ class LoopBody:
             reads=[[column[value] for value in one.reads if value in column] for one in instructions],
             iterations=self._length,
         )
-        carried = pair.first.eqn.params["num_carry"]
+        _, carried = pair.first.counts
         self._carried_bytes = float(sum(op_facts.size_bytes(var.aval) for var in pair.first.eqn.outvars[:carried]))
 
     def cheapest(self, share: float) -> Option[Choice]:

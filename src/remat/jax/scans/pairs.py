@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from remat.jax import _private
 from remat.jax._private import JaxprEqn
 from remat.jax.trace import op_facts
 from remat.jax.trace.program import Atom, Equation, Flattener, alive
@@ -24,25 +25,30 @@ class Loop:
     outputs: tuple[int, ...]
 
     @property
+    def counts(self) -> tuple[int, int]:
+        """How many values every iteration reads whole, and how many are carried."""
+        return _private.scan_counts(self.eqn)
+
+    @property
     def constants(self) -> tuple[Atom, ...]:
         """What every iteration reads."""
-        return self.inputs[: self.eqn.params["num_consts"]]
+        return self.inputs[: self.counts[0]]
 
     @property
     def carry(self) -> tuple[Atom, ...]:
         """What the first iteration starts from."""
-        first = self.eqn.params["num_consts"]
-        return self.inputs[first : first + self.eqn.params["num_carry"]]
+        given, carried = self.counts
+        return self.inputs[given : given + carried]
 
     @property
     def stacked(self) -> tuple[Atom, ...]:
         """Arrays of which each iteration reads one slice."""
-        return self.inputs[self.eqn.params["num_consts"] + self.eqn.params["num_carry"] :]
+        return self.inputs[sum(self.counts) :]
 
     @property
     def stacks(self) -> tuple[int, ...]:
         """What the iterations leave, stacked."""
-        return self.outputs[self.eqn.params["num_carry"] :]
+        return self.outputs[self.counts[1] :]
 
 
 @dataclass(frozen=True)
@@ -84,14 +90,14 @@ class Pair:
         Constants, slices of what the forward loop is given, and slices of the stacks that others read anyway: their
         own, and those of the iteration before, which are what the loop carries.
         """
-        given, carried = self.first.eqn.params["num_consts"], self.first.eqn.params["num_carry"]
+        given, carried = self.first.counts
         shared = (*self.shared.values(), *self.shifted)
         return frozenset((*self.first_inputs[:given], *self.first_inputs[given + carried :], *self.constants, *shared))
 
     @property
     def shared(self) -> dict[int, int]:
         """The stacks that others read and the backward body, too: id in the flat program -> id in the body."""
-        carried = self.first.eqn.params["num_carry"]
+        _, carried = self.first.counts
         made = {self.first.stacks[number]: self.first_outputs[carried + number] for number in self.kept_stacks}
         return {stack: value for stack, value in made.items() if isinstance(value, int)}
 
@@ -101,7 +107,7 @@ class Pair:
 
         By the id in the body: the stack's id in the flat program, and what the first iteration starts from.
         """
-        given, carried = self.first.eqn.params["num_consts"], self.first.eqn.params["num_carry"]
+        given, carried = self.first.counts
         stacks = {value: stack for stack, value in self.shared.items()}
         carries = zip(
             self.first_inputs[given : given + carried], self.first_outputs[:carried], self.first.carry, strict=True
@@ -186,7 +192,7 @@ def _pair(
         if isinstance(atom, int):
             known["stacked", atom] = value
     first_outputs = body.add(first_body, first_inputs)
-    stack_values = first_outputs[first.eqn.params["num_carry"] :]
+    stack_values = first_outputs[first.counts[1] :]
     for stack, made in zip(first.stacks, stack_values, strict=True):
         known["stacked", stack] = made
     first_equations = tuple(body.equations)

@@ -34,7 +34,7 @@ compiler fuses away. The compiled peak corrects both, at the price of a round or
 """
 
 _REGIONS: Final = ("remat2", "checkpoint")
-"""The primitive of ``jax.checkpoint``, by its names in JAX 0.8 to 0.10."""
+"""The primitive of ``jax.checkpoint``, by its names in JAX 0.8 to 0.12."""
 
 Atom: TypeAlias = int | Literal
 """A value id, or a scalar that stands in the program itself."""

@@ -67,13 +67,13 @@ class TimedCalls:
         target = (node.target.func, node.target.__name__) if isinstance(node.target, Fill | InLayout) else node.target
         key = (target, lone_calls.kind((args, kwargs)), lone_calls.kind(node.meta.get("val")))
         if key not in self._known:
-            self._known[key] = self._timed(self._calls.function_of(node), args, kwargs)
+            self._known[key] = self._timed(self._calls.function_of(node), node.target, args, kwargs)
         return self._known[key]
 
     @staticmethod
-    def _timed(function: Callable[..., Any], args: Any, kwargs: Any) -> float | None:
+    def _timed(function: Callable[..., Any], target: Any, args: Any, kwargs: Any) -> float | None:
         try:
-            args, kwargs = _private.tree_map_only(torch.Tensor, lone_calls.made_up, (tuple(args), dict(kwargs)))
+            args, kwargs = lone_calls.made_up(target, tuple(args), dict(kwargs))
             wait = torch.cuda.synchronize if _is_on_gpu((args, kwargs)) else _nothing
             function(*args, **kwargs)  # The first call may look things up.
             repeats = 1

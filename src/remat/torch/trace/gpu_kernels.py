@@ -133,7 +133,7 @@ class GpuKernels(TorchFunctionMode):
                 "dtypes that it was given; convert the model to those of the GPU to count them"
             )
         found += [sentence for names, sentence in _UNKNOWN if not operators.isdisjoint(names)]
-        found.append("cuBLAS' workspaces (8 to 32 MiB a stream) and the caching allocator's rounding are not counted")
+        found.append("the caching allocator's rounding is not counted")
         return tuple(found)
 
     def prepare(self, optimizer: torch.optim.Optimizer) -> None:

@@ -47,16 +47,19 @@ def workspace_bytes(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
         kwargs: those by name.
         out: what it returns, for the formulas.
     """
-    tensors = [one for one in _private.tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
-    if not any(tensor.device.type == "cuda" for tensor in tensors) or not torch.cuda.is_available():
+    tensors = [one for one in _private.tree_leaves((args, kwargs, out)) if isinstance(one, torch.Tensor)]
+    device = next((one.device for one in tensors if one.device.type == "cuda"), None)
+    if device is None or not torch.cuda.is_available():
         return gpu_attention.workspace_bytes(func, args, out)
     if not _may_take_scratch(func):
         return 0
     key = (func, lone_calls.kind(args), lone_calls.kind(kwargs))
     if key not in _known:
-        made = [one for one in _private.tree_leaves(out) if isinstance(one, torch.Tensor)]
-        moved_bytes = sum(one.numel() * one.element_size() for one in (*tensors, *made))
-        found = _seen(func, args, kwargs) if moved_bytes * _ROOM < _free_bytes() else None
+        moved_bytes = sum(one.numel() * one.element_size() for one in tensors)
+        with torch.cuda.device(device):
+            if moved_bytes * _ROOM > _free_bytes():  # Another time there may be room.
+                return gpu_attention.workspace_bytes(func, args, out)
+            found = _seen(func, args, kwargs)
         _known[key] = gpu_attention.workspace_bytes(func, args, out) if found is None else found
     return _known[key]
 
@@ -73,18 +76,19 @@ def _may_take_scratch(func: OpOverload) -> bool:
 
 
 def _free_bytes() -> int:
-    """What PyTorch's allocator has or could get."""
+    """What PyTorch's allocator has or could get on the current GPU."""
     free_bytes, _ = torch.cuda.mem_get_info()
     return free_bytes + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
 
 
 def _seen(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-    """What a call was handed out and gave back while it ran; None where it cannot run alone."""
+    """What a call was handed out and gave back on the current GPU while it ran; None where it cannot run alone."""
     draws = torch.random.fork_rng([torch.cuda.current_device()]) if op_facts.may_draw(func) else nullcontext()
     with _private.no_modes(), torch.no_grad(), _private.BelowAutograd(), draws:
         try:
-            _take_workspace_of_backward(torch.cuda.current_device())
-            own, named = _private.tree_map_only(torch.Tensor, lone_calls.made_up, (args, kwargs))
+            if not _private.in_backward_pass():  # Else this is autograd's thread, which would wait for itself.
+                _take_workspace_of_backward(torch.cuda.current_device())
+            own, named = lone_calls.made_up(func, args, kwargs)
             run = partial(func, *own, **named)
             run()  # The first call of its kind may look for an algorithm, and keep what libraries set up.
             _, changes = _private.with_allocations(run, "cuda")

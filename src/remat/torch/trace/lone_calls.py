@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from remat.torch import _private
 from remat.torch._private import OpOverload
 
 
@@ -20,12 +21,6 @@ def kind(value: Any) -> Any:
     return repr(value)
 
 
-def made_up(like: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same shape: ones, which no arithmetic turns into what is slow or undefined; as indices, zeros."""
-    made = torch.empty_strided(tuple(like.shape), tuple(like.stride()), dtype=like.dtype, device=like.device)
-    return made.fill_(1 if like.dtype.is_floating_point or like.dtype.is_complex else 0)
-
-
 def may_run_alone(func: OpOverload) -> bool:
     """Is an operator one that computes, whatever its numbers are?
 
@@ -33,3 +28,34 @@ def may_run_alone(func: OpOverload) -> bool:
     further call of the process.
     """
     return "assert" not in func._schema.name
+
+
+def made_up(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of the same kind: tensors of ones, which no arithmetic turns into what is slow or undefined.
+
+    Indices are zeros. The seeds that fused attention noted for its dropout are on no device in a trace, and on one or
+    the other in a step. A kernel that reads them where they are not ends the process, so that what is given such
+    seeds runs without its dropout: then nothing reads them.
+
+    Args:
+        func: what is called; an operator, or a function in the place of one.
+        args: of one call; tensors may be stand-ins.
+        kwargs: those by name.
+    """
+    tensors = [one for one in _private.tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+    devices = [one.device for one in tensors if one.device.type != "meta"]
+    if devices and len(devices) < len(tensors) and isinstance(func, OpOverload):
+        names = [argument.name for argument in func._schema.arguments]
+        args = tuple(0.0 if name == _DROPOUT else value for name, value in zip(names, args, strict=False))
+        kwargs = {name: 0.0 if name == _DROPOUT else value for name, value in kwargs.items()}
+
+    def one(like: torch.Tensor) -> torch.Tensor:
+        device = devices[0] if devices and like.device.type == "meta" else like.device
+        made = torch.empty_strided(tuple(like.shape), tuple(like.stride()), dtype=like.dtype, device=device)
+        return made.fill_(1 if like.dtype.is_floating_point or like.dtype.is_complex else 0)
+
+    own: tuple[tuple[Any, ...], dict[str, Any]] = _private.tree_map_only(torch.Tensor, one, (args, kwargs))
+    return own
+
+
+_DROPOUT = "dropout_p"
