@@ -1,6 +1,8 @@
-"""How a budget is answered where the planner counts what runs: by one search, whether it fits or not."""
+"""How a budget is answered: where the planner counts what runs, by one search, whether it fits or not."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 
@@ -65,3 +67,38 @@ def test_what_is_resident_leaves_less_than_nothing() -> None:
     with pytest.raises(InfeasibleBudget) as caught:
         fit(step, Request(budget=PLAIN_BYTES))
     assert 2 * PLAIN_BYTES < caught.value.minimum_bytes < 3 * PLAIN_BYTES
+
+
+class Quick(Counted):
+    """One whose real peak is above the planner's, and which is planned quickly near the smallest budget."""
+
+    is_exact = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.searches: list[bool] = []
+
+    def real_peak(self, plan: Plan) -> PeakRange:
+        return PeakRange.exactly(plan.peak_bytes + 500)
+
+    def quick_options(self, request: Request) -> dict[str, Any]:
+        return {"thorough": False}
+
+    def find(self, budget_bytes: int, request: Request) -> Plan:
+        found = super().find(budget_bytes, request)
+        self.searches.append(request.options.get("thorough", True))
+        return found
+
+
+def test_near_the_smallest_budget_quick_plans_are_enough_for_a_refusal_and_not_for_a_plan() -> None:
+    step = Quick()
+    with pytest.raises(InfeasibleBudget) as caught:
+        fit(step, Request(budget="1%"))
+    assert step.searches
+    assert not any(step.searches)
+
+    named = caught.value.minimum_bytes
+    step = Quick()
+    plan = fit(step, Request(budget=named))
+    assert plan.peak_bytes <= named
+    assert any(step.searches)

@@ -335,6 +335,39 @@ def test_a_budget_without_a_plan_is_searched_once():
     assert len(asked) == len(set(asked))
 
 
+@pytest.mark.parametrize(("target_bytes", "cheapest_fits"), [(30, True), (40, True), (40, False)])
+def test_near_the_minimum_a_cheaper_plan_is_looked_for_where_a_quick_one_fits(target_bytes: int, cheapest_fits: bool):
+    """The quick one runs an op once more. A target of 30 bytes has no plan, one of 40 bytes both or the quick one."""
+    thorough = []
+
+    def find(budget_bytes: int) -> Plan:
+        plan = SmoothPlanner().plan(budget_bytes)
+        thorough.append(budget_bytes)
+        return plan
+
+    def find_quickly(budget_bytes: int) -> Plan:
+        plan = SmoothPlanner().plan(budget_bytes)
+        return dataclasses.replace(plan, schedule=(0, *plan.schedule), time_s=plan.time_s + 1)
+
+    def real_peak(plan: Plan) -> PeakRange:
+        is_thorough = len(plan.schedule) == 200 - plan.peak_bytes + len(KEEP)
+        return PeakRange.exactly(plan.peak_bytes + (is_thorough and not cheapest_fits))
+
+    def searched() -> Plan:
+        return plan_within(target_bytes, 35, find, real_peak, Rounds(6, 4), find_quickly=find_quickly)
+
+    if target_bytes < 40:
+        with pytest.raises(InfeasibleBudget) as caught:
+            searched()
+        assert caught.value.minimum_bytes == 40
+        assert not thorough
+    else:
+        found = searched()
+        assert 40 in thorough
+        assert found.peak_bytes == 40
+        assert found.time_s == SmoothPlanner().plan(40).time_s + (not cheapest_fits)
+
+
 def test_far_above_that_minimum_the_search_goes_on():
     """The plan behind the minimum fits a larger budget, too, but cheaper ones do as well."""
     planner = SmoothPlanner()

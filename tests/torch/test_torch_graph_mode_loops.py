@@ -6,7 +6,9 @@ import contextlib
 import copy
 import io
 import logging
+from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from steps import QUICK, made_again_once
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 
 import remat.torch
 
@@ -172,6 +175,32 @@ def hooks_that_come_and_go(training: Training) -> None:
     training.step()
 
 
+def hooks_that_are_not_registered_with_the_module(training: Training) -> None:
+    """Global ones, one written into a module's own dictionary, and a whole dictionary put in the place of another."""
+    tanh = training.model[5]
+    training.step()
+    handle = register_module_forward_hook(lambda module, args, result: 2 * result if module is tanh else None)
+    training.step()
+    handle.remove()
+    training.step()
+    tanh._forward_hooks[-1] = lambda module, args, result: 3 * result
+    training.step()
+    without, tanh._forward_hooks = tanh._forward_hooks, OrderedDict()
+    training.step()
+    tanh._forward_hooks = without
+    training.step()
+
+
+def a_module_with_hooks_in_the_place_of_another(training: Training) -> None:
+    training.step()
+    hooked = nn.Tanh()
+    hooked.register_forward_hook(lambda module, args, result: 3 * result)
+    own, training.model[5] = training.model[5], hooked
+    training.step()
+    training.model[5] = own
+    training.step()
+
+
 @pytest.mark.parametrize(
     "loop",
     [
@@ -184,6 +213,8 @@ def hooks_that_come_and_go(training: Training) -> None:
         a_copied_model,
         graphs_kept_and_parts_of_gradients,
         hooks_that_come_and_go,
+        hooks_that_are_not_registered_with_the_module,
+        a_module_with_hooks_in_the_place_of_another,
     ],
 )
 def test_a_loop_is_plain_training_to_the_bit(loop, under):
@@ -191,6 +222,64 @@ def test_a_loop_is_plain_training_to_the_bit(loop, under):
         return under(loss_fn, made_again_once)
 
     assert twice(loop, compiled).loss_fn.plan.recomputed > 0
+
+
+def test_gradients_of_gradients_are_refused_with_a_way_out():
+    """That a graph of the gradients is asked for is no error yet; an eager plan differentiates it."""
+
+    def loop(training: Training) -> None:
+        training.seen += torch.autograd.grad(training.loss(), [training.model[0].weight], create_graph=True)
+        training.loss().backward(retain_graph=True)
+        training.update()
+
+    planned = twice(loop, lambda loss_fn: remat.torch.compile(loss_fn, budget="90%", backend="aten", **QUICK))
+    (gradient,) = torch.autograd.grad(planned.loss(), [planned.model[0].weight], create_graph=True)
+    with pytest.raises(remat.UnsupportedStep, match="differentiated again") as caught:
+        gradient.square().sum().backward()
+    assert "remat.torch.apply" in str(caught.value)
+    assert 'mode="eager"' in str(caught.value)
+    planned.step()
+
+    def penalty(training: Training) -> None:
+        (gradient,) = torch.autograd.grad(training.loss(), [training.model[0].weight], create_graph=True)
+        (training.loss() + gradient.square().sum()).backward()
+        training.update()
+
+    eager = partial(remat.torch.limit_memory, budget="90%", mode="eager", **QUICK)
+    plain, limited = Training(), Training(eager)
+    for one in (plain, limited):
+        torch.manual_seed(5)
+        penalty(one)
+    assert all(map(torch.equal, plain.outcome, limited.outcome))
+
+
+def test_hooks_are_looked_for_where_captured_code_has_looked():
+    """A module in a list, one inside of another, one that is itself a step; a module that is not called has a hook."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
+            self.head = nn.Linear(8, 1)
+            self.layers[2].register_forward_hook(lambda module, args, result: 7 * result)
+            object.__setattr__(self, "scale", nn.Softplus())
+
+        def forward(self, x):
+            for layer in self.layers[:2]:
+                x = layer(x)
+            return self.scale(self.head(x)).mean()
+
+    model, x = Model(), torch.randn(4, 8)
+    loss_fn = remat.torch.compile(model, budget="100%", backend="aten", **QUICK)
+    before = loss_fn(x).item()
+    assert before == loss_fn(x).item() == model(x).item()
+    assert len(loss_fn.plans) == 1
+    for module in (model.layers[1][1], model.layers[0], model.head, model.scale, model):
+        handle = module.register_forward_hook(lambda module, args, result: 3 * result)
+        assert loss_fn(x).item() == model(x).item() != before
+        handle.remove()
+        assert loss_fn(x).item() == before
+    assert len(loss_fn.plans) == 6
 
 
 def test_a_batch_that_fails_says_nothing_about_others(caplog):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from steps import QUICK
@@ -104,6 +106,46 @@ def test_what_graph_mode_cannot_capture_runs_eagerly_and_says_so_once(caplog):
     (line,) = [record.message for record in caplog.records if record.name == "remat"]
     assert "runs eagerly within its budget, not in graph mode" in line
     assert "test_torch_limit.py" in line
+
+
+class Counts(nn.Module):
+    """Scales by the number of its calls, and by how often it was set up."""
+
+    def __init__(self, sets_up: bool) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(16, 16), nn.Tanh())))
+        self.sets_up, self.calls, self.scale = sets_up, 0, 0.5
+
+    def forward(self, x):
+        if self.sets_up and not self.calls:
+            self.layers[0].register_forward_hook(lambda module, args, result: 2 * result)
+        self.calls += 1
+        self.scale *= 1.25
+        if torch.any(torch.isnan(x)):  # Ends a capture.
+            return self.layers(x).sum()
+        return self.layers(x).square().mean() * self.calls * self.scale
+
+
+@pytest.mark.parametrize("mode", ["auto", "eager"])
+def test_a_trace_counts_nothing_up(mode):
+    torch.manual_seed(0)
+    module = Counts(sets_up=False)
+    plain = copy.deepcopy(module)
+    limited = remat.torch.limit_memory(module.forward, "80%", mode=mode, **QUICK)
+    for rows in (512, 512, 480):
+        x = torch.randn(rows, 16)
+        assert same(gradients(module, limited, x), gradients(plain, plain, x))
+    assert {plan.mode for plan in limited.plans} == {"eager"}
+    assert (module.calls, module.scale) == (plain.calls, plain.scale)
+
+
+def test_a_trace_that_sets_a_module_up_leaves_its_numbers():
+    """Else the first step would set it up once more: the module would have two hooks."""
+    module = Counts(sets_up=True)
+    limited = remat.torch.limit_memory(module.forward, "100%", mode="eager", **QUICK)
+    gradients(module, limited, torch.randn(64, 16))
+    assert len(module.layers[0]._forward_hooks) == 1
+    assert module.calls == 2
 
 
 def test_a_loss_that_is_computed_outside_runs_in_graph_mode():

@@ -228,6 +228,31 @@ def test_while_aotautograd_traces_no_kernel_in_python_stands_in_for_pytorchs_own
     assert not _aot.dynamo_config.allow_rnn
 
 
+def test_dynamo_captures_inside_of_a_context_and_guards_hooks_by_one_check():
+    from contextlib import nullcontext
+
+    from torch._dynamo.guards import GuardBuilder
+
+    from remat.torch.graph_mode import _aot, _hook_guards
+
+    context = _aot._optimize(lambda module, inputs: module, nopython=True, dynamic=False)
+    assert callable(context.callback)
+    with _aot.capturing(_aot.Answers(), _aot.ChangingNumbers()):
+        assert getattr(GuardBuilder, _hook_guards._GUARD).__name__ == _hook_guards._GUARD
+        assert getattr(GuardBuilder, _hook_guards._GUARD).__wrapped__ is not None
+    assert not hasattr(getattr(GuardBuilder, _hook_guards._GUARD), "__wrapped__")
+    assert len(_hook_guards._GLOBAL_HOOKS) >= 4
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    model[0].register_forward_hook(print)
+    check = _hook_guards.Unhooked()
+    check.add((), "_forward_hooks")
+    check.add(("0",), "_forward_pre_hooks")
+    assert check(model)
+    check.add(("0",), "_forward_hooks")
+    assert not check(model)
+    assert isinstance(_aot._Capture(context.callback, nullcontext)._torchdynamo_orig_backend, type(context.callback))
+
+
 def test_while_aotautograd_traces_what_is_written_in_place_keeps_its_layout():
     from remat.torch.graph_mode import _aot, layouts
 

@@ -82,6 +82,8 @@ def _searched(candidate: Candidate, request: Request, target_bytes: int) -> Plan
     if candidate.is_exact:
         # To plan for the smallest budget, too, would find no smaller one, and take twice as long as this search.
         return candidate.find(max(1, target_bytes), request)
+    options = candidate.quick_options(request)
+    quick = dataclasses.replace(request, options={**options, **request.options})
     return plan_within(
         target_bytes,
         candidate.first_guess(target_bytes),
@@ -92,6 +94,7 @@ def _searched(candidate: Candidate, request: Request, target_bytes: int) -> Plan
         candidate.likely,
         # Elsewhere it was not compared with runs in this place.
         candidate.expected_time_s if candidate.is_compiled else None,
+        (lambda planner_budget: candidate.find(planner_budget, quick)) if options else None,
     )
 
 

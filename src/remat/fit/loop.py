@@ -86,6 +86,7 @@ def plan_within(
     suggestions: Callable[[], Iterable[Plan]] = tuple,
     likely: Callable[[], Iterable[Plan]] = tuple,
     expected_s: Callable[[Plan], float | None] | None = None,
+    find_quickly: Callable[[int], Plan] | None = None,
 ) -> Plan:
     """The cheapest plan found whose highest real peak is at most ``target_bytes``.
 
@@ -103,6 +104,8 @@ def plan_within(
         suggestions: plans that do not depend on the budget; asked for where nothing fits, or to be had at less time.
         likely: the same, asked for as soon as a round fails: one that fits spares the search below it.
         expected_s: what a run of a plan is expected to take, memory's part included, or None; None for nobody to ask.
+        find_quickly: as ``find``, for budgets near the smallest, whose plans are asked for their peaks at first; where
+            one fits, ``find`` looks for a cheaper one. None for ``find`` itself.
 
     Returns:
         The plan, its ``peak_bytes`` being the real one that is expected.
@@ -111,13 +114,14 @@ def plan_within(
         InfeasibleBudget: no plan is even likely to fit; ``minimum_bytes`` is the smallest target that can be held.
     """
     find = _asked_once(find)  # The smallest plan is asked for several times, and so are budgets that have none.
+    find_quickly = find if find_quickly is None else _asked_once(find_quickly)
     tried: list[_Found] = []
     guess = max(1, first_guess_bytes)
     are_likely = False
     left = rounds.first
     while left:
         left -= 1
-        one = _try(guess, find, real_peak, tried)
+        one = _try(guess, target_bytes, find, find_quickly, real_peak, tried)
         if one is None:
             if are_likely and _narrow(target_bytes, guess, find, tried):
                 guess = max(1, _next_guess(target_bytes, tried, rounds))
@@ -142,7 +146,8 @@ def plan_within(
             find(1)  # No planner keeps one byte: the error says what the planner can reach.
         except InfeasibleBudget as error:
             binding_op = error.binding_op
-            smallest = _try_the_smallest(error.minimum_bytes, target_bytes, find, real_peak, tried, rounds)
+            minimum_bytes = error.minimum_bytes
+            smallest = _try_the_smallest(minimum_bytes, target_bytes, find, find_quickly, real_peak, tried, rounds)
         if not _fitting(target_bytes, tried):
             _undercut(itertools.chain(likely(), suggestions(), _remembered(tried)), real_peak, tried, smallest)
     if fits := _fitting(target_bytes, tried):
@@ -201,17 +206,37 @@ def _remember(plan: Plan, fingerprints: Iterable[str]) -> None:
 
 
 def _try(
-    guess_bytes: int, find: Callable[[int], Plan], real_peak: Callable[[Plan], PeakRange], tried: Sequence[_Found]
+    guess_bytes: int,
+    target_bytes: int,
+    find: Callable[[int], Plan],
+    find_quickly: Callable[[int], Plan],
+    real_peak: Callable[[Plan], PeakRange],
+    tried: Sequence[_Found],
 ) -> _Found | None:
     """What a planner's budget comes to; None where it leads to a schedule that has been tried."""
     try:
         plan = find(guess_bytes)
     except InfeasibleBudget as error:
         guess_bytes = error.minimum_bytes
-        plan = find(guess_bytes)
+        plan = _near_the_smallest(guess_bytes, target_bytes, find, find_quickly, real_peak)
     if any(one.is_of(plan) for one in tried):
         return None
     return _Found(guess_bytes, plan, real_peak(plan))
+
+
+def _near_the_smallest(
+    guess_bytes: int,
+    target_bytes: int,
+    find: Callable[[int], Plan],
+    find_quickly: Callable[[int], Plan],
+    real_peak: Callable[[Plan], PeakRange],
+) -> Plan:
+    """A plan of which hardly more than the real peak matters: a cheaper one is looked for only where it fits."""
+    plan = find_quickly(guess_bytes)
+    if find_quickly is find or real_peak(plan).highest_bytes > target_bytes:
+        return plan
+    cheaper = find(guess_bytes)
+    return cheaper if real_peak(cheaper).highest_bytes <= target_bytes else plan
 
 
 def _narrow(target_bytes: int, guess_bytes: int, find: Callable[[int], Plan], tried: list[_Found]) -> bool:
@@ -261,6 +286,7 @@ def _try_the_smallest(
     minimum_bytes: int,
     target_bytes: int,
     find: Callable[[int], Plan],
+    find_quickly: Callable[[int], Plan],
     real_peak: Callable[[Plan], PeakRange],
     tried: list[_Found],
     rounds: Rounds,
@@ -275,7 +301,8 @@ def _try_the_smallest(
         guess = int(minimum_bytes * factor)
         if factor in _FARTHER and _smallest(smallest) is not smallest[-1]:
             break
-        one = _known_or_tried(guess, find(guess), real_peak, tried)
+        plan = _near_the_smallest(guess, target_bytes, find, find_quickly, real_peak)
+        one = _known_or_tried(guess, plan, real_peak, tried)
         if not any(one.is_of(other.plan) for other in smallest):
             smallest.append(one)
         if one.peak.highest_bytes <= target_bytes:
@@ -283,7 +310,7 @@ def _try_the_smallest(
     for _ in range(rounds.last - len(smallest)):
         if not _fitting(target_bytes, tried) or not _may_gain(rounds.least_gain, target_bytes, tried):
             break
-        cheaper = _try(_next_guess(target_bytes, tried, rounds), find, real_peak, tried)
+        cheaper = _try(_next_guess(target_bytes, tried, rounds), target_bytes, find, find_quickly, real_peak, tried)
         if cheaper is not None:
             tried.append(cheaper)
     return smallest

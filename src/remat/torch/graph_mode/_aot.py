@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any, Final, TypeAlias
 
@@ -29,6 +29,7 @@ from torch._logging._internal import trace_log
 from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode, PythonFunctionalizeAPI
 
+from remat.core.errors import UnsupportedStep
 from remat.running.collecting import without_collections
 from remat.torch._backward_pass import counted_gradients
 from remat.torch._dynamo import once_left_unsaid, weakly
@@ -36,6 +37,7 @@ from remat.torch._private import FakeTensorMode
 from remat.torch.graph_mode import layouts
 from remat.torch.graph_mode._answers import Answers
 from remat.torch.graph_mode._branches import decided_branches
+from remat.torch.graph_mode._hook_guards import guarded_together
 from remat.torch.graph_mode._shape_rules import taken_as_by_kernels
 from remat.torch.graph_mode.recurrent import lstm
 from remat.torch.recompute import without_marks
@@ -224,8 +226,12 @@ _WHILE_CAPTURING = {
     "run_gc_after_compile": False,
     # Dynamo would take it that modules under ``fully_shard`` stay as they are, in training say.
     "skip_fsdp_guards": False,
-    # Nor would it notice that a hook was added to a module after the capture, or taken away: such steps ran without it.
+    # Nor would it notice that a hook was added to a module after the capture, or taken away. ``_hook_guards`` puts
+    # others in the place of these guards.
     "skip_nnmodule_hook_guards": False,
+    # Dynamo would pass these guards by while the dictionaries around them are as they were. PyTorch 2.9 does so by
+    # itself, 2.13 does not: before Python 3.12 such dictionaries may be gone.
+    "use_recursive_dict_tags_for_guards": False,
     # Dynamo would turn NumPy into PyTorch, whose random numbers are others: transformers' Wav2Vec2 draws a mask so.
     "trace_numpy": False,
 }
@@ -251,6 +257,7 @@ def _as_plain_list(variable: Any) -> Any:
 
 
 _builder: Any = builder
+_optimize: Any = eval_frame.optimize
 
 
 class ChangingNumbers:
@@ -294,8 +301,6 @@ def capturing(answers: Answers, numbers: ChangingNumbers) -> Iterator[None]:
         numbers: those that change from call to call.
     """
     before = {name: getattr(dynamo_config, name) for name in _settings()}
-    # To set one takes 5 us, and this stands around every step.
-    before = {name: value for name, value in before.items() if value != _WHILE_CAPTURING[name]}
     for name in before:
         setattr(dynamo_config, name, _WHILE_CAPTURING[name])
     _ListOfAClass.as_proxy = _as_plain_list
@@ -304,8 +309,8 @@ def capturing(answers: Answers, numbers: ChangingNumbers) -> Iterator[None]:
             answers.given(),
             numbers.noticed(),
             decided_branches(),
+            guarded_together(),
             taken_as_by_kernels(),
-            without_marks(),
             once_left_unsaid(),
         ):
             yield
@@ -313,6 +318,50 @@ def capturing(answers: Answers, numbers: ChangingNumbers) -> Iterator[None]:
         _ListOfAClass.as_proxy = _as_any_variable
         for name, value in before.items():
             setattr(dynamo_config, name, value)
+
+
+def compiled(
+    fn: Callable[..., Any],
+    backend: Backend,
+    surroundings: Callable[[], AbstractContextManager[None]],
+    *,
+    fullgraph: bool,
+) -> Callable[..., Any]:
+    """What ``torch.compile`` makes of a function.
+
+    Args:
+        fn: the function.
+        backend: what becomes of captured graphs.
+        surroundings: makes contexts in which Dynamo captures. A call that needs no capture has none around it: to
+            enter and leave them takes 300 us.
+        fullgraph: is the function captured as one graph, or not at all?
+    """
+    dynamo = _optimize(backend.for_dynamo(), nopython=fullgraph, dynamic=False)
+    if hasattr(dynamo, "callback"):  # Else Dynamo is switched off.
+        dynamo.callback = _Capture(dynamo.callback, surroundings)
+    captured = dynamo(fn)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with without_marks():
+            return captured(*args, **kwargs)
+
+    return run
+
+
+class _Capture:
+    """What Dynamo calls for a frame that no captured code is for."""
+
+    def __init__(self, callback: Any, surroundings: Callable[[], AbstractContextManager[None]]) -> None:
+        # Dynamo looks for its backend under this name.
+        self._torchdynamo_orig_backend = callback
+        self._surroundings = surroundings
+
+    def __call__(self, *args: Any) -> Any:
+        with self._surroundings():
+            return self._torchdynamo_orig_backend(*args)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_torchdynamo_orig_backend"], name)
 
 
 @contextmanager
@@ -406,6 +455,30 @@ def _eager_layouts() -> Iterator[None]:
         yield
     finally:
         mode.__torch_dispatch__ = _functionalize
+
+
+def refuse_second_derivatives() -> None:
+    """Inside the backward pass of a captured step: its gradients cannot be differentiated again, and say what can be.
+
+    AOTAutograd makes a function of the whole backward pass, whose own backward pass is an error that names no way out.
+    """
+    node = _engine._current_autograd_node()
+
+    def hook(gradients: Sequence[Any], _: Any) -> None:
+        handle.remove()
+        for one in gradients:
+            function: Any = getattr(getattr(one, "grad_fn", None), "_forward_cls", None)
+            if function is not None:
+                function.backward = staticmethod(_refused)
+
+    handle = node.register_hook(hook)
+
+
+def _refused(*args: Any) -> None:
+    raise UnsupportedStep(
+        "gradients of a step in graph mode cannot be differentiated again (create_graph=True), since its operators run "
+        'below autograd: run this step under remat.torch.apply, or remat.torch.limit_memory with mode="eager"'
+    )
 
 
 def runs_eagerly() -> bool:

@@ -12,11 +12,10 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-import torch
 from torch import fx
 
 from remat.core.errors import InfeasibleBudget, RematError, UnsupportedStep
@@ -143,8 +142,8 @@ class Captured:
         self._backend = _aot.Backend(self._partition, *compilers, self._takers_for)
         if self._state_of is not None:
             return CalledFunction(self._fn, self._backend, self._state_of)
-        backend = self._backend.for_dynamo()
-        return torch.compile(self._fn, backend=backend, fullgraph=not self._in_pieces, dynamic=False)
+        surroundings = functools.partial(_aot.capturing, self._answers, self._numbers)
+        return _aot.compiled(self._fn, self._backend, surroundings, fullgraph=not self._in_pieces)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the function.
@@ -156,11 +155,11 @@ class Captured:
             NotCalled: where it cannot be captured by calling it.
         """
         if self._state_of is not None:
-            return self._run(args, kwargs, nullcontext())
+            return self._run(args, kwargs)
         told, reason = len(self._answers.told), ""
         while True:
             try:
-                result = self._run(args, kwargs, _aot.capturing(self._answers, self._numbers))
+                result = self._run(args, kwargs)
             except _aot.TorchDynamoException as error:
                 if self._error is not None or not self._answers.tell_more(error):
                     raise
@@ -176,13 +175,13 @@ class Captured:
             )
         return result
 
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], surroundings: AbstractContextManager[None]) -> Any:
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._error = None
         if self._is_outdated:
             self._compiled = self._captured_anew()
         uncollected = without_collections() if self._is_new else nullcontext()
         try:
-            with surroundings, uncollected:
+            with uncollected:
                 result = self._compiled(*args, **kwargs)
             self._is_new = False
             return result
@@ -373,7 +372,8 @@ class _PlannedStep:
         """The backward pass, given its function, and what makes one that hands over gradients in parts."""
 
         def run(args: list[Any]) -> Any:
-            if self._donated and _private.keeps_graph():
+            if _private.keeps_graph():
+                _aot.refuse_second_derivatives()
                 for place in self._donated:
                     args[place] = args[place].clone()
             if self.apart is not None and in_parts is not None and self.apart.is_due():

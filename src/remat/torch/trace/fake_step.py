@@ -26,6 +26,7 @@ from remat.running.cost_model import DeviceProfile
 from remat.torch import _private
 from remat.torch.early_updates import update_alone
 from remat.torch.trace import gpu_scratch
+from remat.torch.trace.counters import numbers_put_back
 from remat.torch.trace.gpu_kernels import GpuKernels, operators_of
 from remat.torch.trace.origins import line_of
 from remat.torch.trace.recording import Recording
@@ -73,8 +74,9 @@ def record_step(
 
     def run(watcher: StepWatcher) -> Recording:
         if gpu is None:
-            return _recorded(watcher, loss_fn, args, optimizer, update, accumulates, beside, None, None, early)
-        with GpuKernels(gpu) as kernels:
+            with numbers_put_back(loss_fn, args):
+                return _recorded(watcher, loss_fn, args, optimizer, update, accumulates, beside, None, None, early)
+        with GpuKernels(gpu) as kernels, numbers_put_back(loss_fn, args):
             recording = _recorded(watcher, loss_fn, args, optimizer, update, accumulates, beside, gpu, kernels, early)
         recording.notes = kernels.notes(operators_of(op.func for op in recording.ops))
         return recording
