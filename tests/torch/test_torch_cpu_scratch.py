@@ -176,6 +176,24 @@ def test_enlarged_images(channels, kind, order):
     assert cpu_scratch.workspace_bytes(backward, args, out) == pytest.approx(scratch, rel=0.05, abs=16e3)
 
 
+@pytest.mark.parametrize("order_of_indices", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("order_of_inputs", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("order_of_gradient", [torch.contiguous_format, torch.channels_last])
+def test_gradients_of_pools_in_mixed_orders(order_of_gradient, order_of_inputs, order_of_indices):
+    """As where a convolution behind a pool hands a gradient with its channels last to images that have them first."""
+    gradient = torch.randn(4, 64, 16, 16).contiguous(memory_format=order_of_gradient)
+    images = torch.randn(4, 64, 32, 32).contiguous(memory_format=order_of_inputs)
+    indices = torch.zeros(4, 64, 16, 16, dtype=torch.long).contiguous(memory_format=order_of_indices)
+    window = ([2, 2], [2, 2], [0, 0])
+    for func, args in (
+        (ATEN.max_pool2d_with_indices_backward.default, (gradient, images, *window, [1, 1], False, indices)),
+        (ATEN.avg_pool2d_backward.default, (gradient, images, *window, False, True, None)),
+        (ATEN._adaptive_avg_pool2d_backward.default, (gradient, images)),
+    ):
+        scratch, out = measured(func, *args)
+        assert cpu_scratch.workspace_bytes(func, args, out) == scratch, func
+
+
 def test_copies_of_what_is_not_contiguous():
     x, weight = torch.randn(64, 32, 64).transpose(1, 2), torch.ones(32)
     args = (x, [32], weight, weight, 1e-5)

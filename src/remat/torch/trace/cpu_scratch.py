@@ -35,12 +35,16 @@ _WANT_CONTIGUOUS: Final = frozenset(
         "aten::native_layer_norm",
         "aten::native_layer_norm_backward",
         "aten::embedding_dense_backward",
-        "aten::max_pool2d_with_indices_backward",
         "aten::_softmax",
         "aten::_log_softmax",
         "aten::_softmax_backward_data",
         "aten::_log_softmax_backward_data",
     }
+)
+
+# These kernels work in the order of the gradient that they read. What lies in another order is copied.
+_POOLS_BACKWARD: Final = frozenset(
+    {"aten::max_pool2d_with_indices_backward", "aten::avg_pool2d_backward", "aten::_adaptive_avg_pool2d_backward"}
 )
 
 _BLOCK_BYTES: Final = 128 * 1024
@@ -77,6 +81,11 @@ def workspace_bytes(func: OpOverload, args: tuple[Any, ...], out: Any) -> int:
         # Of a part of a tensor, both lie anew while the kernel works.
         is_whole = tensors[0].is_contiguous() or _has_channels_last(tensors[0])
         return 0 if is_whole else _bytes(tensors[0]) + _bytes(out)
+    if name in _POOLS_BACKWARD:
+        gradient, indices = tensors[0], tensors[2:]
+        is_last = _private.is_ordered_as_channels_last(gradient)
+        order = torch.channels_last if is_last else torch.contiguous_format
+        return sum(_bytes(one) for one in (gradient, *indices, out) if not one.is_contiguous(memory_format=order))
     if name in _PRODUCTS and tensors[0].dtype in (torch.bfloat16, torch.float16):
         return onednn_scratch.of_product(func, args) if _private.onednn_computes(tensors[0].dtype) else 0
     if name in _LOSSES:
