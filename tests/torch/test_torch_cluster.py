@@ -20,6 +20,7 @@ from remat.core.breakdown import breakdown
 from remat.running.cost_model import get_profile
 from remat.running.network import Mesh, Network, axis_of
 from remat.torch.cluster.trace import MeshOptions, trace_on_mesh
+from remat.torch.trace import gpu_scratch
 
 ROOT = Path(__file__).parents[2]
 
@@ -148,12 +149,14 @@ def test_a_plan_says_what_fits(example):
     roomy = remat.torch.plan_mesh(build, "fsdp=4", **given)
     assert roomy.plan.recomputed == 0
     assert not roomy.reshard_after_forward
-    peak = roomy.plan.peak_bytes
-    tight = remat.torch.plan_mesh(build, "fsdp=4", budget=int(0.8 * peak), max_batch=True, batch_size=8, **given)
+    # What cuBLAS keeps is most of so small a step.
+    kept_bytes = gpu_scratch.cublas_bytes([torch.ops.aten.mm.default], (9, 0))
+    budget = kept_bytes + int(0.8 * (roomy.plan.peak_bytes - kept_bytes))
+    tight = remat.torch.plan_mesh(build, "fsdp=4", budget=budget, max_batch=True, batch_size=8, **given)
     assert tight.reshard_after_forward
-    assert tight.plan.peak_bytes <= 0.8 * peak
+    assert tight.plan.peak_bytes <= budget
     assert tight.max_batch.plain.batch_size <= tight.max_batch.planned.batch_size
-    assert tight.max_batch.planned.peak_bytes <= 0.8 * peak
+    assert tight.max_batch.planned.peak_bytes <= budget
     assert "It fits with reshard_after_forward" in str(tight)
     assert json.loads(json.dumps(tight.to_json()))["max_batch"]["planned"]["batch_size"] % 4 == 0
     none = remat.torch.plan_mesh(build, "fsdp=4", budget="1MiB", **given)
