@@ -17,7 +17,7 @@ LAUNCH_S = {"product": 12e-6, "addition": 7e-6}
 
 
 class Simulated:
-    """An H200 as it was seen: an operation takes as long as its launch, or as it computes or moves bytes."""
+    """A GPU like an H200, in round figures: operations take as long as their launch, or as their work."""
 
     def __init__(self, on_gpu: bool) -> None:
         self._on_gpu = on_gpu

@@ -23,8 +23,8 @@ VECTORS: Final = (2**20, 2**22, 2**24)
 
 WIDER_ON_GPU: Final = (4, 8)
 """How many times longer edges and vectors are on a GPU. With a CPU's sizes all but the largest are over before the next
-launch: an H200 came out at .55 TB/s and no time for a launch, where it moves 4.3 and takes some 10 us. The largest
-vectors have 512 MiB."""
+launch: an H200 came out at .55 TB/s, a ninth of its data sheet's, and no time for a launch. The largest vectors have
+512 MiB."""
 
 TINY: Final = 8
 """Edge of matrices whose product takes no time beside its launch."""

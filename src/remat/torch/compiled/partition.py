@@ -75,9 +75,9 @@ class CompiledCandidate(Candidate):
         self._step = joint_step(self._joint, self._forward_outputs, profile, static)
         # Inductor's figures are without the inputs of the step.
         inputs_bytes = sum(self.graph.tensors[tensor].size_bytes for tensor in self.graph.inputs)
-        self._beside_bytes = resident_bytes + inputs_bytes
-        if (capability := gpu_scratch.capability_of(device_type)) is not None:
-            self._beside_bytes += gpu_scratch.cublas_bytes((node.target for node in joint.graph.nodes), capability)
+        functions = (node.target for node in joint.graph.nodes)
+        cublas_bytes = gpu_scratch.cublas_bytes(functions, gpu_scratch.capability_of(device_type))
+        self._beside_bytes = resident_bytes + inputs_bytes + cublas_bytes
         self._plain = _inductor.own_partition(self._joint, self._options)
         self._plain_peak = PeakRange.exactly(self._peak_of(self._plain, AS_EVER).expected_bytes)
         self._modules: dict[tuple[str, Schedule], Modules] = {}

@@ -54,20 +54,19 @@ class StorageMeter(_private.TorchDispatchMode):
             return func(*args, **kwargs)
         before_bytes = self._bytes
         given = tensors_in((*args, *kwargs.values()))
-        on_gpu = bool(given) and given[0].device.type == "cuda"
+        device_type = given[0].device.type if given else "cpu"
         changes: list[int] | None = None
-        if given and given[0].device.type not in ("cpu", "cuda"):
-            out = func(*args, **kwargs)
-        else:
-            device_type = "cuda" if on_gpu else "cpu"
+        if device_type in ("cpu", "cuda"):
             out, changes = _private.with_allocations(partial(func, *args, **kwargs), device_type)
+        else:
+            out = func(*args, **kwargs)
         outputs = tensors_in(out if isinstance(out, list | tuple) else (out,))
         for place in new_storages(outputs, given):
             self._add(outputs[place].untyped_storage())
         scratch = 0
         if outputs and outputs[0].device.type == "cpu" and func.namespace == "aten":
             scratch = cpu_scratch.workspace_bytes(func, args, out)
-        elif on_gpu:
+        elif device_type == "cuda":
             scratch = gpu_scratch.known_bytes(func, args, kwargs)
         self.peak_bytes = max(self.peak_bytes, self._bytes + scratch)
         if changes:

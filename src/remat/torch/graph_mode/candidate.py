@@ -43,8 +43,6 @@ seconds; with a larger number, the first call of a deep model takes half a minut
 def _cublas_bytes(joint: fx.GraphModule, device_types: Iterable[str]) -> int:
     """What cuBLAS keeps on a GPU for the products of a step."""
     capability = next(filter(None, map(gpu_scratch.capability_of, device_types)), None)
-    if capability is None:
-        return 0
     return gpu_scratch.cublas_bytes((node.target for node in joint.graph.nodes), capability)
 
 

@@ -141,9 +141,7 @@ def _recorded(
             _run_update(watcher, update)
         del kept
     capability = gpu_scratch.capability_of(watcher.recording.device) if gpu is None else gpu.compute_capability
-    if capability is not None and (
-        kept_bytes := gpu_scratch.cublas_bytes((op.func for op in watcher.recording.ops), capability)
-    ):
+    if kept_bytes := gpu_scratch.cublas_bytes((op.func for op in watcher.recording.ops), capability):
         watcher.count_beside(kept_bytes)
     return watcher.finished()
 

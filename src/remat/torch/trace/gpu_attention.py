@@ -23,6 +23,10 @@ Kernel: TypeAlias = Literal["cudnn", "flash", "efficient", "math"]
 
 _HALF: Final = (torch.float16, torch.bfloat16)
 
+_IS_UP_TO_2_11: Final = tuple(int(part) for part in torch.__version__.split(".")[:2]) <= (2, 11)
+"""Seen on an H200: 2.11 gives cuDNN heads of 256 and any dropout there. The newest sources do not, and which version
+between was the first is not known."""
+
 
 @dataclass(frozen=True)
 class AttentionCall:
@@ -173,11 +177,6 @@ def _cudnn_knows_shapes(call: AttentionCall) -> bool:
         call.capability in ((9, 0), (10, 0)) and (size, of_value) == (192, 128)
     )
     return known and (call.dropout == 0 or call.query[-2] != 1)
-
-
-_IS_UP_TO_2_11: Final = tuple(int(part) for part in torch.__version__.split(".")[:2]) <= (2, 11)
-"""Seen on an H200: 2.11 gives cuDNN heads of 256 and any dropout there. The newest sources do not, and which version
-between was the first is not known."""
 
 
 def _cudnn_knows_dropout(call: AttentionCall) -> bool:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from remat.torch import _private
 from remat.torch._private import OpOverload
+
+_DROPOUT: Final = "dropout_p"
+"""The argument of fused attention."""
 
 
 def kind(value: Any) -> Any:
@@ -56,6 +59,3 @@ def made_up(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[t
 
     own: tuple[tuple[Any, ...], dict[str, Any]] = _private.tree_map_only(torch.Tensor, one, (args, kwargs))
     return own
-
-
-_DROPOUT = "dropout_p"
