@@ -147,7 +147,7 @@ def rounding_bytes(storages: Sequence[Any], changes: Sequence[int] | None) -> in
     """
     if not storages or not changes:
         return 0
-    beyond = sum(changes) - sum(storage.nbytes() for storage in storages)
+    beyond = sum(changes) - sum(int(storage.nbytes()) for storage in storages)
     return min(max(0, beyond // len(storages)), _LARGEST_ROUNDING_BYTES)
 
 
