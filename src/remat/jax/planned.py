@@ -308,15 +308,15 @@ def naming_our_jit(tie: Tie) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _naming_what_stays_whole(closed: ClosedJaxpr, *, takes_apart: bool) -> Iterator[None]:
-    """Says of a budget that cannot be kept that loops in calls of ``shard_map``, and maps in maps, ran as they are."""
+    """Says of a budget that cannot be kept that calls of ``shard_map`` inside of others ran as they are."""
     try:
         yield
     except InfeasibleBudget as error:
-        if not takes_apart or not maps.hold_loops_or_maps(closed.jaxpr):
+        if not takes_apart or not maps.hold_maps_in_maps(closed.jaxpr):
             raise
         raise error.saying(
-            f"{error}. Loops inside of several calls of shard_map, and a shard_map inside of another one, are not "
-            "planned: take the gradient inside of one shard_map, whose loops are planned"
+            f"{error}. A shard_map inside of another one is not planned: map over the axes of both in one call, whose "
+            "operations and loops are planned"
         ) from None
 
 

@@ -94,12 +94,12 @@ def can_be_taken_apart(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name == NAME and not _private.other_effects(eqn) and _is_plain(eqn.params["jaxpr"])
 
 
-def hold_loops_or_maps(jaxpr: Jaxpr, *, inside: bool = False) -> bool:
-    """Is there a loop, or a further call, inside of a call of ``shard_map``?"""
+def hold_maps_in_maps(jaxpr: Jaxpr, *, inside: bool = False) -> bool:
+    """Is there a call of ``shard_map`` inside of another one?"""
     return any(
-        (inside and eqn.primitive.name in ("scan", "while", NAME))
+        (inside and eqn.primitive.name == NAME)
         or any(
-            hold_loops_or_maps(inner, inside=inside or eqn.primitive.name == NAME)
+            hold_maps_in_maps(inner, inside=inside or eqn.primitive.name == NAME)
             for inner in op_facts.inner_jaxprs(eqn)
         )
         for eqn in jaxpr.eqns
