@@ -11,8 +11,10 @@ from jax_models import GREEDY, assert_close, mlp, normal
 from test_jax_sharding import collectives, sharded
 
 import remat.jax
-from remat.jax.peak import peak_of
-from remat.jax.trace.program import program_of
+from remat.jax.peak import peak_of, shape_of
+from remat.jax.sharding import Layouts
+from remat.jax.trace.program import program_of, trace_jaxpr
+from remat.jax.variants import variants_of_jaxpr
 
 WIDTH, LAYERS = 32, 3
 
@@ -206,6 +208,31 @@ def test_loops_inside_of_several_calls_are_planned(devices, check_vma, is_remade
     baseline = roomy.plan.baseline_peak_bytes
     assert 0.4 * baseline < roomy.plan.peak_bytes  # Some blocks leave more than others.
     assert tight.plan.peak_bytes < roomy.plan.peak_bytes
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_what_lies_outside_of_rewritten_loops_lies_as_before(devices, check_vma, monkeypatch):
+    """The plain program is compiled to see how it lies; the others, which differ inside of maps alone, are not."""
+    step, args = looped(Mesh(devices, ("data", "model")), check_vma=check_vma)
+    flat, tree = jax.tree.flatten(args)
+    shapes = [shape_of(leaf) for leaf in flat]
+    closed, _ = trace_jaxpr(lambda *leaves: step(*jax.tree.unflatten(tree, leaves)), flat)
+    variants = variants_of_jaxpr(closed, lambda run: pytest.fail("nothing is asked of the compiler"), maps=True)
+    assert len(variants) > 2
+    layouts = Layouts(shapes, "barrier")
+    layouts.of(variants[0].program)
+
+    program = variants[len(variants) - 1].program
+    compiled = layouts._compiled(program)
+    monkeypatch.setattr(Layouts, "_compiled", lambda *_: pytest.fail("it is compiled once more"))
+    found = layouts.of(program)
+
+    outside = {n for n, instruction in enumerate(program.instructions) if not instruction.is_mapped}
+    assert found.collectives == compiled.collectives & outside
+    assert found.shardings.keys() == compiled.shardings.keys()
+    for value, sharding in found.shardings.items():
+        shape = program.avals[value].shape
+        assert sharding.shard_shape(shape) == compiled.shardings[value].shard_shape(shape)
 
 
 def test_a_refusal_says_that_maps_inside_of_maps_are_not_planned(devices):

@@ -28,7 +28,7 @@ from remat.jax.emit.evaluate import FlatFunction
 from remat.jax.mapped import MappedFunction, holds_a_map
 from remat.jax.peak import Compiler, Returned, emitted, is_sharded
 from remat.jax.ranks import planned_for_all
-from remat.jax.sharding import arrays_sent, on_one_device, received_in_bodies
+from remat.jax.sharding import Layouts, arrays_sent, received_in_bodies
 from remat.jax.split.choose import SplittableFunction
 from remat.jax.trace import maps
 from remat.jax.trace.graph import after_donation
@@ -221,7 +221,8 @@ def plan_function(
         if moves_updates:
             variants = variants.changed(updates.moved)
         if find_received is not None:
-            variants = variants.changed(lambda one: _on_one_device(one, shapes, tie))
+            layouts = Layouts(shapes, tie)
+            variants = variants.changed(lambda one: _on_one_device(one, layouts))
             _, text = compiler_of(variants[0]).memory_and_text(variants[0].graph.plain_schedule)
             allowed = arrays_sent(text)
 
@@ -334,6 +335,6 @@ def _plain_bytes(
     return memory.peak_bytes
 
 
-def _on_one_device(variant: Variant, shapes: Sequence[jax.ShapeDtypeStruct], tie: Tie) -> Variant:
-    program, graph = on_one_device(variant.program, variant.graph, shapes, tie)
+def _on_one_device(variant: Variant, layouts: Layouts) -> Variant:
+    program, graph = layouts.on_one_device(variant.program, variant.graph)
     return dataclasses.replace(variant, program=program, graph=graph)

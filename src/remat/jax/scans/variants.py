@@ -51,7 +51,7 @@ _BODY_SHARES: Final = (0.85, 0.7, 0.55, 0.4)
 _SHARES_OVER_DEVICES: Final = (0.7, 0.4, 0.0)
 _MOST_OVER_DEVICES: Final = 6
 """The shares of all that a loop could stack, over several devices, and how many variants there are of them. Few, since
-there each variant also takes two compilations, which show what one device holds."""
+there a variant may take two compilations, which show what one device holds."""
 
 _Row = TypeVar("_Row")
 
@@ -101,8 +101,10 @@ def scan_variants(
     outputs = flattener.add(closed, inputs)
     equations = alive(flattener.equations, outputs)
     pairs = find_pairs(equations, outputs, op_facts.may_repeat if trace_body is None else op_facts.may_be_stacked)
+    # An array that a mapped body captures would become one more argument of it.
+    pairs = [pair for pair in pairs if not (pair.constants and equations[pair.forward].mapped)]
     if not pairs or (trace_body is not None and (flattener.constants or any(pair.constants for pair in pairs))):
-        return ScanVariants(())  # An array that a mapped body captures would become one more argument of it.
+        return ScanVariants(())
     bodies = [_forward_program(pair) for pair in pairs]
     graphs = [graph_of_program(body, profile) for body in bodies]
     shapes = [_private.shape_of_aval(flattener.avals[value]) for value in inputs]
@@ -116,7 +118,10 @@ def scan_variants(
 
     if find_received is not None:
         everything = [Choice(frozenset(pair.needed) - pair.free) for pair in pairs]
-        received = find_received(rewritten.with_choices(everything, _as_it_is))
+        around = [equations[pair.forward].map for pair in pairs]
+        # What a body sends it says itself there.
+        is_known = all(of is not None and of.is_over_all_devices for of in around)
+        received = {} if is_known else find_received(rewritten.with_choices(everything, _as_it_is))
         loops = [
             LoopBody(pair, body, graph, received.get(pair.forward, frozenset()))
             for pair, body, graph in zip(pairs, bodies, graphs, strict=True)

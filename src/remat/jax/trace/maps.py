@@ -48,6 +48,11 @@ class Map:
         """Over how many devices, or groups of them, the body is mapped."""
         return self._count(self.axes)
 
+    @property
+    def is_over_all_devices(self) -> bool:
+        """Does the body say of each device what it does, so that nothing is left to the compiler?"""
+        return self.devices == self._count(frozenset(self.mesh.axis_names))
+
     def own_spec(self, aval: Any) -> PartitionSpec:
         """How an array of all devices holds a value of the body: each device's part along the first axis."""
         varying = _private.varying_axes(aval) if self.check_vma else self.axes
