@@ -140,7 +140,10 @@ def plan_within(
         if not _may_gain(rounds.least_gain, target_bytes, tried):
             break
         guess = max(1, _next_guess(target_bytes, tried, rounds))
+    found_none = not _fitting(target_bytes, tried)
     _try_suggestions(target_bytes, suggestions, real_peak, tried)
+    if found_none and _fitting(target_bytes, tried):
+        _try_cheaper(rounds.last, target_bytes, find, find_quickly, real_peak, tried, rounds)
     binding_op = ""
     smallest: list[_Found] = []
     if not _fitting(target_bytes, tried):
@@ -309,13 +312,28 @@ def _try_the_smallest(
             smallest.append(one)
         if one.peak.highest_bytes <= target_bytes:
             break
-    for _ in range(rounds.last - len(smallest)):
-        if not _fitting(target_bytes, tried) or not _may_gain(rounds.least_gain, target_bytes, tried):
+    if _fitting(target_bytes, tried):
+        more = rounds.last - len(smallest)
+        _try_cheaper(more, target_bytes, find, find_quickly, real_peak, tried, rounds)
+    return smallest
+
+
+def _try_cheaper(
+    most: int,
+    target_bytes: int,
+    find: Callable[[int], Plan],
+    find_quickly: Callable[[int], Plan],
+    real_peak: Callable[[Plan], PeakRange],
+    tried: list[_Found],
+    rounds: Rounds,
+) -> None:
+    """Try up to so many plans between the one that fits and what failed, as long as they may gain enough."""
+    for _ in range(most):
+        if not _may_gain(rounds.least_gain, target_bytes, tried):
             break
         cheaper = _try(_next_guess(target_bytes, tried, rounds), target_bytes, find, find_quickly, real_peak, tried)
         if cheaper is not None:
             tried.append(cheaper)
-    return smallest
 
 
 def _known_or_tried(
