@@ -148,10 +148,9 @@ class _Run:
         ]
         specs = [self._layouts[value][1] for value in wanted]
         specs += [spec for loop in handed for spec in loop.left_of(of.own_spec)]
-        left_given = [jax.tree.leaves(loop.left) for loop in given]
+        left = [array for loop in given for array in jax.tree.leaves(loop.left)]
         in_specs = [self._layouts[value][1] for value in read]
         in_specs += [spec for loop in given for spec in loop.left_of(of.own_spec)]
-        structures: list[Any] = []
 
         def body(*arrays: Any) -> tuple[Any, ...]:
             own = {
@@ -159,15 +158,11 @@ class _Run:
                 for value, array in zip(read, arrays[: len(read)], strict=True)
             }
             rest = iter(arrays[len(read) :])
-            for loop, leaves in zip(given, left_given, strict=True):
-                loop.left = jax.tree.unflatten(jax.tree.structure(loop.left), [next(rest) for _ in leaves])
+            for loop in given:
+                loop.left = jax.tree.map(lambda _: next(rest), loop.left)
             self._evaluate(stretch, own)
-            structures[:] = [jax.tree.structure(loop.left) for loop in handed]
-            left = [array for loop in handed for array in jax.tree.leaves(loop.left)]
-            return (
-                *(as_outside(own[value], spec) for value, spec in zip(wanted, specs[: len(wanted)], strict=True)),
-                *left,
-            )
+            made = [as_outside(own[value], self._layouts[value][1]) for value in wanted]
+            return (*made, *(array for loop in handed for array in jax.tree.leaves(loop.left)))
 
         mapped = jax.shard_map(
             body,
@@ -177,10 +172,10 @@ class _Run:
             axis_names=set(of.axes),
             check_vma=of.check_vma,
         )
-        arrays = iter(mapped(*(values[value] for value in read), *(leaf for leaves in left_given for leaf in leaves)))
+        arrays = iter(mapped(*(values[value] for value in read), *left))
         values.update((value, next(arrays)) for value in wanted)
-        for loop, structure in zip(handed, structures, strict=True):
-            loop.left = jax.tree.unflatten(structure, [next(arrays) for _ in range(structure.num_leaves)])
+        for loop in handed:
+            loop.left = jax.tree.map(lambda _: next(arrays), loop.left)
 
 
 def _stretches(equations: Sequence[Equation]) -> list[range]:
