@@ -357,6 +357,23 @@ def test_a_budget_without_a_plan_is_searched_once():
     assert len(asked) == len(set(asked))
 
 
+def test_nothing_is_searched_for_below_the_smallest_budget_that_was_named():
+    """A thorough search in vain takes the longest: half a minute for a Mamba of 1,820 ops, for each of the guesses."""
+    refused = []
+
+    def find(budget_bytes: int) -> Plan:
+        try:
+            return planned(budget_bytes)
+        except InfeasibleBudget as error:
+            refused.append((budget_bytes, error.minimum_bytes))
+            raise
+
+    with pytest.raises(InfeasibleBudget):
+        plan_within(1, 1, find, lambda plan: PeakRange.exactly(plan.peak_bytes), rounds=Rounds(6, 4))
+    ((budget_bytes, named_bytes),) = refused
+    assert budget_bytes < named_bytes
+
+
 @pytest.mark.parametrize(("target_bytes", "cheapest_fits"), [(30, True), (40, True), (40, False)])
 def test_near_the_minimum_a_cheaper_plan_is_looked_for_where_a_quick_one_fits(target_bytes: int, cheapest_fits: bool):
     """The quick one runs an op once more. A target of 30 bytes has no plan, one of 40 bytes both or the quick one."""

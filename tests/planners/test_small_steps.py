@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
@@ -31,6 +32,17 @@ def training_chain(layers: int, seed: int) -> Graph:
         before = activations[layer - 1]
         gradient = made(tensors[before].size_bytes, gradient, activations[layer], before)
     return Graph(tuple(ops), tuple(tensors), inputs=(0,), outputs=(gradient,), free_order=False)
+
+
+def equal_layers(layers: int) -> Graph:
+    """The gradient of each layer reads its result and the gradient behind it; every tensor has 1,000 bytes."""
+    made = range(2 * layers)
+    forward = [Op(inputs=(layer - 1,) if layer else (), outputs=(layer,), time_s=1.0) for layer in made[:layers]]
+    backward = [
+        Op(inputs=(2 * layers - 1 - op, op - 1)[: 1 + (op > layers)], outputs=(op,), time_s=1.0) for op in made[layers:]
+    ]
+    tensors = tuple(Tensor(1000) for _ in made)
+    return Graph((*forward, *backward), tensors, inputs=(), outputs=(2 * layers - 1,), free_order=False)
 
 
 def dense_layers(layers: int) -> Graph:
@@ -89,17 +101,15 @@ def smallest_bytes(graph: Graph, planner: str, budget_bytes: int = 1) -> int | N
         return error.minimum_bytes if budget_bytes == 1 else None
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_the_smallest_peak_is_near_the_exact_one(seed: int) -> None:
-    graph = training_chain(6, seed)
+@pytest.mark.parametrize("free_order", [False, True])
+@pytest.mark.parametrize("graph", [*(training_chain(6, seed) for seed in range(4)), equal_layers(6)])
+def test_the_smallest_peak_is_the_exact_one(graph: Graph, free_order: bool) -> None:
+    """Of twelve ops of equal size, below 3,000 bytes, 4,000 were named, though 3,000 has a plan."""
+    graph = dataclasses.replace(graph, free_order=free_order)
     named = smallest_bytes(graph, "auto")
     assert named is not None
     assert find(graph, named, time_limit_s=0).peak_bytes <= named
-
-    exact: int | None = named
-    while exact is not None:
-        reached, exact = exact, smallest_bytes(graph, "milp", exact - 1)
-    assert named <= 1.1 * reached
+    assert smallest_bytes(graph, "milp", named - 1) is None
 
 
 def test_room_above_the_smallest_budget_is_used_even_where_no_method_has_time() -> None:

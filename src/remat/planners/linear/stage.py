@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Final
 
@@ -137,25 +137,37 @@ class StageModel:
         own = {*self.board.reads[op], *self.board.makes[op]}
         return sum(self.problem.size[s] for s in own) + self.problem.graph.ops[op].workspace_bytes
 
-    def optimum(self, deadline_s: float, most_nodes: int | None = None) -> list[int] | None:
-        """The runs of the optimum; None where there is none, or the time ends first.
+    def optimum(
+        self, deadline_s: float, most_nodes: int | None = None, *, at_any_cost: bool = False
+    ) -> list[int] | None:
+        """The runs of the optimum; None where there is none, or the time or the nodes end first.
 
         The memory rows of recomputations are added where a solution breaks them, until none is broken.
+
+        Args:
+            deadline_s: ``time.monotonic()`` at which the search ends.
+            most_nodes: of each model that is solved.
+            at_any_cost: is it enough that the runs fit? Such runs are found sooner.
         """
         for _ in range(_ROUNDS):
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
                 return None
-            values = self.solve(left_s, most_nodes)
+            values = self.solve(left_s, most_nodes, at_any_cost=at_any_cost)
             if values is None:
                 return None
             if not self.add_broken_rows(values):
                 return self.order(values)
         return None
 
-    def solve(self, time_limit_s: float, most_nodes: int | None = None) -> list[bool] | None:
+    def solve(
+        self, time_limit_s: float, most_nodes: int | None = None, *, at_any_cost: bool = False
+    ) -> list[bool] | None:
         """The solution of the rows so far; None where there is none, or a limit ends the search first."""
-        solution = solve(self.builder.build(), time_limit_s=time_limit_s, most_nodes=most_nodes)
+        model = self.builder.build()
+        if at_any_cost:
+            model = replace(model, cost=np.zeros_like(model.cost))
+        solution = solve(model, time_limit_s=time_limit_s, most_nodes=most_nodes)
         return None if solution is None or not solution.optimal else [value > 0.5 for value in solution.values]
 
     def order(self, values: list[bool]) -> list[int]:

@@ -31,7 +31,8 @@ _log = logging.getLogger("remat")
 
 # In Dynamo's messages: what comes behind the reason, and the lines of the function that was captured.
 _ADVICE: Final = re.compile(
-    r"\n\s*(?:Hint:|Developer debug context:|For more |For C\+\+|User Stack|Caused by:)|\n\n\n|\s*The branch condition "
+    r"\n\s*(?:Hint:|Developer debug context:|For more |For C\+\+|User Stack)|\s*Caused by: |\n\n\n"
+    r"|\s*The branch condition "
 )
 _LINE_OF_CODE: Final = re.compile(r'File "([^"]+)", line (\d+), in (\S+)')
 

@@ -235,12 +235,18 @@ _WHILE_CAPTURING = {
     # Dynamo would turn NumPy into PyTorch, whose random numbers are others: transformers' Wav2Vec2 draws a mask so.
     "trace_numpy": False,
 }
+_IN_ONE_GRAPH = {
+    # Numbers that the step computes with stay in the graph, as they do by themselves from PyTorch 2.13 on. One that
+    # decides something, a branch say, ends the capture.
+    "capture_scalar_outputs": True,
+}
 
 
 @cache
-def _settings() -> list[str]:
+def _settings(fullgraph: bool) -> dict[str, object]:
     """Those that this version of PyTorch has."""
-    return [name for name in _WHILE_CAPTURING if hasattr(dynamo_config, name)]
+    settings = {**_WHILE_CAPTURING, **(_IN_ONE_GRAPH if fullgraph else {})}
+    return {name: value for name, value in settings.items() if hasattr(dynamo_config, name)}
 
 
 _ListOfAClass: Any = user_defined.UserDefinedListVariable
@@ -293,16 +299,18 @@ class ChangingNumbers:
 
 
 @contextmanager
-def capturing(answers: Answers, numbers: ChangingNumbers) -> Iterator[None]:
+def capturing(answers: Answers, numbers: ChangingNumbers, *, fullgraph: bool) -> Iterator[None]:
     """Inside, Dynamo captures what graph mode can run.
 
     Args:
         answers: for captured code that asks whether it is being compiled.
         numbers: those that change from call to call.
+        fullgraph: is the function captured as one graph, or not at all?
     """
-    before = {name: getattr(dynamo_config, name) for name in _settings()}
-    for name in before:
-        setattr(dynamo_config, name, _WHILE_CAPTURING[name])
+    settings = _settings(fullgraph)
+    before = {name: getattr(dynamo_config, name) for name in settings}
+    for name, value in settings.items():
+        setattr(dynamo_config, name, value)
     _ListOfAClass.as_proxy = _as_plain_list
     try:
         with (

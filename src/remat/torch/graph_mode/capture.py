@@ -142,8 +142,9 @@ class Captured:
         self._backend = _aot.Backend(self._partition, *compilers, self._takers_for)
         if self._state_of is not None:
             return CalledFunction(self._fn, self._backend, self._state_of)
-        surroundings = functools.partial(_aot.capturing, self._answers, self._numbers)
-        return _aot.compiled(self._fn, self._backend, surroundings, fullgraph=not self._in_pieces)
+        fullgraph = not self._in_pieces
+        surroundings = functools.partial(_aot.capturing, self._answers, self._numbers, fullgraph=fullgraph)
+        return _aot.compiled(self._fn, self._backend, surroundings, fullgraph=fullgraph)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the function.
