@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -62,11 +62,13 @@ def main() -> None:
         ]
         run = partial(run_until, ends, options.device, options.small)
         with ThreadPoolExecutor(options.jobs if part in UNTIMED else 1) as pool:
-            for case, lines in zip(due, pool.map(run, due), strict=True):
+            running = {pool.submit(run, case): case for case in due}
+            for done in as_completed(running):
+                lines, key = done.result(), running[done].key
                 if lines is None:
-                    skipped.append(case.key)
+                    skipped.append(key)
                     continue
-                found[case.key] = lines
+                found[key] = lines
                 write(target, summary(device_name, options.small, found, skipped))
     write(target, summary(device_name, options.small, found, skipped))
     print(f"wrote {target}.md, .json and .png" + (f"; skipped for time: {', '.join(skipped)}" if skipped else ""))

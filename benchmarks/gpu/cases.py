@@ -11,6 +11,8 @@ from remat.running.cost_model import DeviceProfile
 PARTS: Final = {
     "exact": "with kernels that always give the same numbers: are those of planned steps equal to the bit?",
     "budgets": "plain, then planned to shares of it: exactness, predicted and measured bytes and time",
+    "training": "whole steps of AdamW under autocast, after four of them; is every weight equal to the bit?",
+    "room": "how much of the device a step needs, with what the allocator cannot hand out",
     "peers": "what the frameworks ship, and remat in the same bytes",
     "host": "what eager plans cost the host, beside the kernels",
     "laptop": "what a machine without a GPU says of steps on this one",
@@ -18,7 +20,7 @@ PARTS: Final = {
 }
 MODELS: Final = ("resnet50", "gpt2", "llama")
 DTYPES: Final = ("float32", "bfloat16")
-SHARES: Final = {"budgets": (0.7, 0.5, 0.3), "exact": (0.6,)}
+SHARES: Final = {"budgets": (0.7, 0.5, 0.3), "exact": (0.6,), "room": (0.6,)}
 """Of the plain step's measured peak; the smallest budget comes after them."""
 UNTIMED: Final = frozenset({"exact"})
 """Parts without times, so that several cases may run side by side."""
@@ -31,9 +33,10 @@ class Case:
     Attributes:
         part: one of ``PARTS``.
         framework: "torch" or "jax".
-        engine: how the step runs: "eager", "compiled", "graph"; "jit" in JAX.
+        engine: how the step runs: "eager", "compiled", "graph"; "jit" in JAX; "expandable" is "graph" with segments of
+            the allocator that can grow.
         model: one of ``MODELS``, "" for a part without one.
-        dtype: of weights and activations, "" for a part without one.
+        dtype: of weights and activations, or of autocast in training; "" for a part without one.
     """
 
     part: str
@@ -53,6 +56,15 @@ def cases_of(part: str, frameworks: Sequence[str]) -> Iterator[Case]:
     engines = {"torch": ("eager", "graph", "compiled"), "jax": ("jit",)}
     if part == "exact":  # Inductor's kernels round in another way with every plan.
         engines["torch"] = ("eager", "graph")
+    if part in ("training", "room"):
+        if "torch" in frameworks:
+            yield from (
+                Case(part, "torch", engine, model, dtype)
+                for model in MODELS
+                for engine in (("graph", "expandable") if part == "room" else ("graph",))
+                for dtype in (("bfloat16", "float16") if (part, model) == ("training", "gpt2") else ("bfloat16",))
+            )
+        return
     if part in ("host", "calibration", "laptop"):
         if part == "calibration":
             yield from (Case(part, framework, "") for framework in frameworks)

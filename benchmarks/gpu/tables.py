@@ -54,6 +54,8 @@ def _table(part: str, lines: Sequence[dict[str, Any]]) -> list[str]:
         return ["| host time, us an operator | forward | backward |", "|---|---|---|", *rows, *_errors(lines, 3)]
     if part == "laptop":
         return _laptop(lines)
+    if part == "room":
+        return _room(lines)
     if part == "calibration":
         rows = [
             f"| {line['name']} | {line['step_s'] * 1e3:.2f} | {line['predicted_step_s'] * 1e3:.2f} | "
@@ -69,6 +71,16 @@ def _table(part: str, lines: Sequence[dict[str, Any]]) -> list[str]:
         "|---|---|---|---|---|---|---|---|---|",
     ]
     return [*head, *(_row(line) for line in lines if "error" not in line), *_errors(lines, 9)]
+
+
+def _room(lines: Sequence[dict[str, Any]]) -> list[str]:
+    rows = [
+        f"| {line['name']} | {line['peak_bytes'] / MIB:.1f} | {_figure(line.get('share'), '.0%')} | {line['freed']} |"
+        for line in lines
+        if "error" not in line
+    ]
+    head = ["| step | peak MiB | runs where the allocator may take | times it gave back blocks |", "|---|---|---|---|"]
+    return [*head, *rows, *_errors(lines, 4)]
 
 
 def _laptop(lines: Sequence[dict[str, Any]]) -> list[str]:

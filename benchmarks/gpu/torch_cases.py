@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import remat
 import remat.torch
-from benchmarks.gpu import laptop
+from benchmarks.gpu import laptop, room, training
 from benchmarks.gpu.cases import DTYPES, MODELS, SHARES, UNTIMED, Case, speed_of
 from benchmarks.gpu.torch_models import Step, step_of
 from benchmarks.torch_host import table as host_table
@@ -41,6 +41,10 @@ def run(case: Case, device: str, small: bool) -> Iterator[Line]:
         yield from laptop.lines(device, small)
     elif case.part == "calibration":
         yield from calibration(device, small)
+    elif case.part == "training":
+        yield from training.lines(case.model, case.dtype, device, small)
+    elif case.part == "room":
+        yield from room.lines(runs_of(case, device, small))
     elif case.part == "peers":
         yield from peers(case, device, small)
     else:
@@ -63,14 +67,33 @@ def budgets(case: Case, device: str, small: bool) -> Iterator[Line]:
         yield planned_line(bench, case.engine, f"remat, {name}", budget, smallest=name == "smallest")
 
 
+def runs_of(case: Case, device: str, small: bool) -> Iterator[tuple[str, int, Callable[[], None]]]:
+    """The plain step and planned ones: what they are called, their peaks in bytes, and what runs them."""
+    step = step_of(case.model, case.dtype, device, small)
+    bench = Bench(step, device, is_timed=False)
+    plain_bytes = bench.line("plain", step)["peak_bytes"]
+    yield "plain", plain_bytes, partial(bench.run_and_forget, step)
+    for name, budget in (
+        *((f"remat, {s:.0%}", int(s * plain_bytes)) for s in SHARES[case.part]),
+        ("remat, smallest", 1),
+    ):
+        try:
+            ours, _ = planned("graph", step, budget)
+        except remat.InfeasibleBudget as error:
+            if budget > 1:
+                continue
+            ours, _ = planned("graph", step, error.minimum_bytes)
+        yield name, bench.line(name, ours)["peak_bytes"], partial(bench.run_and_forget, ours)
+
+
 def peers(case: Case, device: str, small: bool) -> Iterator[Line]:
     """What PyTorch ships, and remat in the same bytes."""
     step = step_of(case.model, case.dtype, device, small)
     bench = Bench(step, device)
     yield bench.line("plain", compiled_plain(case.engine, step))
-    for name, peer in peers_of(case, device, small):
+    for name, make in peers_of(case, device, small):
         try:
-            line = bench.line(name, peer)
+            line = bench.line(name, make())  # Its weights are let go of before the plan runs.
         except Exception as error:  # A peer's failure is a line of the table.
             yield failed(name, error)
             continue
@@ -78,16 +101,16 @@ def peers(case: Case, device: str, small: bool) -> Iterator[Line]:
         yield planned_line(bench, case.engine, f"remat, bytes of {name}", line["peak_bytes"])
 
 
-def peers_of(case: Case, device: str, small: bool) -> Iterator[tuple[str, Step]]:
-    """The peers of an engine, each with weights of its own that are equal to the plain ones."""
+def peers_of(case: Case, device: str, small: bool) -> Iterator[tuple[str, Callable[[], Step]]]:
+    """The peers of an engine: what makes them, each with weights of its own that are equal to the plain ones."""
+    make = partial(step_of, case.model, case.dtype, device, small)
     if case.engine == "compiled":
         for ratio in (0.5, 0.2):
             with torch._functorch.config.patch(activation_memory_budget=ratio):
-                step = step_of(case.model, case.dtype, device, small)
-                yield f"activation_memory_budget {ratio}", compiled_plain(case.engine, step)
+                yield f"activation_memory_budget {ratio}", lambda: compiled_plain(case.engine, make())
         return
     for name, wrap in (("torch.utils.checkpoint, each block", whole_block), ("selective, products kept", selective)):
-        yield name, step_of(case.model, case.dtype, device, small, wrap)
+        yield name, partial(make, wrap)
 
 
 def whole_block(block: torch.nn.Module) -> Callable[..., Any]:
@@ -182,7 +205,11 @@ class Bench:
         self._expected: list[torch.Tensor] = []
 
     def line(self, name: str, step: Step) -> Line:
-        """Peak, time beside plain steps in turns, and the largest difference of a gradient from the plain one's."""
+        """Peak, time beside plain steps in turns, and the largest difference of a gradient from the plain one's.
+
+        The peak is that of the step's own weights and batch; those of the plain step, where they are others, are not in
+        it.
+        """
         found = self._gradients(step)
         if self._plain is None:
             self._plain, self._expected = step, found
@@ -199,18 +226,28 @@ class Bench:
         return found_line
 
     def _run(self, step: Step) -> None:
-        for parameter in step.parameters:
-            parameter.grad = None
         torch.manual_seed(SEED)
         step.loss(*step.args).backward()
         self._wait()
+
+    def run_and_forget(self, step: Step) -> None:
+        """One step, without its gradients afterwards, also where it fails."""
+        try:
+            self._run(step)
+        finally:
+            self._forget(step)
+
+    @staticmethod
+    def _forget(step: Step) -> None:
+        """Let go of the gradients, which would be in the way of another step."""
+        for parameter in step.parameters:
+            parameter.grad = None
 
     def _gradients(self, step: Step) -> list[torch.Tensor]:
         """On the host, so that they take no memory of the device."""
         self._run(step)
         found = [p.grad.detach().float().cpu() for p in step.parameters if p.grad is not None]
-        for parameter in step.parameters:
-            parameter.grad = None
+        self._forget(step)
         return found
 
     def _peak(self, step: Step) -> Line:
@@ -220,12 +257,19 @@ class Bench:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         self._run(step)
-        return {"peak_bytes": torch.cuda.max_memory_allocated(), "reserved_bytes": torch.cuda.max_memory_reserved()}
+        self._forget(step)
+        beside = 0 if self._plain is None or step.parameters is self._plain.parameters else self._plain.own_bytes
+        return {
+            "peak_bytes": torch.cuda.max_memory_allocated() - beside,
+            "reserved_bytes": torch.cuda.max_memory_reserved() - beside,
+        }
 
     def _seconds(self, step: Step) -> float:
         started = time.perf_counter()
         self._run(step)
-        return time.perf_counter() - started
+        spent_s = time.perf_counter() - started
+        self._forget(step)
+        return spent_s
 
     def _wait(self) -> None:
         if self.device != "cpu":

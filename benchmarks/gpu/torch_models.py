@@ -21,11 +21,13 @@ class Step:
         loss: of ``args``.
         args: the batch.
         parameters: what it is differentiated by.
+        own_bytes: of the batch, the parameters and the buffers.
     """
 
     loss: Callable[..., torch.Tensor]
     args: tuple[torch.Tensor, ...]
     parameters: list[nn.Parameter]
+    own_bytes: int
 
 
 def step_of(name: str, dtype: str, device: str, small: bool, wrap: Wrap = lambda block: block) -> Step:
@@ -58,7 +60,8 @@ def step_of(name: str, dtype: str, device: str, small: bool, wrap: Wrap = lambda
         outputs = model(inputs)
         return F.cross_entropy(outputs.flatten(0, -2).float(), labels.flatten())
 
-    return Step(loss, args, list(model.parameters()))
+    own_bytes = sum(tensor.nbytes for tensor in (*args, *model.parameters(), *model.buffers()))
+    return Step(loss, args, list(model.parameters()), own_bytes)
 
 
 @dataclass(frozen=True)

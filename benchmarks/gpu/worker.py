@@ -18,7 +18,9 @@ def main() -> None:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
     # JAX takes three quarters of a GPU at its start, unless it is told not to; cases follow one another quickly.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    if case.part == "exact":
+    if case.engine == "expandable":
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    if case.part in ("exact", "training"):
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_deterministic_ops=true".strip()
     with tempfile.TemporaryDirectory() as folder:

@@ -18,7 +18,7 @@ from typing import Any
 
 import remat
 from remat.planners import planner_names
-from remat.testing import chain, fan, layered
+from remat.testing import chain, fan, layered, residual_blocks
 
 FOLDER = Path(__file__).parent.parent
 SHARES = (90, 80, 70)
@@ -37,6 +37,8 @@ def cases() -> dict[str, tuple[Callable[[], remat.Graph], tuple[int, ...]]]:
     for n in (50, 100, 250, 500, 1000):
         for seed in range(5):
             found[f"layered{n}_{seed}"] = (lambda n=n, seed=seed: layered(n, seed), SHARES)
+    for blocks in (1250, 12500):
+        found[f"repeated{8 * blocks}"] = (lambda blocks=blocks: residual_blocks(blocks), (50,))
     for path in sorted((FOLDER / "graphs").glob("*.json.gz")):
         found[path.name.removesuffix(".json.gz")] = (lambda path=path: remat.load_graph(path), TRACED_SHARES)
     return found

@@ -81,6 +81,20 @@ def test_exact_numbers_are_compared_side_by_side(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_whole_training_steps(tmp_path: Path) -> None:
+    options = ("--device", "cpu", "--small", "--parts", "training", "--frameworks", "torch", "--only", "gpt2")
+    run(tmp_path, *options)
+    cases = results(tmp_path)["cases"]
+    assert sorted(cases) == ["training/torch/graph/gpt2/bfloat16", "training/torch/graph/gpt2/float16"]
+    for key, lines in cases.items():
+        ours = [line for line in lines[1:] if "error" not in line]
+        assert ours, (key, lines)
+        for line in ours:
+            assert line["equal_bits"], (key, line)
+            assert line["peak_bytes"] <= 1.01 * line["budget_bytes"], (key, line)
+
+
+@pytest.mark.slow
 def test_what_is_said_of_a_gpu_elsewhere(tmp_path: Path) -> None:
     run(tmp_path, "--device", "cpu", "--small", "--frameworks", "torch", "--parts", "laptop")
     lines = results(tmp_path)["cases"]["laptop/torch/eager"]

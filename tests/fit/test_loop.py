@@ -229,6 +229,28 @@ def test_the_minimum_that_an_error_names_does_not_depend_on_what_was_asked_for(t
         assert caught.value.minimum_bytes == 60
 
 
+@pytest.mark.parametrize(("last", "held"), [(0, 40), (4, 100)])
+def test_where_a_suggestion_alone_fits_cheaper_plans_are_looked_for_above_it(last, held):
+    """The one that leaves more than half of the target unused is not the end: twice as much as planned is needed."""
+
+    def plan(budget_bytes: int) -> Plan:
+        again = (0,) * (100 - min(100, budget_bytes))
+        return dataclasses.replace(
+            plan_for_schedule(GRAPH, (*again, *KEEP), planner="by hand"), peak_bytes=budget_bytes
+        )
+
+    found = plan_within(
+        100,
+        100,
+        plan,
+        lambda plan: PeakRange.exactly(2 * plan.peak_bytes),
+        Rounds(1, last),
+        suggestions=lambda: [dataclasses.replace(plan(20), planner="blocks")],
+    )
+    assert found.peak_bytes == held
+    assert (found.planner == "blocks") == (not last)
+
+
 @pytest.mark.parametrize(
     ("peaks", "asked"),
     [((100, 90, 80, 70, 60, 50), 6), ((100, 90, 80, 70, 75, 50), 5), ((60, 90, 80, 70, 65, 50), 4)],
@@ -248,7 +270,7 @@ def test_plans_far_from_the_fewest_bytes_are_tried_while_real_peaks_fall(peaks, 
 
     with pytest.raises(InfeasibleBudget) as caught:
         plan_within(10, 10, plan, real_peak, Rounds(1, 6))
-    assert sorted(real) == [1000, 1020, 1050, 1100, 1200, 1300][:asked]
+    assert sorted(real) == [1000, 1020, 1100, 1170, 1200, 1300][:asked]
     assert caught.value.minimum_bytes == min(peaks[:asked])
 
 

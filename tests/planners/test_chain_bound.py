@@ -19,7 +19,7 @@ from remat.planners.linear.gap import build_gap_model, solve_gap_model
 from remat.planners.linear.highs import LinearModel, interior_point, proven_minimum, row_multipliers
 from remat.planners.linear.window import WindowModel
 from remat.planners.view.problem import Problem
-from remat.testing import exhaustive, graphs, layered, random_graph
+from remat.testing import exhaustive, graphs, layered, random_graph, residual_blocks
 
 
 @settings(max_examples=60, deadline=None)
@@ -201,3 +201,11 @@ def test_any_multipliers_prove_something_true() -> None:
     assert proven_minimum(model, np.array([2.0])) == pytest.approx(2.0)
     for multiplier in np.linspace(-3, 6, 37):
         assert proven_minimum(model, np.array([multiplier])) <= 2.0
+
+
+def test_a_step_of_50_000_ops_has_a_bound() -> None:
+    """It takes a second, and saves the methods behind the first one that comes near it, which take minutes."""
+    graph = residual_blocks(6250)
+    budget_bytes = simulate(graph, graph.plain_schedule).peak_bytes // 2
+    assert len(graph.ops) > 50_000
+    assert 0.15 < chain_lower_bound_s(Problem.of(graph), budget_bytes, most_samples=1) / graph.time_s < 0.16

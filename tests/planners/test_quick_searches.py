@@ -9,6 +9,7 @@ import pytest
 from remat import simulate
 from remat.planners import get_planner, smallest_peak
 from remat.planners.methods.dtr import dtr
+from remat.planners.methods.gap_lp import gap_lp
 from remat.planners.methods.peak_greedy import peak_greedy
 from remat.planners.registry import Strategy
 from remat.planners.search import Search
@@ -42,6 +43,9 @@ def decisions(method: Strategy, count: int, share: float, monkeypatch: pytest.Mo
     [
         (dtr, 40, 0.05, 3, 11),  # Nothing fits: the first three replays say so.
         (dtr, 40, 0.6, 11, 11),
+        (gap_lp, 40, 0.2, 2, 8),  # Likewise, its first budget.
+        (gap_lp, 20, 0.2, 8, 8),  # Of few ops.
+        (gap_lp, 40, 0.3, 8, 8),
         (peak_greedy, 40, 0.6, 2, 4),
         (peak_greedy, 20, 0.6, 4, 4),  # Of few ops.
     ],

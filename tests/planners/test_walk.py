@@ -13,6 +13,7 @@ from remat.planners import get_planner
 from remat.planners.view.board import Board, expand
 from remat.planners.view.problem import Problem
 from remat.planners.walk.annealing import Walk
+from remat.planners.walk.edits import _UNKNOWN, Edits
 from remat.testing import chain, layered, random_graph
 
 
@@ -91,6 +92,17 @@ def test_the_same_seed_walks_the_same_way() -> None:
     first, second = (walked(graph, 0.8, 5, steps=3000) for _ in range(2))
     assert first.slots.order() == second.slots.order()
     assert first.slots.order() != walked(graph, 0.8, 6, steps=3000).slots.order()
+
+
+def test_what_is_remembered_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which storages lie idle across a slot is looked up again only once the schedule is another one."""
+    graph = layered(60, 2, free_order=False)
+    remembering = walked(graph, 0.7, 3, steps=3000)
+    monkeypatch.setattr(Edits, "_readers_behind", lambda edits, hot: [_UNKNOWN] * len(edits.candidates))
+    looking = walked(graph, 0.7, 3, steps=3000)
+
+    assert remembering._readers
+    assert remembering.slots.order() == looking.slots.order() != list(graph.plain_schedule)
 
 
 def test_a_chain_at_half_its_peak_costs_half_a_forward_pass() -> None:

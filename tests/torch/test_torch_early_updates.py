@@ -17,6 +17,7 @@ import remat
 import remat.torch
 from remat.core.plan import load_plan_and_graph
 from remat.torch import _private
+from remat.torch.early_updates import worth_moving
 
 WIDTH, WORDS = 64, 100
 LEVERS = ("recompute", "update")
@@ -54,6 +55,17 @@ class Language(nn.Module):
 
     def forward(self, tokens):
         return self.head(self.blocks(self.embedding(tokens)))
+
+
+def test_small_parameters_are_left_to_the_step():
+    """Most parameters of a model are biases and norms, which hold next to nothing."""
+    weights = [nn.Parameter(torch.ones(100, 100)) for _ in range(4)]
+    small = [nn.Parameter(torch.ones(100)) for _ in range(3)]
+    assert worth_moving([weights[0], small[0], weights[1], small[1], *weights[2:], small[2]]) == weights
+    several = [nn.Parameter(torch.ones(100)) for _ in range(10)]  # 2.4 % of all: some of them count.
+    assert len(worth_moving([*weights, *several])) == 10
+    assert worth_moving(iter(weights)) == weights
+    assert worth_moving([]) == []
 
 
 def adam(parameters):

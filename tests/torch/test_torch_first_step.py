@@ -11,7 +11,7 @@ from torch_models import Case, bert, mlp
 import remat
 import remat.torch
 from remat.torch import _backward_pass
-from remat.torch.emit.first_step import StorageMeter
+from remat.torch.emit.first_step import StorageMeter, rounding_bytes
 from remat.torch.trace import cpu_scratch
 
 
@@ -198,3 +198,22 @@ def test_a_step_is_measured_beyond_its_last_read():
     assert plan.measured_peak_bytes is None
     value.backward()
     assert plan.measured_peak_bytes == pytest.approx(plan.peak_bytes, abs=200)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "changes", "expected"),
+    [
+        ((1000,), [1024], 24),
+        ((1000, 1000), [1024, 4096, 1024, -4096], 24),
+        ((1 << 20,), [(1 << 20) + (1 << 19)], 1 << 19),
+        ((1000,), [1024, 65 << 20], 1 << 20),  # A library keeps something: no part of the block.
+        ((1000,), [512], 0),
+        ((1000,), [], 0),
+        ((1000,), None, 0),
+        ((), [1024], 0),
+    ],
+)
+def test_what_an_allocator_hands_out_beyond_a_storage_counts_up_to_its_rule(sizes, changes, expected):
+    """A GPU's gives larger blocks: ten to twenty MiB in a step of ResNet-50 with 140 live tensors."""
+    storages = [torch.empty(size, dtype=torch.uint8).untyped_storage() for size in sizes]
+    assert rounding_bytes(storages, changes) == expected

@@ -89,18 +89,29 @@ def test_what_asserts_is_never_run_on_numbers_made_up_for_it(monkeypatch):
     assert aten._assert_async.msg not in made
 
 
-def test_seeds_that_are_nowhere_are_not_read():
-    """Fused attention notes them on the CPU or on the GPU; a kernel that reads them elsewhere ends the process."""
-    backward = aten._scaled_dot_product_efficient_attention_backward.default
-    rows, seed = torch.full((2, 4, 8, 16), 7.0), torch.empty((), dtype=torch.long, device="meta")
-    given = (rows, rows, rows, rows, None, rows, torch.ones(2, 4, 32), seed, seed, 0.125, [True] * 4)
-    args, kwargs = lone_calls.made_up(backward, given, {"scale": None})
-    assert [one.device.type for one in args if isinstance(one, torch.Tensor)] == ["cpu"] * 8
-    assert (args[4], args[9], args[10], kwargs) == (None, 0.0, [True] * 4, {"scale": None})
-    assert float(args[0].max()) == 1.0
-    # Where all is there, it runs as it is.
-    there = (*given[:7], seed.new_empty((), device="cpu"), seed.new_empty((), device="cpu"), *given[9:])
-    assert lone_calls.made_up(backward, there, {})[0][9] == 0.125
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+@pytest.mark.parametrize(
+    "backward",
+    [
+        aten._scaled_dot_product_efficient_attention_backward.default,
+        aten._scaled_dot_product_flash_attention_backward.default,
+        aten._scaled_dot_product_cudnn_attention_backward.default,
+        aten._flash_attention_backward.default,
+        aten._efficient_attention_backward.default,
+    ],
+)
+def test_seeds_of_attention_are_not_read(backward, device):
+    """They are on the CPU or on the GPU, which no trace knows; a kernel that reads them elsewhere ends the process."""
+    rows, seed = torch.full((2, 4, 8, 16), 7.0), torch.empty((), dtype=torch.long, device=device)
+    names = [argument.name for argument in backward._schema.arguments if not argument.kwarg_only]
+    numbers = {"dropout_p": 0.125, "philox_seed": seed, "philox_offset": seed, "rng_state": seed, "max_q": 8}
+    args, kwargs = lone_calls.made_up(backward, tuple(numbers.get(name, rows) for name in names), {"scale": None})
+    found = dict(zip(names, args, strict=True))
+    assert {one.device.type for one in args if isinstance(one, torch.Tensor)} == {"cpu"}
+    assert (found["dropout_p"], kwargs) == (0.0, {"scale": None})
+    assert float(found["query"].max()) == 1.0
+    forward = aten._scaled_dot_product_efficient_attention.default
+    assert lone_calls.made_up(forward, (rows, rows, rows, None, True, 0.125), {})[0][5] == 0.125
 
 
 def test_what_stands_for_a_tensor_has_no_known_values():

@@ -148,6 +148,13 @@ def names_devices() -> bool:
     return bool(core.nonempty_axis_env())
 
 
+def shape_of_aval(aval: Any) -> Any:
+    """What ``jax.make_jaxpr`` takes in the place of a value; over explicit axes of a mesh with its layout."""
+    make: Any = jax.ShapeDtypeStruct
+    explicit = {"sharding": aval.sharding} if any(getattr(getattr(aval, "sharding", None), "spec", ())) else {}
+    return make(aval.shape, aval.dtype, weak_type=bool(getattr(aval, "weak_type", False)), **explicit)
+
+
 def varying_axes(aval: Any) -> frozenset[str]:
     """Inside of ``shard_map``, the axes over which a value differs from device to device, as far as JAX tracks them."""
     # Since JAX 0.10 this stands in ``mat``, before in ``vma``.

@@ -70,7 +70,7 @@ class MappedFunction:
 
     def traced_with(self, body: Callable[..., Sequence[Any]]) -> ClosedJaxpr:
         """What each device runs, with another body that computes the same and captures no arrays."""
-        shapes = [_shape(self.program.avals[value]) for value in self.program.inputs]
+        shapes = [_private.shape_of_aval(self.program.avals[value]) for value in self.program.inputs]
         constants = tuple(self.program.constants.values())
         whole: ClosedJaxpr = jax.make_jaxpr(lambda *arguments: self.with_body(body)(arguments, constants))(*shapes)
         (equation,) = (eqn for eqn in whole.jaxpr.eqns if eqn.primitive.name == NAME)
@@ -86,12 +86,6 @@ class MappedFunction:
             axis_names=set(_private.manual_axes(self.equation.eqn)),
             check_vma=params["check_vma"],
         )
-
-
-def _shape(aval: Any) -> Any:
-    make: Any = jax.ShapeDtypeStruct
-    explicit = {"sharding": aval.sharding} if any(getattr(getattr(aval, "sharding", None), "spec", ())) else {}
-    return make(aval.shape, aval.dtype, weak_type=bool(getattr(aval, "weak_type", False)), **explicit)
 
 
 def holds_a_map(jaxpr: Jaxpr) -> bool:

@@ -28,7 +28,7 @@ from remat.jax.emit.evaluate import FlatFunction
 from remat.jax.mapped import MappedFunction, holds_a_map
 from remat.jax.peak import Compiler, Returned, emitted, is_sharded
 from remat.jax.ranks import planned_for_all
-from remat.jax.sharding import arrays_sent, on_one_device, received_in_bodies
+from remat.jax.sharding import Layouts, arrays_sent, received_in_bodies
 from remat.jax.split.choose import SplittableFunction
 from remat.jax.trace import maps
 from remat.jax.trace.graph import after_donation
@@ -221,7 +221,8 @@ def plan_function(
         if moves_updates:
             variants = variants.changed(updates.moved)
         if find_received is not None:
-            variants = variants.changed(lambda one: _on_one_device(one, shapes, tie))
+            layouts = Layouts(shapes, tie)
+            variants = variants.changed(lambda one: _on_one_device(one, layouts))
             _, text = compiler_of(variants[0]).memory_and_text(variants[0].graph.plain_schedule)
             allowed = arrays_sent(text)
 
@@ -308,15 +309,15 @@ def naming_our_jit(tie: Tie) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _naming_what_stays_whole(closed: ClosedJaxpr, *, takes_apart: bool) -> Iterator[None]:
-    """Says of a budget that cannot be kept that loops in calls of ``shard_map``, and maps in maps, ran as they are."""
+    """Says of a budget that cannot be kept that calls of ``shard_map`` inside of others ran as they are."""
     try:
         yield
     except InfeasibleBudget as error:
-        if not takes_apart or not maps.hold_loops_or_maps(closed.jaxpr):
+        if not takes_apart or not maps.hold_maps_in_maps(closed.jaxpr):
             raise
         raise error.saying(
-            f"{error}. Loops inside of several calls of shard_map, and a shard_map inside of another one, are not "
-            "planned: take the gradient inside of one shard_map, whose loops are planned"
+            f"{error}. A shard_map inside of another one is not planned: map over the axes of both in one call, whose "
+            "operations and loops are planned"
         ) from None
 
 
@@ -334,6 +335,6 @@ def _plain_bytes(
     return memory.peak_bytes
 
 
-def _on_one_device(variant: Variant, shapes: Sequence[jax.ShapeDtypeStruct], tie: Tie) -> Variant:
-    program, graph = on_one_device(variant.program, variant.graph, shapes, tie)
+def _on_one_device(variant: Variant, layouts: Layouts) -> Variant:
+    program, graph = layouts.on_one_device(variant.program, variant.graph)
     return dataclasses.replace(variant, program=program, graph=graph)

@@ -95,7 +95,7 @@ def variants_of_jaxpr(
         graph = graph_of_program(program, profile)
         return Variant(program, graph, Problem.of(graph).turning_point)
 
-    written = scan_variants(closed, profile, find_received, trace_body)
+    written = scan_variants(closed, profile, find_received, trace_body, maps=maps)
     makers: list[Callable[[], Any]] = [lambda: closed, *written.makers]
     suggested = () if written.checkpointed is None else (1 + written.checkpointed,)
     # Regions under jax.checkpoint dissolve, and what they compute again is merged with what the forward part computed.

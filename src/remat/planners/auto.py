@@ -61,6 +61,9 @@ _NOISE: Final = 0.003
 in the time of a plan. On a decoder of four layers the first method ends .1 points above the bound, and the other two
 took half of the search. Larger, and plans get dearer that another method makes cheaper; smaller, and every budget of
 such a step is searched by all methods."""
+_LARGE: Final = 10_000
+"""Ops of a step from which on the noise is near enough in every search: each further method takes tens of seconds. On
+25,000 ops four of them took 55 s after the first that came so near, and won .16 points."""
 _FAR: Final = 0.015
 """Of the plain step: where a schedule of a fixed order costs so much more than the bound, as near the smallest peak,
 the blocks of the whole step are planned, too, and a hot walk looks for another schedule. A judgement; lower, and steps
@@ -90,8 +93,8 @@ def auto(search: Search) -> None:
     the machine is; only for graphs unlike any training step a clock ends it, after two minutes and 2 ms per op, or
     0.2 s per op where the order is free.
 
-    In a search that is not thorough, one of many for the same step, annealing and exact windows are left out, and .3 %
-    of the plain step above the bound is near enough.
+    In a search that is not thorough, one of many for the same step, annealing and exact windows are left out. There,
+    and for steps of 10,000 ops and more, .3 % of the plain step above the bound is near enough.
     """
     graph = search.problem.graph
     now_s = time.monotonic()
@@ -114,7 +117,7 @@ def _search_fixed_order(search: Search) -> None:
     plain_s = search.problem.graph.time_s
     bound_s = chain_lower_bound_s(search.problem, search.budget_bytes, most_samples=1)
     enough_s = _NEAR_ENOUGH * bound_s
-    if not search.thorough:
+    if not search.thorough or inner.problem.count >= _LARGE:
         enough_s = max(enough_s, bound_s + _NOISE * plain_s)
     for method in FOR_CHAINS if BlockChain.of(inner.problem).blocks else FOR_ANY_GRAPH:
         if not search.thorough and method not in (QUICK_ON_SMALL if inner.problem.count <= _SMALL else QUICK):

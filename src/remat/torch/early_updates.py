@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Final
 
 import torch
@@ -19,6 +19,10 @@ from remat.torch import _private
 
 _TOGETHER: Final = ("LBFGS",)
 """Optimizers of ``torch.optim`` that make an update from all gradients together."""
+
+_SMALL_SHARE: Final = 0.01
+"""Of all gradients' bytes: what the smallest parameters may hold together to be left to ``optimizer.step()``. They are
+most of the parameters of many models, and each update by itself takes as long on the host, whatever its size."""
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
@@ -50,6 +54,19 @@ def hook_before_step(optimizer: torch.optim.Optimizer) -> str:
         if not isinstance(getattr(hook, "__self__", None), EarlyUpdater):
             return str(getattr(hook, "__qualname__", type(hook).__name__))
     return ""
+
+
+def worth_moving(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The parameters whose updates save memory inside of the backward pass: all but small ones, in their order."""
+    parameters = list(parameters)
+    sizes = [one.numel() * one.element_size() for one in parameters]
+    left_bytes, small = _SMALL_SHARE * sum(sizes), set()
+    for place in sorted(range(len(sizes)), key=sizes.__getitem__):
+        left_bytes -= sizes[place]
+        if left_bytes < 0:
+            break
+        small.add(place)
+    return [one for place, one in enumerate(parameters) if place not in small]
 
 
 def update_alone(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:

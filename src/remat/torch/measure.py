@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -45,6 +46,7 @@ def measure(fn: Callable[..., Any], *args: Any, repeats: int = 3, **kwargs: Any)
         wait()
 
     if on_gpu:
+        gc.collect()  # What a model before this one left in circles is no part of the step.
         torch.cuda.reset_peak_memory_stats()
     time_s = median_time_s(run, repeats, wait)
     if on_gpu:

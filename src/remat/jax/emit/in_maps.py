@@ -43,11 +43,11 @@ def evaluate_together(equations: Sequence[Equation], values: Mapping[int, Any], 
         own = dict(zip(reads, given, strict=True))
         for equation in equations:
             read = [
-                _as_inside(own[atom], var.aval) if isinstance(atom, int) else atom.val
+                as_inside(own[atom], var.aval) if isinstance(atom, int) else atom.val
                 for atom, var in zip(equation.inputs, equation.eqn.invars, strict=True)
             ]
             own.update(zip(equation.outputs, _private.evaluate(equation.eqn, read), strict=True))
-        return tuple(_as_outside(own[value], specs[value]) for value in wanted)
+        return tuple(as_outside(own[value], specs[value]) for value in wanted)
 
     mapped = jax.shard_map(
         body,
@@ -60,10 +60,11 @@ def evaluate_together(equations: Sequence[Equation], values: Mapping[int, Any], 
     return list(mapped(*(values[value] for value in reads)))
 
 
-def _as_inside(array: Any, aval: Any) -> Any:
+def as_inside(array: Any, aval: Any) -> Any:
+    """A part of an array of all devices as the body of a map reads it."""
     return array if array.shape == aval.shape else array.reshape(aval.shape)
 
 
-def _as_outside(array: Any, spec: PartitionSpec) -> Any:
+def as_outside(array: Any, spec: PartitionSpec) -> Any:
     """A number that differs from device to device needs an axis, as in ``Map.whole``."""
     return array.reshape((1,)) if not array.shape and len(spec) else array

@@ -8,9 +8,9 @@ then stacks for the length of one chunk only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,8 @@ Body: TypeAlias = Callable[[Any, Any], tuple[Any, Any]]
 
 Left: TypeAlias = list[Any]
 """What the forward loop leaves to the backward one, piece by piece: stacks by value, or the starts of its chunks."""
+
+_Of = TypeVar("_Of")
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,10 @@ class LoopPair:
             results.
         planned: makes another body of the backward loop's body, its carry and the stacked arrays: one that keeps a
             plan.
+
+    Attributes:
+        pair: as above.
+        left: what the forward loop has left to the backward one, which takes it.
     """
 
     def __init__(
@@ -132,7 +138,45 @@ class LoopPair:
         self._planned = planned
         self._params = pair.first.eqn.params
         self._length = int(self._params["length"])
-        self._left: Left = []
+        self.left: Left = []
+
+    @property
+    def read_by_first(self) -> frozenset[int]:
+        """What the forward loop reads, by the ids of the flat program."""
+        inputs = self.pair.first.inputs
+        return _ids((*inputs, *self._sources(inputs)))
+
+    @property
+    def read_by_second(self) -> frozenset[int]:
+        """What the backward loop reads: of the forward loop's stacks only those that others read, too."""
+        pair, loop = self.pair, self.pair.second
+        stacked = zip(loop.stacked, pair.second_inputs[len(loop.inputs) - len(loop.stacked) :], strict=True)
+        constants = (*loop.constants, *pair.first.constants)
+        own = (atom for atom, value in stacked if value is not None)
+        starts = (start for _, start in pair.shifted.values())
+        around = (*loop.carry, *constants, *self._sources(constants), *pair.first.stacked, *pair.shared)
+        return _ids((*around, *own, *starts))
+
+    def _sources(self, atoms: Sequence[Atom]) -> list[Atom]:
+        """What a body reads in the place of what is broadcast."""
+        found = (self._broadcasts.get(atom) for atom in atoms if isinstance(atom, int))
+        return [source for equation in found if equation is not None for source in equation.inputs]
+
+    @property
+    def made_by_first(self) -> tuple[int, ...]:
+        """What the forward loop makes: what it carries to its end, and the stacks that others read, too."""
+        loop = self.pair.first
+        return (*loop.outputs[: loop.counts[1]], *(loop.stacks[number] for number in self.pair.kept_stacks))
+
+    def left_of(self, of: Callable[[Any], _Of]) -> list[_Of]:
+        """Something of the type of each value whose stack is left, in the order of the leaves of ``left``."""
+        pair = self.pair
+        given, carried = pair.first.counts
+        found: list[_Of] = []
+        for piece in self._choice.pieces(self._length):
+            values = pair.first_inputs[given : given + carried] if piece.chunks else sorted(self._choice.stacked)
+            found += [of(pair.avals[value]) for value in values]
+        return found
 
     def run_first(self, outer: Mapping[int, Any]) -> dict[int, Any]:
         """Run the forward loop. Returns its outputs by the ids of the flat program; what it leaves stays here.
@@ -144,7 +188,7 @@ class LoopPair:
         carry = [_read(outer, atom) for atom in loop.carry]
         stacked = [_read(outer, atom) for atom in loop.stacked]
         wanted: list[Any] = []
-        self._left = []
+        self.left = []
         for piece in self._choice.pieces(self._length):
             own = [piece.of(array, is_reverse) for array in stacked]
             if piece.chunks:
@@ -154,7 +198,7 @@ class LoopPair:
                     outer, carry, own, self._choice.stacked, piece.length, is_wanted=True
                 )
             wanted.append(stacks)
-            self._left.append(left)
+            self.left.append(left)
         made = dict(zip(loop.outputs[: loop.counts[1]], carry, strict=True))
         stacks = _joined(wanted, is_reverse)
         return made | {loop.stacks[number]: stack for number, stack in zip(self.pair.kept_stacks, stacks, strict=True)}
@@ -176,8 +220,8 @@ class LoopPair:
             {value: outer[stack] for stack, value in pair.shared.items()},
             jnp.arange(self._length) if pair.shifted else None,
         )
-        pieces = list(zip(self._choice.pieces(self._length), self._left, strict=True))
-        self._left = []
+        pieces = list(zip(self._choice.pieces(self._length), self.left, strict=True))
+        self.left = []
         made: list[Any] = []
         for piece, left in pieces[::-1] if turns else pieces:
             own = jax.tree.map(lambda array, piece=piece: piece.of(array, is_reverse), stacked)
@@ -299,6 +343,10 @@ class LoopPair:
             return _read(outer, atom)
         (made,) = _private.evaluate(equation.eqn, [_read(outer, source) for source in equation.inputs])
         return made
+
+
+def _ids(atoms: Iterable[Atom]) -> frozenset[int]:
+    return frozenset(atom for atom in atoms if isinstance(atom, int))
 
 
 def _lazily(pair: Pair, kept: frozenset[int]) -> list[Equation]:

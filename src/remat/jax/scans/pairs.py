@@ -133,7 +133,8 @@ def find_pairs(
     Args:
         equations: the flat program.
         outputs: what it returns.
-        may_be_inside: may a loop of such an equation be written again?
+        may_be_inside: may a loop of such an equation be written again? One in the body of a ``shard_map`` that was
+            taken apart may be where all that it does repeats or is a collective, which is kept.
     """
     readers: dict[int, set[int]] = {}
     for number, equation in enumerate(equations):
@@ -142,12 +143,13 @@ def find_pairs(
     loops = {
         number: Loop(equation.eqn, equation.inputs, equation.outputs)
         for number, equation in enumerate(equations)
-        if equation.eqn.primitive.name == "scan" and may_be_inside(equation.eqn)
+        if equation.eqn.primitive.name == "scan"
+        and (may_be_inside if equation.mapped is None else op_facts.may_be_stacked)(equation.eqn)
     }
     candidates = []
     for number, first in loops.items():
         for other, second in loops.items():
-            if other > number and _may_be_backward(first, second):
+            if other > number and equations[number].map == equations[other].map and _may_be_backward(first, second):
                 own = {stack for stack in first.stacks if readers.get(stack) == {other}}
                 candidates.append((_bytes_read(first, second, own), _bytes_read(first, second), number, -other))
     returned = {atom for atom in outputs if isinstance(atom, int)}

@@ -48,6 +48,11 @@ class Map:
         """Over how many devices, or groups of them, the body is mapped."""
         return self._count(self.axes)
 
+    @property
+    def is_over_all_devices(self) -> bool:
+        """Does the body say of each device what it does, so that nothing is left to the compiler?"""
+        return self.devices == self._count(frozenset(self.mesh.axis_names))
+
     def own_spec(self, aval: Any) -> PartitionSpec:
         """How an array of all devices holds a value of the body: each device's part along the first axis."""
         varying = _private.varying_axes(aval) if self.check_vma else self.axes
@@ -94,12 +99,12 @@ def can_be_taken_apart(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name == NAME and not _private.other_effects(eqn) and _is_plain(eqn.params["jaxpr"])
 
 
-def hold_loops_or_maps(jaxpr: Jaxpr, *, inside: bool = False) -> bool:
-    """Is there a loop, or a further call, inside of a call of ``shard_map``?"""
+def hold_maps_in_maps(jaxpr: Jaxpr, *, inside: bool = False) -> bool:
+    """Is there a call of ``shard_map`` inside of another one?"""
     return any(
-        (inside and eqn.primitive.name in ("scan", "while", NAME))
+        (inside and eqn.primitive.name == NAME)
         or any(
-            hold_loops_or_maps(inner, inside=inside or eqn.primitive.name == NAME)
+            hold_maps_in_maps(inner, inside=inside or eqn.primitive.name == NAME)
             for inner in op_facts.inner_jaxprs(eqn)
         )
         for eqn in jaxpr.eqns

@@ -65,6 +65,11 @@ class Equation:
         return tuple(atom for atom in self.inputs if isinstance(atom, int))
 
     @property
+    def map(self) -> Map | None:
+        """What it is mapped over; None outside of all maps."""
+        return None if self.mapped is None else self.mapped.map
+
+    @property
     def devices(self) -> int:
         """How many devices run ``eqn``, each on values of its own."""
         return 1 if self.mapped is None else self.mapped.map.devices

@@ -17,6 +17,7 @@ import torch
 from remat.core.errors import UnsupportedStep
 from remat.keras import _private
 from remat.torch import _private as torch_private
+from remat.torch.early_updates import worth_moving
 from remat.torch.emit.first_step import StorageMeter
 from remat.torch.graph_mode.taken_gradients import TakenGradient, UsedGradient, places_alone
 
@@ -79,7 +80,7 @@ class KerasUpdates:
             return {}
         optimizer = self._of()
         variables = {id(one.value): one for one in _private.updated_alike(optimizer) if one.value.requires_grad}
-        places = places_alone(inputs, [one.value for one in variables.values()])
+        places = places_alone(inputs, worth_moving(one.value for one in variables.values()))
         return {place: _VariableUpdate(self, inputs[place], variables[id(inputs[place])]) for place in places}
 
     def update(self, variable: Any, gradient: torch.Tensor) -> None:

@@ -20,6 +20,9 @@ SAMPLES: Final = (1, 4, 16)
 # Judgements, not measured. All of them only decide how good the bound is; it holds in any case.
 _MOST_ENTRIES: Final = 100_000
 """Of a model: a larger one would take longer than planning does."""
+_MOST_ENTRIES_OF_FIRST: Final = 1_000_000
+"""Of the model with one sample, which has one window. With 300,000, of a step of 100,000 ops, it takes 2 s, and saves
+all methods behind the first that comes near."""
 _NEAR: Final = 0.98
 """Of what a schedule costs: a bound so near is good enough."""
 _FAR: Final = 0.015
@@ -117,7 +120,8 @@ def chain_lower_bound_s(
         problem: the graph.
         budget_bytes: peak bytes of the step.
         reached_s: extra seconds of a schedule; once the bound is near it, no more samples are tried.
-        time_limit_s: for the LPs together; None for no end. Models with more than 100,000 entries are left out.
+        time_limit_s: for the LPs together; None for no end. Models with more than 100,000 entries are left out, those
+            of one sample with more than a million.
         most_samples: models with more are left out, too. With all of them, a bound of four samples that is far below
             ``reached_s`` is made better with samples where its own solution needs too much
             (:mod:`remat.planners.linear.binding_steps`), and more samples are tried where that brought nothing.
@@ -131,7 +135,7 @@ def chain_lower_bound_s(
         if samples > most_samples or best_s >= _NEAR * reached_s:
             break
         model = WindowModel(problem, budget_bytes, samples)
-        solved = _solved(model, deadline_s)
+        solved = _solved(model, deadline_s, _MOST_ENTRIES_OF_FIRST if samples == SAMPLES[0] else _MOST_ENTRIES)
         if solved is None:
             break
         best_s = max(best_s, solved.bound_s)

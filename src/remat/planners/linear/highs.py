@@ -17,6 +17,11 @@ from remat.planners.view.problem import FloatArray, IntArray
 _ROUNDING: Final = float(np.finfo(np.float64).eps)
 """The relative error of one operation in 64-bit floating point."""
 
+_FEW_COLUMNS: Final = 1000
+"""Up to so many, HiGHS looks for a first solution without its feasibility jump, which takes 4 ms and then half of the
+time of a model of 30 to 110 columns. The menus of four scanned models of JAX's zoo, 114 models, came out at the same
+cost (.09 % more in one) in .75 s in place of 1.29, and the quick plans of twelve of its steps were the same."""
+
 
 @dataclass(frozen=True, eq=False)
 class LinearModel:
@@ -102,6 +107,8 @@ def solve(
         return None
     solver = _solver(model, time_limit_s)
     solver.setOptionValue("mip_rel_gap", gap)
+    if len(model.cost) <= _FEW_COLUMNS:
+        solver.setOptionValue("mip_heuristic_run_feasibility_jump", False)
     if most_nodes is not None:
         solver.setOptionValue("mip_max_nodes", most_nodes)
     solver.run()

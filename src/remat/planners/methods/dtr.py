@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Final
 
 from remat.planners.registry import strategy
@@ -15,10 +14,6 @@ _DISTANCE_POWERS: Final = (0.5, 0.0, 1.0)
 """Weights of the distance to the next use; 1 is the paper's staleness, 0 leaves it out."""
 _FORWARD_SHARES: Final = (0.8, 0.6)
 """Shares of the budget that the forward part may fill, so that the backward part has room to compute in."""
-_FAR_OVER: Final = 1.02
-"""A search that is not thorough ends where the first three replays come to more than this share of the budget. On the
-steps of JAX's zoo, at 33 budgets at which other methods found nothing, the other eight replays found nothing, either:
-each came to what the first ones had come to, 2 to 160 % above the budget, or had no end."""
 
 
 @strategy("dtr", default_limit_s=10.0)
@@ -39,12 +34,7 @@ def dtr(search: Search) -> None:
             if search.expired:
                 return
             peaks.append(search.offer_decision(keep_all, inner, distance_power=power))
-        reached = [peak for peak in peaks if peak is not None]
-        if (
-            not search.thorough
-            and search.best is None
-            and min(reached, default=math.inf) > _FAR_OVER * search.budget_bytes
-        ):
+        if search.is_in_vain(peaks):
             return
     for share in _FORWARD_SHARES:
         if not search.expired:

@@ -122,13 +122,17 @@ class _Replay(Residents):
                         self._settle(s)
 
     def _run(self, op: int, now: int) -> None:
-        problem = self.problem
+        problem, live, available = self.problem, self.live, self.available
+        size, family = problem.size, problem.family
         late = self.deadline_s is not None and len(self.runs) % 64 == 0 and time.monotonic() > self.deadline_s
         if late or len(self.runs) >= self.max_runs:
             raise TooManyRuns
-        made = problem.storages_made[op]
+        made, own = problem.storages_made[op], problem.graph.ops[op]
         if self.budget is not None:
-            need = sum([problem.size[s] for s in made if not self.live[s]]) + problem.graph.ops[op].workspace_bytes
+            need = own.workspace_bytes
+            for s in made:
+                if not live[s]:
+                    need += size[s]
             limit = self.budget if now > problem.turning_point else int(self.budget * self.forward_share)
             if self.bytes + need > limit:
                 self.evict(self.bytes + need - limit - self.taken_over(op), now)
@@ -136,36 +140,38 @@ class _Replay(Residents):
         again = self.ran[op]
         self.ran[op] = True
         for s in made:
-            for t in problem.family[s]:
-                self.available[t] = False
-            if not self.live[s]:
-                self.live[s] = True
-                self.bytes += problem.size[s]
+            for t in family[s]:
+                available[t] = False
+            if not live[s]:
+                live[s] = True
+                self.bytes += size[s]
                 if self.evicts:
                     self.refresh(s)
             self.held[s] = again
             if self.evicts:
                 self.mark(s)
-        for t in problem.graph.ops[op].outputs:
-            self.available[t] = True
+        for t in own.outputs:
+            available[t] = True
 
     def _advance(self, s: int, now: int) -> None:
-        uses = self.problem.uses[s]
-        while self.gap[s] + 1 < len(uses) and uses[self.gap[s] + 1] <= now:
-            self.gap[s] += 1
+        uses, gap = self.problem.uses[s], self.gap[s] + 1
+        while gap < len(uses) and uses[gap] <= now:
+            self.gap[s] = gap
             self.held[s] = False
+            gap += 1
         self._settle(s)
         if self.evicts:
             self.mark(s)
 
     def _settle(self, s: int) -> None:
         """Release a storage that nothing wants to keep."""
-        if not self.live[s] or self.locks[s] or self.gap[s] < 0 or self.problem.small[s]:
+        if not self.live[s] or self.locks[s]:
             return
-        problem = self.problem
-        gap = problem.first_gap[s] + self.gap[s]
-        is_tail = self.gap[s] == len(problem.uses[s]) - 1
-        if not self.drop[gap] or (self.held[s] and not is_tail):
+        problem, gap = self.problem, self.gap[s]
+        if gap < 0 or problem.small[s] or not self.drop[problem.first_gap[s] + gap]:
+            return
+        is_tail = gap == len(problem.uses[s]) - 1
+        if self.held[s] and not is_tail:
             return
         if not self.stubborn[s] or (is_tail and self.retire(s)):
             self.release(s)

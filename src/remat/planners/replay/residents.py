@@ -255,7 +255,11 @@ class Residents:
         live, ran, estimate = self.live, self.ran, self._estimate
         for op, time_s, read, made in self._readers.consumers[s]:
             if ran[op]:
-                total = min(time_s + sum([estimate[i] for u, i in read if not live[u]]), self._plain_s)
+                missing_s = 0.0
+                for u, slot in read:
+                    if not live[u]:
+                        missing_s += estimate[slot]
+                total = min(time_s + missing_s, self._plain_s)
                 for slot in made:
                     if estimate[slot] != total:
                         estimate[slot] = total

@@ -48,6 +48,11 @@ class Board:
         return [tuple(s for s in row if self.takes_part[s]) for row in self.problem.storages_made]
 
     @cached_property
+    def workspace_bytes(self) -> list[int]:
+        """For each op, the bytes that it needs while it runs, beside what it reads and makes."""
+        return [op.workspace_bytes for op in self.problem.graph.ops]
+
+    @cached_property
     def counts(self) -> list[bool]:
         """For each op, whether it has a slot of its own."""
         ops = self.problem.graph.ops

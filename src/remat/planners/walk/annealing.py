@@ -81,6 +81,7 @@ class Walk(Edits):
         self.slots = Slots(self.board, schedule)
         self.over = np.maximum(self.slots.bytes - self.budget, 0)
         self.over_sum = int(self.over.sum())
+        self.edited()
         self._scale = 1.0 / (max(self.budget, 1) * (self.slots.size / max(1, len(self.movable))))
         self._note_best()
 
@@ -170,9 +171,10 @@ class Walk(Edits):
         if not made:
             slots.undo()
             return
+        counted = slots.bytes
         low, high = slots.low, slots.high
         if low < high:
-            now = np.maximum(slots.bytes[low:high] - self.budget, 0)
+            now = np.maximum(counted[low:high] - self.budget, 0)
             change = int(now.sum()) - int(self.over[low:high].sum())
         else:
             change = 0
@@ -180,6 +182,7 @@ class Walk(Edits):
         if worse > 0 and rng.random() >= math.exp(-worse / temperature):
             slots.undo()
             return
+        self.edited()
         if low < high:
             self.over[low:high] = now
             self.over_sum += change

@@ -21,6 +21,9 @@ _DEEPEST: Final = 12
 """How many levels of ancestors one edit computes again at most."""
 _LARGEST_GROUP: Final = 8
 """Ops that move together at most."""
+_MOST_REMEMBERED: Final = 256
+"""Slots for which the readers behind them are remembered; more would take memory on large steps, and save no time."""
+_UNKNOWN: Final = -2
 
 
 class Edits:
@@ -49,11 +52,19 @@ class Edits:
         ]
         self.limit_s = math.inf
         self.lost = 0
+        self._hot: list[int] | None = None
+        self._readers: dict[int, list[int]] = {}
+
+    def edited(self) -> None:
+        """The schedule is another one: what was found out about the one before is forgotten."""
+        self._hot = None
+        self._readers.clear()
 
     def hot_slot(self) -> int:
         """Any slot over the budget."""
-        places = np.flatnonzero(self.over)
-        return int(places[self.rng.randrange(len(places))])
+        if self._hot is None:
+            self._hot = np.flatnonzero(self.over).tolist()
+        return self._hot[self.rng.randrange(len(self._hot))]
 
     def move_first(self) -> bool:
         """Move the first run of an op within its window."""
@@ -244,11 +255,12 @@ class Edits:
         """Relieve the highest slot of the edit so far where it is over the budget."""
         slots = self.slots
         for _ in range(2):
+            counted = slots.bytes
             low, high = slots.low, min(slots.high, slots.size)
             if low >= high:
                 return True
-            top = low + int(np.argmax(slots.bytes[low:high]))
-            if slots.bytes[top] <= self.budget:
+            top = low + int(np.argmax(counted[low:high]))
+            if counted[top] <= self.budget:
                 return True
             if not self.relieve(top):
                 return False
@@ -259,26 +271,46 @@ class Edits:
         slots, rng, candidates = self.slots, self.rng, self.candidates
         if not candidates:
             return False
-        best, best_score, found = -1, math.inf, 0
+        best, best_score, reader, found = -1, math.inf, -1, 0
         size, made_by = self.board.problem.size, self.board.problem.made_by
         draw, count = rng.random, len(candidates)
         births, reads = slots.births, slots.reads
+        readers = self._readers_behind(hot)
         for _ in range(_TRIES):
-            s = candidates[int(draw() * count)]
-            # Most are soon seen not to live here.
-            if not reads[s] or reads[s][-1] <= hot or births[s][0] >= hot or slots.idle_across(s, hot)[0] < 0:
+            number = int(draw() * count)
+            behind = readers[number]
+            if behind == _UNKNOWN:
+                s = candidates[number]
+                # Most are soon seen not to live here.
+                is_away = not reads[s] or reads[s][-1] <= hot or births[s][0] >= hot
+                behind = readers[number] = -1 if is_away else slots.idle_across(s, hot)[1]
+            if behind < 0:
                 continue
+            s = candidates[number]
             score = self.board.repeat_time_s[made_by[s]] / size[s] * (0.2 + draw())
             if score < best_score:
-                best, best_score = s, score
+                best, best_score, reader = s, score, behind
             found += 1
             if found >= 3:
                 break
         if best < 0:
             return False
-        _, reader = slots.idle_across(best, hot)
         depth = _DEEPEST if rng.random() < (0.1 if self.board.whole else 0.4) else rng.randint(0, 3)
         return self._make_again(best, reader, hot, depth)
+
+    def _readers_behind(self, hot: int) -> list[int]:
+        """For each candidate the slot of its next reader where it lies idle across a slot, -1 where not, or unknown.
+
+        Most edits are taken back, so that many begin at the same schedule: there it is remembered.
+        """
+        if self.slots.journal:
+            return [_UNKNOWN] * len(self.candidates)
+        readers = self._readers.get(hot)
+        if readers is None:
+            if len(self._readers) >= _MOST_REMEMBERED:
+                self._readers.clear()
+            readers = self._readers[hot] = [_UNKNOWN] * len(self.candidates)
+        return readers
 
     def _make_again(self, s: int, reader: int, hot: int, depth: int) -> bool:
         slots, board = self.slots, self.board
@@ -292,10 +324,11 @@ class Edits:
         if slots.extra_s + board.repeat_time_s[op] > self.limit_s:
             return False
         slots.insert(place, op)
+        if depth == 0:
+            return True
         for u in board.reads[op]:
-            _, after = slots.idle_across(u, hot)
             # Kept across the hot slot for this run alone, or for others too.
-            if after != place or depth == 0 or not board.repeatable[board.problem.made_by[u]]:
+            if not board.repeatable[board.problem.made_by[u]] or slots.idle_across(u, hot)[1] != place:
                 continue
             if not self._make_again(u, place, hot, depth - 1):
                 return False

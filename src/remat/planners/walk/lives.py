@@ -1,7 +1,8 @@
 """The lives of storages in a schedule that is open to edits, with the bytes of every slot kept up to date.
 
 A storage lives from each run that makes it to its last reader before it is made anew. Each change of a life is one
-addition to a range of a numpy array.
+addition to a range of a numpy array. These are noted, and made when somebody asks for the bytes: many edits are given
+up before anybody does.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Final
 import numpy as np
 
 from remat.planners.view.board import Board
+from remat.planners.view.problem import IntArray
 
 _END: Final = 1 << 60
 """Above every slot: where the last life of a storage ends."""
@@ -21,38 +23,68 @@ class Lives:
     """The lives of the storages of a board.
 
     Attributes:
-        bytes: bytes of each slot; of an empty one, those that lie idle across it.
         op_at: the op that runs in each slot, -1 for none.
         births: for each storage, the slots in which it is made, rising.
         reads: for each storage, the slots in which it is read, rising.
-        low: the lowest slot whose bytes changed since ``mark``.
+        low: the lowest slot whose ``bytes``, as they were last asked for, changed since ``mark``.
         high: one above the highest.
-        ranges: what was added since then: first slot, one above the last, bytes.
     """
 
     def __init__(self, board: Board, size: int) -> None:
         self.board = board
         self._lent = board.lent
         self._forever = board.problem.forever
+        self._size = board.problem.size
         self.size = size
-        self.bytes = np.zeros(size, dtype=np.int64)
+        self._bytes: IntArray = np.zeros(size, dtype=np.int64)
         self.op_at = [-1] * size
         count = len(board.problem.graph.tensors)
         self.births: list[list[int]] = [[] for _ in range(count)]
         self.reads: list[list[int]] = [[] for _ in range(count)]
         self.low, self.high = size, 0
-        self.ranges: list[tuple[int, int, int]] = []
+        self._noted: list[tuple[int, int, int]] = []  # First slot, one above the last, bytes to add.
+        self._before: list[tuple[int, IntArray]] = []  # First slot and bytes as they were, each time some were added.
+
+    @property
+    def bytes(self) -> IntArray:
+        """Bytes of each slot; of an empty one, those that lie idle across it."""
+        if self._noted:
+            self._make_additions()
+        return self._bytes
+
+    @bytes.setter
+    def bytes(self, counted: IntArray) -> None:
+        self._noted.clear()
+        self._bytes = counted
+
+    def _make_additions(self) -> None:
+        low, high = self.size, 0
+        for start, stop, _ in self._noted:
+            if start < low:
+                low = start
+            if stop > high:
+                high = stop
+        counted = self._bytes
+        self._before.append((low, counted[low:high].copy()))
+        for start, stop, amount in self._noted:
+            part = counted[start:stop]
+            part += amount
+        self._noted.clear()
+        self.low, self.high = min(self.low, low), max(self.high, high)
 
     def mark(self) -> None:
         """Begin to note changes of bytes: ``take_back`` goes back to here."""
-        self.ranges.clear()
+        if self._noted:
+            self._make_additions()
+        self._before.clear()
         self.low, self.high = self.size, 0
 
     def take_back(self) -> None:
         """The bytes as they were at ``mark``."""
-        for start, stop, amount in self.ranges:
-            self.bytes[start:stop] -= amount
-        self.ranges.clear()
+        self._noted.clear()
+        for low, before in reversed(self._before):
+            self._bytes[low : low + len(before)] = before
+        self._before.clear()
 
     def count_lives(self) -> None:
         """Work out the bytes of every slot from the births and reads."""
@@ -87,17 +119,12 @@ class Lives:
     def add(self, start: int, stop: int, amount: int) -> None:
         """Add bytes to a range of slots."""
         if start < stop:
-            self.bytes[start:stop] += amount
-            self.ranges.append((start, stop, amount))
-            if start < self.low:
-                self.low = start
-            if stop > self.high:
-                self.high = stop
+            self._noted.append((start, stop, amount))
 
     def _move_end(self, s: int, old: int, old_is_read: bool, new: int, new_is_read: bool) -> None:
-        size = self.board.problem.size[s]
+        size = self._size[s]
         if new > old:
-            self.add(old + 1, new + 1, size)
+            self._noted.append((old + 1, new + 1, size))
         else:
             self.add(new + 1, old + 1, -size)
         if old_is_read and (credit := self._credit(old, s)):
@@ -109,13 +136,24 @@ class Lives:
         """A storage is read in one slot more, behind its first birth."""
         births, reads = self.births[s], self.reads[s]
         i, j = bisect_left(births, slot), bisect_left(reads, slot)
-        stop = births[i] if i < len(births) else _END
         reads.insert(j, slot)
-        if (j + 1 < len(reads) and reads[j + 1] < stop) or (stop == _END and self._forever[s]):
+        if i == len(births):
+            if j + 1 < len(reads) or self._forever[s]:
+                return
+        elif j + 1 < len(reads) and reads[j + 1] < births[i]:
             return
-        birth = births[i - 1]
-        is_read = j > 0 and reads[j - 1] > birth
-        self._move_end(s, reads[j - 1] if is_read else birth, is_read, slot, True)
+        end = births[i - 1]
+        is_read = j > 0 and reads[j - 1] > end
+        if is_read:
+            end = reads[j - 1]
+        # As ``_move_end``, which a walk would call here more often than anything else.
+        self._noted.append((end + 1, slot + 1, self._size[s]))
+        lent = self._lent[self.op_at[end]]
+        if lent and is_read and (credit := lent.get(s, 0)):
+            self._noted.append((end, end + 1, credit))
+        lent = self._lent[self.op_at[slot]]
+        if lent and (credit := lent.get(s, 0)):
+            self._noted.append((slot, slot + 1, -credit))
 
     def take_read(self, s: int, slot: int) -> None:
         """A storage is no longer read in a slot."""
@@ -134,7 +172,7 @@ class Lives:
         births = self.births[s]
         i = bisect_left(births, slot)
         stop = births[i] if i < len(births) else _END
-        size = self.board.problem.size[s]
+        size = self._size[s]
         if i == 0:
             births.insert(0, slot)
             last, is_read = self._last(s, slot, stop)
@@ -158,7 +196,7 @@ class Lives:
         births = self.births[s]
         i = bisect_left(births, slot)
         stop = births[i + 1] if i + 1 < len(births) else _END
-        size = self.board.problem.size[s]
+        size = self._size[s]
         last, last_is_read = self._last(s, slot, stop)
         if i == 0:
             del births[0]

@@ -83,10 +83,10 @@ class Slots(Lives):
         if len(places):
             of_next = base[places[np.minimum(np.searchsorted(places, np.arange(self.size)), len(places) - 1)]]
             index = np.searchsorted(places, np.arange(self.size), side="right") - 1
-            self.bytes += np.maximum(of_next, base[places[np.maximum(index, 0)]])
+            self._bytes += np.maximum(of_next, base[places[np.maximum(index, 0)]])
         for slot, op in enumerate(self.op_at):
             if op >= 0:
-                self.bytes[slot] += problem.graph.ops[op].workspace_bytes
+                self._bytes[slot] += problem.graph.ops[op].workspace_bytes
 
     def mark(self) -> None:
         """Begin a new edit: ``undo`` goes back to here."""
@@ -105,9 +105,11 @@ class Slots(Lives):
 
     def _forget(self, slot: int, op: int) -> None:
         """Empty a slot whose bytes are already those without it."""
-        for births in (self.births[s] for s in self.board.makes[op]):
+        for s in self.board.makes[op]:
+            births = self.births[s]
             del births[bisect_left(births, slot)]
-        for reads in (self.reads[s] for s in self.board.reads[op]):
+        for s in self.board.reads[op]:
+            reads = self.reads[s]
             del reads[bisect_left(reads, slot)]
         self._end_run(slot, op)
 
@@ -143,7 +145,7 @@ class Slots(Lives):
             self.add_read(s, slot)
         for s in board.makes[op]:
             self.add_birth(s, slot)
-        workspace = board.problem.graph.ops[op].workspace_bytes
+        workspace = board.workspace_bytes[op]
         if workspace:
             self.add(slot, slot + 1, workspace)
         self._begin_run(slot, op)
@@ -157,7 +159,7 @@ class Slots(Lives):
             self.take_birth(s, slot)
         for s in board.reads[op]:
             self.take_read(s, slot)
-        workspace = board.problem.graph.ops[op].workspace_bytes
+        workspace = board.workspace_bytes[op]
         if workspace:
             self.add(slot, slot + 1, -workspace)
         self._end_run(slot, op)

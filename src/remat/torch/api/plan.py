@@ -21,7 +21,7 @@ from remat.fit.peaks import PeakRange
 from remat.fit.request import Request
 from remat.planning.checkpoints import plan_with_checkpoints
 from remat.running.cost_model import get_profile
-from remat.torch.early_updates import check_optimizer, hook_before_step
+from remat.torch.early_updates import check_optimizer, hook_before_step, worth_moving
 from remat.torch.emit.eager_order import Directions, EagerOrder, Units, directions_of, gathered_early, in_eager_order
 from remat.torch.kept_results import KeptModules
 from remat.torch.trace.fake_step import record_step
@@ -364,7 +364,7 @@ class WithEarlyUpdates:
 
     def _moved(self) -> tuple[tuple[torch.Tensor, ...], EagerCandidate | None]:
         """The parameters that can be updated early, and the step in which they are."""
-        early = tuple(parameter for group in self._optimizer.param_groups for parameter in group["params"])
+        early = tuple(worth_moving(one for group in self._optimizer.param_groups for one in group["params"]))
         while early:
             moved = self._candidate(early)
             late = moved.step.recording.read_after_update()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any, Final
@@ -20,6 +20,10 @@ from remat.torch.trace import cpu_scratch, gpu_scratch, op_facts
 _WORTH_SAYING_BYTES: Final = 1 << 16
 """Scratch memory that was not predicted is named as a reason from so many bytes on. A judgement: what kernels keep for
 themselves, such as partial sums, is less. With a larger one a small model's budget is broken without a reason."""
+
+
+_LARGEST_ROUNDING_BYTES: Final = 1 << 20
+"""As in ``CUDACachingAllocator.cpp``: the rest of a block is not split off where it is no more than this."""
 
 
 class StorageMeter(_private.TorchDispatchMode):
@@ -61,8 +65,10 @@ class StorageMeter(_private.TorchDispatchMode):
         else:
             out = func(*args, **kwargs)
         outputs = tensors_in(out if isinstance(out, list | tuple) else (out,))
-        for place in new_storages(outputs, given):
-            self._add(outputs[place].untyped_storage())
+        new = [outputs[place].untyped_storage() for place in new_storages(outputs, given)]
+        rounding = rounding_bytes(new, changes) if device_type == "cuda" else 0
+        for storage in new:
+            self._add(storage, storage.nbytes() + rounding)
         scratch = 0
         if outputs and outputs[0].device.type == "cpu" and func.namespace == "aten":
             scratch = cpu_scratch.workspace_bytes(func, args, out)
@@ -132,6 +138,17 @@ class StorageMeter(_private.TorchDispatchMode):
         """Count no more."""
         self._is_over = True
         self._alive.clear()
+
+
+def rounding_bytes(storages: Sequence[Any], changes: Sequence[int] | None) -> int:
+    """What the allocator handed out beyond the size of each of these storages, on an average.
+
+    A GPU's gives a larger block where what is left of it would be too small.
+    """
+    if not storages or not changes:
+        return 0
+    beyond = sum(changes) - sum(int(storage.nbytes()) for storage in storages)
+    return min(max(0, beyond // len(storages)), _LARGEST_ROUNDING_BYTES)
 
 
 class StepMeter(StorageMeter):

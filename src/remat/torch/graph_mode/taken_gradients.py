@@ -17,7 +17,7 @@ import torch
 
 from remat.core.errors import UnsupportedStep
 from remat.torch import _backward_pass, _private
-from remat.torch.early_updates import check_optimizer, hook_before_step, update_of, updater_of
+from remat.torch.early_updates import check_optimizer, hook_before_step, update_of, updater_of, worth_moving
 from remat.torch.emit.first_step import StorageMeter
 
 
@@ -206,12 +206,13 @@ class EarlyUpdates:
     def takers_for(self, inputs: Sequence[Any]) -> dict[int, TakenGradient]:
         """Which inputs of a captured graph the optimizer updates, by their places.
 
-        Those that share their memory with another input are left to ``optimizer.step()``.
+        Small ones, and those that share their memory with another input, are left to ``optimizer.step()``.
         """
         if self.bound_by:
             return {}
         mine = [one for group in self._optimizer.param_groups for one in group["params"] if one.requires_grad]
-        return {place: OptimizerUpdate(self._optimizer, inputs[place]) for place in places_alone(inputs, mine)}
+        places = places_alone(inputs, worth_moving(mine))
+        return {place: OptimizerUpdate(self._optimizer, inputs[place]) for place in places}
 
 
 def scratch_bytes(optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> int:

@@ -12,6 +12,9 @@ from remat.torch._private import OpOverload
 _DROPOUT: Final = "dropout_p"
 """The argument of fused attention."""
 
+_SEEDS: Final = frozenset({"philox_seed", "philox_offset", "rng_state"})
+"""What the gradients of fused attention are given of its dropout."""
+
 
 def kind(value: Any) -> Any:
     """What decides how long a call takes with this argument, and in how much memory: all but a tensor's numbers."""
@@ -36,9 +39,9 @@ def may_run_alone(func: OpOverload) -> bool:
 def made_up(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments of the same kind: tensors of ones, which no arithmetic turns into what is slow or undefined.
 
-    Indices are zeros. The seeds that fused attention noted for its dropout are on no device in a trace, and on one or
-    the other in a step. A kernel that reads them where they are not ends the process, so that what is given such
-    seeds runs without its dropout: then nothing reads them.
+    Indices are zeros. Fused attention notes the seeds of its dropout on the CPU or on the GPU, by the kernel and by
+    whether a CUDA graph is captured, and a trace does not say which. A kernel that reads them where they are not ends
+    the process, so that what is given such seeds runs without its dropout: then nothing reads them.
 
     Args:
         func: what is called; an operator, or a function in the place of one.
@@ -47,8 +50,8 @@ def made_up(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[t
     """
     tensors = [one for one in _private.tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
     devices = [one.device for one in tensors if one.device.type != "meta"]
-    if devices and len(devices) < len(tensors) and isinstance(func, OpOverload):
-        names = [argument.name for argument in func._schema.arguments]
+    names = [argument.name for argument in func._schema.arguments] if isinstance(func, OpOverload) else []
+    if _SEEDS.intersection(names):
         args = tuple(0.0 if name == _DROPOUT else value for name, value in zip(names, args, strict=False))
         kwargs = {name: 0.0 if name == _DROPOUT else value for name, value in kwargs.items()}
 
