@@ -1,12 +1,17 @@
 """Graph mode beside ``apply``, checkpoints and Inductor: ``python -m benchmarks.peers.torch_graph_mode [MODEL ...]``.
 
+With ``--extra`` in front of the models, only the extra times of lines that are there are measured anew.
+
 Small configurations of transformers with random weights, each in a process of its own. All ways to run a step take
 turns in it, and a figure is the median ratio of their processor times over ``ROUNDS`` rounds. "Extra" is the time of a
-planned step beside graph mode's own with nothing recomputed; "predicted" is the same of both programs, their calls
-timed one by one on this machine, those of views as well. "Start" is processor seconds of the first call: capture, plan
-and, with Inductor, the compiler's, too, which finds nothing built before. What the second of Inductor's steps shares
-with the first is built already. With models named, the others keep their lines from before. Writes
-``benchmarks/results/torch-graph-mode.md`` and ``.json``.
+planned step beside graph mode's own with nothing recomputed; "predicted" is ``plan.expected_overhead`` with
+``device="measured"``: each call timed by itself, and what a schedule has in caches. Both are medians of ``PROCESSES``
+further processes, in which only graph mode's steps take turns: where a process happens to put its memory moves them by
+some points. glibc gives free memory back to the system, and the system clears it page by page when it is asked for
+again, which no prediction counts; in these processes it gives nothing back. "Operators alone" is ``plan.overhead``.
+"Start" is processor seconds of the first call: capture, plan and, with Inductor, the compiler's, too, which finds
+nothing built before. What the second of Inductor's steps shares with the first is built already. With models named, the
+others keep their lines from before. Writes ``benchmarks/results/torch-graph-mode.md`` and ``.json``.
 """
 
 from __future__ import annotations
@@ -23,11 +28,13 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from remat.running import machine
 
 ROUNDS = 15
+PROCESSES = 3
+KEEPING = {"MALLOC_TRIM_THRESHOLD_": "4000000000", "MALLOC_MMAP_THRESHOLD_": "4000000000"}
+"""Of glibc: free memory stays with the process."""
 RESULTS = Path(__file__).parent.parent / "results"
 TITLE = "PyTorch: graph mode beside apply, checkpoints and Inductor, models of transformers, one thread"
 CHECKPOINTS = ("checkpoint, each block", "selective checkpoint, products kept")
@@ -35,7 +42,8 @@ COMPILED = "torch.compile, memory budget 0.5"
 PEERS = (*CHECKPOINTS, COMPILED)
 INDUCTOR = f"Inductor, bytes of {COMPILED}"
 BARE = "graph mode, nothing recomputed"
-HEAD = "|---|---|---|---|---|---|---|---|"
+PLANNED = "graph mode, bytes of "
+HEAD = "|---|---|---|---|---|---|---|---|---|"
 
 
 def gpt2() -> tuple[Any, Callable[[Any], Any], list[Any]]:
@@ -134,93 +142,6 @@ def wrapped(model: Any, blocks: list[Any], selective: bool) -> Any:
     return found
 
 
-def call_times(loss: Callable[[], Any]) -> dict[str, float]:
-    """The least processor seconds of each call of graph mode's step with nothing recomputed, views among them."""
-    import torch
-
-    import remat.torch
-    from remat.torch.graph_mode import _aot, capture
-
-    least: dict[str, float] = {}
-
-    def timed_function(module: Any, calls: Any, name: str) -> Any:
-        class Timed(torch.fx.Interpreter):
-            def run_node(self, node: Any) -> Any:
-                if node.op != "call_function":
-                    return super().run_node(node)
-                function = calls.function_of(node)
-                args, kwargs = self.fetch_args_kwargs_from_env(node)
-                started = time.process_time()
-                result = function(*args, **kwargs)
-                took = time.process_time() - started
-                least[node.name] = min(least.get(node.name, took), took)
-                return result
-
-        interpreter = Timed(module)
-
-        def run(args: list[Any]) -> Any:
-            given = list(args)
-            args.clear()
-            with _aot.below_autograd():
-                return list(interpreter.run(*given))
-
-        run.source = ""  # type: ignore[attr-defined]
-        return run
-
-    with mock.patch.object(capture, "function_of", timed_function):
-        step = remat.torch.compile(loss, budget="100%", backend="aten")
-        for _ in range(ROUNDS):
-            step().backward()
-    torch._dynamo.reset()
-    return least
-
-
-class Programs:
-    """The programs of the plans that are made inside, and how long each is predicted to take.
-
-    Args:
-        least: seconds of each call.
-    """
-
-    def __init__(self, least: dict[str, float]) -> None:
-        from remat.torch.graph_mode.candidate import GraphCandidate
-
-        self._least = least
-        self._seconds: list[float] = []
-        own = GraphCandidate.program
-
-        def program(candidate: GraphCandidate, plan: Any) -> Any:
-            found = own(candidate, plan)
-            # A call that runs again has a name of its own, and what it makes is that of the traced call.
-            names = {id(node.meta["val"]): node.name for node in candidate._joint.graph.nodes if "val" in node.meta}
-            made = [names.get(id(node.meta.get("val"))) for node in _calls_of(found[0])]
-            self._seconds.append(sum(self._least.get(name, 0.0) for name in made if name is not None))
-            return found
-
-        self._patch = mock.patch.object(GraphCandidate, "program", program)
-
-    def __enter__(self) -> Programs:
-        self._patch.start()
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self._patch.stop()
-
-    def seconds_of(self, step: Callable[[], Any]) -> float:
-        """Of the program that a first call makes."""
-        step()
-        return self._seconds[-1]
-
-
-def _calls_of(program: Any) -> list[Any]:
-    return [
-        node
-        for module in (program.forward, program.backward)
-        for node in module.graph.nodes
-        if node.op == "call_function"
-    ]
-
-
 def compiled(loss_of: Callable[[Any], Any], model: Any) -> Callable[[], Any]:
     """Inductor's step, with its own budget for activations."""
     import torch
@@ -263,7 +184,6 @@ def table(name: str) -> dict[str, Any]:
         return loss()
 
     eager().backward()  # What a library imports and looks up at its first call cannot be captured.
-    least = call_times(eager)
 
     ways: dict[str, Callable[[], Any]] = {"plain": eager}
     models = [model]
@@ -278,32 +198,30 @@ def table(name: str) -> dict[str, Any]:
     def unplanned() -> Any:
         return loss()
 
-    with Programs(least) as programs:
-        ways[BARE] = remat.torch.compile(unplanned, budget="100%", backend="aten")
+    ways[BARE] = remat.torch.compile(unplanned, budget="100%", backend="aten")
+    with Started() as started:
+        ways[BARE]()
+    lines[BARE] = {"start_s": started.seconds}
+    for peer in PEERS:
+        for one in models:
+            one.zero_grad()
+        budget = remat.torch.measure(ways[peer], repeats=1).peak_bytes
+
+        def captured() -> Any:
+            return loss()
+
+        try:
+            found = remat.torch.plan(eager, budget=budget, time_limit_s=4)
+        except remat.InfeasibleBudget as error:
+            lines[f"apply, bytes of {peer}"] = {"error": f"smallest {error.minimum_bytes}"}
+        else:
+            ways[f"apply, bytes of {peer}"] = partial(within, remat.torch.apply(found), eager)
+        step = remat.torch.compile(captured, budget=budget, backend="aten", time_limit_s=4)
         with Started() as started:
-            bare_s = programs.seconds_of(ways[BARE])
-        lines[BARE] = {"start_s": started.seconds}
-        for peer in PEERS:
-            for one in models:
-                one.zero_grad()
-            budget = remat.torch.measure(ways[peer], repeats=1).peak_bytes
-
-            def captured() -> Any:
-                return loss()
-
-            try:
-                found = remat.torch.plan(eager, budget=budget, time_limit_s=4)
-            except remat.InfeasibleBudget as error:
-                lines[f"apply, bytes of {peer}"] = {"error": f"smallest {error.minimum_bytes}"}
-            else:
-                ways[f"apply, bytes of {peer}"] = partial(within, remat.torch.apply(found), eager)
-            step = remat.torch.compile(captured, budget=budget, backend="aten", time_limit_s=4)
-            with Started() as started:
-                predicted = programs.seconds_of(step) / bare_s - 1
-            plan = step.plan
-            figures = {"roofline": plan.overhead, "predicted": predicted, "start_s": started.seconds}
-            lines[f"graph mode, bytes of {peer}"] = figures
-            ways[f"graph mode, bytes of {peer}"] = step
+            step()
+        assert step.plan is not None
+        lines[PLANNED + peer] = {"roofline": step.plan.overhead, "start_s": started.seconds}
+        ways[PLANNED + peer] = step
 
     def built() -> Any:
         return loss()
@@ -347,12 +265,50 @@ def table(name: str) -> dict[str, Any]:
         own = [one[way] for one in rounds]
         lines[way]["step_s"] = statistics.median(own)
         lines[way]["ratio"] = statistics.median(one[way] / one["plain"] for one in rounds)
-        if way.startswith("graph mode"):
-            lines[way]["extra"] = statistics.median(one[way] / one[BARE] for one in rounds) - 1
         for one in models:
             one.zero_grad()
         lines[way]["peak_bytes"] = remat.torch.measure(step, repeats=1).peak_bytes
     return {"model": name, "lines": lines}
+
+
+def extra_times(name: str, budgets: dict[str, int]) -> dict[str, dict[str, float]]:
+    """Predicted and measured extra time of graph mode within each budget, of one process."""
+    import remat.torch
+
+    model, loss_of, _ = without_draws(name)
+    loss = partial(loss_of, model)
+    loss().backward()
+
+    def seconds(step: Callable[[], Any]) -> float:
+        model.zero_grad()
+        started = time.process_time()
+        step().backward()
+        return time.process_time() - started
+
+    def unplanned() -> Any:
+        return loss()
+
+    within_bytes = partial(remat.torch.compile, backend="aten", device="measured", time_limit_s=4)
+    bare, steps, found = within_bytes(unplanned, budget="100%"), {}, {}
+    seconds(bare)
+    for peer, budget in budgets.items():
+
+        def captured() -> Any:
+            return loss()
+
+        steps[peer] = within_bytes(captured, budget=budget)
+        seconds(steps[peer])
+        plan = steps[peer].plan
+        found[peer] = {"predicted": plan.expected_overhead, "operators alone": plan.overhead}
+    for step in (bare, *steps.values()):
+        seconds(step)
+    rounds = []
+    for _ in range(ROUNDS):
+        bare_now_s = seconds(bare)
+        rounds.append({peer: seconds(step) / bare_now_s - 1 for peer, step in steps.items()})
+    for peer, figures in found.items():
+        figures["extra"] = statistics.median(one[peer] for one in rounds)
+    return found
 
 
 class Started:
@@ -380,44 +336,78 @@ def written(tables: list[dict[str, Any]]) -> str:
         "",
         f"{where['system']} {where['processor']}, {where['cores']} cores; {versions}.",
         "",
-        "| model | method | peak MiB | against plain | extra: measured | predicted | to the bit | start, s |",
+        "| model | method | peak MiB | against plain | extra: measured | predicted | operators alone | to the bit "
+        "| start, s |",
         HEAD,
     ]
     for one in tables:
         for name, line in one["lines"].items():
             if "error" in line:
-                text.append(f"| {one['model']} | {name} | refused: {line['error']} | | | | | |")
+                text.append(f"| {one['model']} | {name} | refused: {line['error']} | | | | | | |")
                 continue
-            extra = f"{100 * line['extra']:.1f} %" if "extra" in line else ""
-            said = f"{100 * line['predicted']:.1f} %" if "predicted" in line else ""
+            extra = " | ".join(_range(line, what) for what in ("extra", "predicted", "operators alone"))
             same = "yes" if line["same"] else "no"
             start = f"{line['start_s']:.1f}" if "start_s" in line else ""
-            figures = f"{line['peak_bytes'] / 2**20:.2f} | {line['ratio']:.2f} | {extra} | {said} | {same} | {start}"
+            figures = f"{line['peak_bytes'] / 2**20:.2f} | {line['ratio']:.2f} | {extra} | {same} | {start}"
             text.append(f"| {one['model']} | {name} | {figures} |")
     return "\n".join(text) + "\n"
+
+
+def _range(line: dict[str, Any], what: str) -> str:
+    """The median, the least and the most of what several processes found."""
+    found = [100 * one[what] for one in line.get("processes", [])]
+    return f"{statistics.median(found):.1f} % ({min(found):.1f} to {max(found):.1f})" if found else ""
+
+
+def with_extra_times(found: dict[str, Any]) -> None:
+    """Have processes measure the extra times of a model's lines, and note them there."""
+    lines = {peer: found["lines"][PLANNED + peer] for peer in PEERS if "error" not in found["lines"][PLANNED + peer]}
+    budgets = json.dumps({peer: found["lines"][peer]["peak_bytes"] for peer in lines})
+    for line in lines.values():
+        line["processes"] = []
+    command = [sys.executable, "-m", "benchmarks.peers.torch_graph_mode", "--times", found["model"], budgets]
+    environment = {**os.environ, **KEEPING, "REMAT_PLAN_CACHE": "off"}
+    for _ in range(PROCESSES):
+        done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+        for peer, figures in json.loads(done.stdout.splitlines()[-1]).items():
+            lines[peer]["processes"].append(figures)
+
+
+def measured(name: str) -> dict[str, Any] | None:
+    """The lines of one model, from a process of its own; None where that fails."""
+    command = [sys.executable, "-m", "benchmarks.peers.torch_graph_mode", "--one", name]
+    with tempfile.TemporaryDirectory() as built:
+        # One thread, so that the compiler's processes end with what they build, and count.
+        variables = {"TORCHINDUCTOR_CACHE_DIR": built, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        environment = {**os.environ, **variables}
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    if done.returncode:
+        print(f"{name} fails: {done.stderr[-1500:]}", flush=True)
+        return None
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 def main() -> None:
     if sys.argv[1:2] == ["--one"]:
         print(json.dumps(table(sys.argv[2])))
         return
+    if sys.argv[1:2] == ["--times"]:
+        print(json.dumps(extra_times(sys.argv[2], json.loads(sys.argv[3]))))
+        return
     file = RESULTS / "torch-graph-mode.json"
     tables = {one["model"]: one for one in json.loads(file.read_text())["tables"]} if file.exists() else {}
-    for name in sys.argv[1:] or MODELS:
-        command = [sys.executable, "-m", "benchmarks.peers.torch_graph_mode", "--one", name]
-        with tempfile.TemporaryDirectory() as built:
-            # One thread, so that the compiler's processes end with what they build, and count.
-            variables = {"TORCHINDUCTOR_CACHE_DIR": built, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-            environment = {**os.environ, **variables}
-            done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-        if done.returncode:
-            print(f"{name} fails: {done.stderr[-1500:]}", flush=True)
+    only_extra = sys.argv[1:2] == ["--extra"]
+    for name in sys.argv[1 + only_extra :] or MODELS:
+        found = tables.get(name) if only_extra else measured(name)
+        if found is None:
             continue
-        tables[name] = json.loads(done.stdout.splitlines()[-1])
-        print(written([tables[name]]).partition(f"{HEAD}\n")[2], flush=True)
-        found = [tables[model] for model in MODELS if model in tables]
-        file.write_text(json.dumps({"title": TITLE, "tables": found}, indent=1) + "\n")
-        file.with_suffix(".md").write_text(written(found))
+        with_extra_times(found)
+        tables[name] = found
+        print(written([found]).partition(f"{HEAD}\n")[2], flush=True)
+        kept = [tables[model] for model in MODELS if model in tables]
+        file.write_text(json.dumps({"title": TITLE, "tables": kept}, indent=1) + "\n")
+        file.with_suffix(".md").write_text(written(kept))
 
 
 if __name__ == "__main__":

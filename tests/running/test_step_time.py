@@ -87,6 +87,14 @@ def test_traffic_is_faster_in_caches_and_arithmetic_is_not(monkeypatch: pytest.M
     assert step_time_s(heavy, heavy.plain_schedule, profile) == pytest.approx(14.0)
 
 
+def test_an_op_that_was_timed_alone_found_its_bytes_in_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_time, "cache_bytes", lambda: 64 * MIB)
+    graph = graph_of(([0], [1]), ([1], [2]), sizes=[0, MIB, 0], time_s=MIB / 1e9, outputs=[2])
+
+    assert step_time_s(graph, graph.plain_schedule, PROFILE, timed_alone=True) == pytest.approx(graph.time_s)
+    assert step_time_s(graph, graph.plain_schedule, PROFILE) < graph.time_s
+
+
 def test_bytes_in_no_cache_take_the_time_of_main_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = graph_of(([0], [1]), ([1], [2]), sizes=[0, 8 * MIB, 0], time_s=1.0, outputs=[2])
     monkeypatch.setattr(step_time, "cache_bytes", lambda: MIB)

@@ -8,7 +8,8 @@ from steps import QUICK, outcome
 from torch import nn
 
 import remat.torch
-from remat.running import cost_model
+from remat.running import cost_model, step_time
+from remat.running.step_time import missed_bytes
 from remat.torch.graph_mode.timed_calls import TimedCalls
 
 pytestmark = pytest.mark.usefixtures("no_compiled_code")
@@ -48,6 +49,29 @@ def test_a_plan_has_the_times_that_calls_took(monkeypatch):
     assert plan.overhead * plan.graph.time_s == pytest.approx(sum(op_time(plan, kind) for kind in extra), rel=0.01)
     # What saves as much and takes less is run again.
     assert not any(kind.startswith("aten.tanh.") for kind in extra)
+
+
+def test_what_a_run_is_expected_to_take_knows_of_caches(monkeypatch):
+    """Calls that are timed by themselves find in a cache what they read; in a step that depends on the schedule."""
+    monkeypatch.setattr(TimedCalls, "_timed", staticmethod(lambda *args: 1e-4))
+    monkeypatch.setattr(step_time, "cache_bytes", lambda: 1 << 20)
+    module, x = chain(), torch.randn(512, 64)
+    planned = remat.torch.compile(lambda x: module(x).square().mean(), device="measured", backend="aten", **QUICK)
+    planned(x).backward()
+    plan = planned.plan
+    rate = cost_model.get_profile("cpu").memory_rate
+    ours, plain = (missed_bytes(plan.graph, one, 1 << 20) for one in (plan.schedule, plan.graph.plain_schedule))
+    assert ours < plain
+    assert plan.expected_time_s == pytest.approx(plan.time_s + ours / rate)
+    assert plan.baseline_expected_time_s == pytest.approx(plan.baseline_time_s + plain / rate)
+
+
+def test_a_plan_for_a_gpu_expects_nothing_of_caches():
+    module, x = chain(), torch.randn(512, 64)
+    planned = remat.torch.compile(lambda x: module(x).square().mean(), device="a100", backend="aten", **QUICK)
+    planned(x).backward()
+    assert planned.plan.expected_time_s is None
+    assert planned.plan.expected_overhead == planned.plan.overhead
 
 
 def op_time(plan, kind):

@@ -52,17 +52,19 @@ def cache_bytes() -> int:
     return size if size > 0 else _USUAL_CACHE_BYTES
 
 
-def step_time_s(graph: Graph, schedule: Sequence[int], profile: DeviceProfile) -> float:
+def step_time_s(graph: Graph, schedule: Sequence[int], profile: DeviceProfile, *, timed_alone: bool = False) -> float:
     """Seconds of one step among many, pages that it fetches anew left out.
 
     Args:
         graph: the step; the seconds of its ops are those of the profile's roofline.
         schedule: op indices.
         profile: of a CPU.
+        timed_alone: are the seconds of the ops measured in place of that, each op run over and over by itself? Then
+            what it reads lay in caches.
 
     Complexity: O(bytes touched / line), in Python; twice.
     """
-    in_caches_s = [_in_caches_s(graph, op, profile) for op in graph.ops]
+    in_caches_s = [op.time_s if timed_alone else _in_caches_s(graph, op, profile) for op in graph.ops]
     return sum(in_caches_s[op] for op in schedule) + missed_bytes(graph, schedule, cache_bytes()) / profile.memory_rate
 
 

@@ -22,6 +22,7 @@ from remat.fit.peaks import PeakRange
 from remat.fit.request import Request
 from remat.planning.checkpoints import plan_with_checkpoints
 from remat.running.cost_model import MEASURED, DeviceProfile, get_profile
+from remat.running.step_time import step_time_s
 from remat.torch.graph_mode import collectives, marks, nodes
 from remat.torch.graph_mode.contributions import Apart, apart
 from remat.torch.graph_mode.joint_step import gradient_bytes, joint_step, late_peak_bytes
@@ -94,6 +95,7 @@ class GraphCandidate(Candidate):
         device = device or default_profile(next((one for one in types if one != "cpu"), "cpu"))
         self._seconds: Mapping[fx.Node, float] = {}
         self._profile = _profile_of(device)
+        self._runs_on_cpu = set(types) <= {"cpu"}
         self._static: tuple[int, ...] = tuple(options.get("static_lifetime_input_indices") or ())
         self._timed = (timed or TimedCalls()) if device.lower() == MEASURED else None
         self._look_at(joint)
@@ -147,6 +149,18 @@ class GraphCandidate(Candidate):
     def real_peak(self, plan: Plan) -> PeakRange:
         """The simulator's, since every allocation and release is written down."""
         return PeakRange.exactly(plan.peak_bytes)
+
+    def expected_time_s(self, plan: Plan | None) -> float | None:
+        """On a CPU, seconds with what is in caches. Pages that glibc gives back and fetches anew are in no prediction.
+
+        Args:
+            plan: whose run; None for the plain step's.
+        """
+        if not (self._profile.is_cpu and self._runs_on_cpu):
+            return None
+        graph = self.graph if plan is None else self.graph_of(plan)
+        schedule = graph.plain_schedule if plan is None else plan.schedule
+        return step_time_s(graph, schedule, self._profile, timed_alone=self._timed is not None)
 
     def find(self, budget_bytes: int, request: Request) -> Plan:
         """The planner's plan; for a large step a thorough search comes only after a quick one in vain."""
