@@ -222,11 +222,11 @@ def the_environment_switches_recompute_off(front_end: FrontEnd, folder: Path) ->
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("REMAT_RECOMPUTE", switch)
             step, arguments = front_end.step(loss), (weights(front_end, 5), batch(front_end))
-            # Without a plan TensorFlow runs what it likes first. Of 24 steps the least was 17.9 to 20 MB plain and 9.4
-            # to 10.5 recomputed, in six processes on two cores, and 23.2 and 12.7 on one core.
+            # Without a plan TensorFlow runs what it likes first. The least of its steps was 17.9 to 23.2 MB plain and
+            # 9.4 to 12.7 recomputed in eight processes, on one core and on two; .7 was passed once.
             return min(front_end.peak_bytes(step, *arguments) for _ in range(8))
 
-    assert peak_bytes("1") < 0.7 * peak_bytes("0")
+    assert peak_bytes("1") < 0.75 * peak_bytes("0")
 
 
 def nothing_is_measured_in_no_runs(front_end: FrontEnd, folder: Path) -> None:
