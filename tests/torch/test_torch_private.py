@@ -221,7 +221,7 @@ def test_while_aotautograd_traces_no_kernel_in_python_stands_in_for_pytorchs_own
         return [_answers.functions_of_torch.tracing_state_functions()[question] for question in _answers.QUESTIONS]
 
     assert answers() == [True] * len(_answers.QUESTIONS)
-    with _aot.capturing(_answers.Answers(), _aot.ChangingNumbers()):
+    with _aot.capturing(_answers.Answers(), _aot.ChangingNumbers(), fullgraph=True):
         assert answers() == [False] * len(_answers.QUESTIONS)
         assert all(getattr(_aot.dynamo_config, name) == value for name, value in _aot._WHILE_CAPTURING.items())
     assert answers() == [True] * len(_answers.QUESTIONS)
@@ -237,7 +237,7 @@ def test_dynamo_captures_inside_of_a_context_and_guards_hooks_by_one_check():
 
     context = _aot._optimize(lambda module, inputs: module, nopython=True, dynamic=False)
     assert callable(context.callback)
-    with _aot.capturing(_aot.Answers(), _aot.ChangingNumbers()):
+    with _aot.capturing(_aot.Answers(), _aot.ChangingNumbers(), fullgraph=True):
         assert getattr(GuardBuilder, _hook_guards._GUARD).__name__ == _hook_guards._GUARD
         assert getattr(GuardBuilder, _hook_guards._GUARD).__wrapped__ is not None
     assert not hasattr(getattr(GuardBuilder, _hook_guards._GUARD), "__wrapped__")
