@@ -1,6 +1,6 @@
 """Checks and measures remat on the GPU at hand, for each framework that sees it: ``make gpu``.
 
-    python -m benchmarks.gpu [--parts exact,budgets,peers,host,laptop,calibration] [--frameworks torch,jax]
+    python -m benchmarks.gpu [--parts exact,budgets,training] [--frameworks torch,jax]
     python -m benchmarks.gpu --device cpu --small      # a check that it works, on a machine without a GPU
 
 Writes ``benchmarks/results/gpu-NAME.md``, ``.json`` and ``.png``. Each case is a process of its own, and its lines

@@ -21,6 +21,9 @@ def lines(steps: Iterator[tuple[str, int, Callable[[], None]]]) -> Iterator[dict
     Args:
         steps: what each is called, its peak in bytes, and what runs it.
     """
+    if not torch.cuda.is_available():
+        yield {"name": "room", "error": "only PyTorch's allocator of a GPU has a limit: run it where CUDA is"}
+        return
     total = torch.cuda.get_device_properties(0).total_memory
     for name, peak_bytes, run in steps:
         line = {"name": name, "peak_bytes": peak_bytes, "freed": 0}

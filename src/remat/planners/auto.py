@@ -62,8 +62,8 @@ in the time of a plan. On a decoder of four layers the first method ends .1 poin
 took half of the search. Larger, and plans get dearer that another method makes cheaper; smaller, and every budget of
 such a step is searched by all methods."""
 _LARGE: Final = 10_000
-"""Ops of a step from which on the noise is near enough in every search: each further method takes tens of seconds. On
-25,000 ops four of them took 55 s after the first that came so near, and won .16 points."""
+"""Ops of a step from which on the noise is near enough in every search: each further method takes seconds to half a
+minute. On 25,000 ops three of them took 48 s after the first that came so near, and won .16 points."""
 _FAR: Final = 0.015
 """Of the plain step: where a schedule of a fixed order costs so much more than the bound, as near the smallest peak,
 the blocks of the whole step are planned, too, and a hot walk looks for another schedule. A judgement; lower, and steps

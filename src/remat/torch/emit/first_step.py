@@ -21,7 +21,6 @@ _WORTH_SAYING_BYTES: Final = 1 << 16
 """Scratch memory that was not predicted is named as a reason from so many bytes on. A judgement: what kernels keep for
 themselves, such as partial sums, is less. With a larger one a small model's budget is broken without a reason."""
 
-
 _LARGEST_ROUNDING_BYTES: Final = 1 << 20
 """As in ``CUDACachingAllocator.cpp``: the rest of a block is not split off where it is no more than this."""
 
