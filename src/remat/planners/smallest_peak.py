@@ -32,9 +32,13 @@ _FORWARD_SHARE: Final = 0.8
 may fill, so that the backward part has room to compute in: as in the planner ``dtr``."""
 _MARGIN: Final = 1.05
 """By how much a schedule may miss the budget that eviction was given, and still count as a success of bisection."""
-_MOST_OPS_NESTED: Final = 6000
 _MOST_OPS_TWICE: Final = 6000
-"""Ops above which blocks are not nested, and only the reduced form is evicted from, for the sake of time."""
+"""Ops above which only the reduced form is evicted from, and only below what nested blocks reach, for the sake of
+time: a replay of 17,000 ops takes .5 to 1.5 s."""
+_LARGE_SHARES: Final = (0.9, 0.97)
+_LARGE_RULES: Final = ((1.0, 1.0), (0.5, 1.0), (0.5, 0.7))
+"""There: shares of the peak so far that eviction is given, the next one where none of the rules ends, and the rules:
+weights of the distance to the next use, with shares of the budget that the forward part may fill, as in ``dtr``."""
 _MOST_OPS_ASKED: Final = 200
 """Ops up to which whole methods are asked. A step of 37 ops was refused without them, though half of its peak is
 possible; much larger steps would take long."""
@@ -184,14 +188,17 @@ def _levels(problem: Problem, strategies: Sequence[Strategy], quickest: Sequence
         found[schedule] = simulate(problem.graph, schedule).peak_bytes
         return found[schedule]
 
-    _evict_to_the_smallest(condensed.problem, problem.largest_step_bytes, note)
+    is_large = condensed.problem.count > _MOST_OPS_TWICE
+    if not is_large:
+        _evict_to_the_smallest(condensed.problem, problem.largest_step_bytes, note)
     if problem.count <= _MOST_OPS_TWICE:
         # Eviction is a rule of thumb: now the reduced form of a step comes out smaller, now the whole one.
         _evict_to_the_smallest(problem, problem.largest_step_bytes, note_whole)
-    if condensed.problem.count <= _MOST_OPS_NESTED:
-        nested = BlockChain.of(condensed.problem).smallest()
-        if nested is not None:
-            note(nested)
+    nested = BlockChain.of(condensed.problem).smallest()
+    if nested is not None:
+        note(nested)
+    if is_large:
+        _evict_below(condensed.problem, min(found.values(), default=problem.plain.peak_bytes), note)
     smallest = min(found.values(), default=problem.plain.peak_bytes)
     reached = next((s for s, peak in found.items() if peak == smallest), problem.graph.plain_schedule)
 
@@ -209,23 +216,51 @@ def _levels(problem: Problem, strategies: Sequence[Strategy], quickest: Sequence
     return iter([level(_walk_in_fixed_order(condensed, reached))])
 
 
+def _evict_below(problem: Problem, peak_bytes: int, note: Note) -> None:
+    """Evict under budgets that sink from a peak that is reached; ``note`` judges what was found.
+
+    A large step's blocks reach with few recomputations what eviction reaches with many, or less, so that there is
+    nothing to bisect above. A rule that finds nothing is not asked for less in steps of that size.
+    """
+    pinned = problem.graph.pinned_bytes
+    for share in _LARGE_SHARES:
+        left = list(_LARGE_RULES)
+        while left:
+            power, forward_share = left[0]
+            budget_bytes = max(problem.largest_step_bytes, pinned + int(share * (peak_bytes - pinned)))
+            schedule = _evicted(problem, budget_bytes, power, forward_share)
+            reached_bytes = peak_bytes if schedule is None else note(schedule)
+            if reached_bytes >= peak_bytes:
+                left.pop(0)
+            peak_bytes = min(peak_bytes, reached_bytes)
+
+
+def _evicted(
+    problem: Problem, budget_bytes: int, distance_power: float, forward_share: float
+) -> tuple[int, ...] | None:
+    """The schedule that eviction makes for a budget, which it may exceed; None where it makes far too many runs."""
+    try:
+        return rematerialize(
+            problem,
+            problem.no_drops(),
+            budget_bytes,
+            distance_power=distance_power,
+            forward_share=forward_share,
+            patience=_PATIENCE,
+            max_runs=_MOST_RUNS_PER_OP * problem.count + 100,
+        )
+    except TooManyRuns:
+        return None
+
+
 def _evict_to_the_smallest(problem: Problem, least_bytes: int, note: Note) -> None:
     """Evict under budgets that close in on the smallest one that is kept; ``note`` judges what was found."""
     pinned = problem.graph.pinned_bytes
     peaks: list[int] = [problem.plain.peak_bytes]
 
     def attempt(budget_bytes: int, distance_power: float) -> int | None:
-        try:
-            schedule = rematerialize(
-                problem,
-                problem.no_drops(),
-                budget_bytes,
-                distance_power=distance_power,
-                forward_share=_FORWARD_SHARE,
-                patience=_PATIENCE,
-                max_runs=_MOST_RUNS_PER_OP * problem.count + 100,
-            )
-        except TooManyRuns:
+        schedule = _evicted(problem, budget_bytes, distance_power, _FORWARD_SHARE)
+        if schedule is None:
             return None
         peaks.append(note(schedule))
         return peaks[-1]
