@@ -181,7 +181,7 @@ def by_both_ways() -> dict[str, Any]:
 
 
 def that_holds_tensors() -> dict[str, Any]:
-    """A layer's own tensors that are no variables are read where they are, whatever they hold by then."""
+    """Tensors that are no variables, a layer's own and the model's, are read where they are, whatever they hold then."""
     draws = np.random.default_rng(1)
     x, y = draws.normal(size=(BATCH, WIDTH)).astype("float32"), draws.integers(0, 10, BATCH)
 
@@ -192,13 +192,15 @@ def that_holds_tensors() -> dict[str, Any]:
         hidden = normalized(inputs)
         for _ in range(4):
             hidden = layers.Dense(4 * WIDTH, activation="gelu")(hidden)
-        model = keras.Model(inputs, layers.Dense(10)(hidden))
+        scale = keras.ops.sqrt(2.0)
+        model = keras.Sequential([keras.Model(inputs, hidden * scale), layers.Dense(10)])
         model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
         if limited:
             remat.keras.limit_memory(model, "80%", planner="peak_greedy", mode="graph")
         for step in range(STEPS):
             if step == STEPS // 2:
                 normalized.mean = normalized.mean + 1.0
+                scale.mul_(0.5)
             model.train_on_batch(x, y)
         return model.get_weights(), model
 
