@@ -35,6 +35,17 @@ class ReadsAGlobal(layers.Layer):
         return x * factor
 
 
+@keras.saving.register_keras_serializable("tests")
+class Routed(layers.Layer):
+    """Two experts of each row, picked by value, and a loss that is the layer's own."""
+
+    def call(self, x: Any) -> Any:
+        shares, experts = keras.ops.top_k(keras.ops.softmax(x), 2)
+        picked = keras.ops.one_hot(experts, x.shape[-1])
+        self.add_loss(1e-2 * keras.ops.mean(keras.ops.square(shares)))
+        return x + keras.ops.sum(keras.ops.cast(picked, x.dtype) * shares[..., None], axis=1)
+
+
 def own_activation(x: Any) -> Any:
     return keras.ops.tanh(x) * factor
 
@@ -74,6 +85,10 @@ def another_activation(model: keras.Model) -> None:
     model.layers[1].activation = keras.activations.relu
 
 
+def a_class_that_does_not_count(model: keras.Model) -> None:
+    model.loss._fn_kwargs["ignore_class"] = 3
+
+
 def an_activation_of_ones_own(model: keras.Model) -> None:
     model.layers[1].activation = own_activation
 
@@ -92,6 +107,7 @@ CASES: dict[str, tuple[Callable[[], keras.Model], Callable[[keras.Model], None]]
     "a rate changes": (lambda: stack(lambda _: layers.Dropout(0.1)), twice_the_rate),
     "a layer is frozen": (lambda: stack(lambda _: layers.LayerNormalization()), no_longer_trained),
     "a regularizer changes": (lambda: stack(lambda _: layers.LayerNormalization()), weaker),
+    "a loss changes": (lambda: stack(lambda _: layers.LayerNormalization()), a_class_that_does_not_count),
     "an activation changes": (lambda: stack(lambda _: layers.LayerNormalization()), another_activation),
     "a function comes later": (lambda: stack(lambda _: layers.LayerNormalization()), an_activation_of_ones_own),
     "draws with seeds": (
@@ -100,11 +116,12 @@ CASES: dict[str, tuple[Callable[[], keras.Model], Callable[[keras.Model], None]]
     ),
     "noise with seeds": (lambda: stack(lambda number: layers.GaussianNoise(0.1, seed=number)), twice_the_noise),
     "a layer of one's own": (lambda: stack(lambda _: ReadsAGlobal()), another_factor),
+    "experts": (lambda: stack(lambda _: Routed()), nothing),
     "a function of one's own": (lambda: stack(lambda _: layers.Activation("tanh"), own_activation), another_factor),
 }
 
 
-def beside_plain(name: str) -> dict[str, Any]:
+def beside_plain(name: str, mode: Any = "graph") -> dict[str, Any]:
     """Weights after some steps, in the middle of which something changes."""
     make, change = CASES[name]
     draws = np.random.default_rng(1)
@@ -118,7 +135,7 @@ def beside_plain(name: str) -> dict[str, Any]:
         model = make()
         model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
         if limited:
-            remat.keras.limit_memory(model, "80%", planner="peak_greedy", mode="graph")
+            remat.keras.limit_memory(model, "80%", planner="peak_greedy", mode=mode)
         logs = []
         for step in range(STEPS):
             if step == STEPS // 2:
@@ -181,7 +198,7 @@ def by_both_ways() -> dict[str, Any]:
 
 
 def that_holds_tensors() -> dict[str, Any]:
-    """Tensors that are no variables, a layer's own and the model's, are read where they are, whatever they hold then."""
+    """Tensors that are no variables, a layer's own and the model's, are read where they are, whatever they hold."""
     draws = np.random.default_rng(1)
     x, y = draws.normal(size=(BATCH, WIDTH)).astype("float32"), draws.integers(0, 10, BATCH)
 

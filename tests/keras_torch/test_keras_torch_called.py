@@ -23,7 +23,8 @@ def check_called(result, captures):
 
 
 @pytest.mark.parametrize(
-    "name", ["a rate changes", "a layer is frozen", "a regularizer changes", "an activation changes"]
+    "name",
+    ["a rate changes", "a layer is frozen", "a regularizer changes", "a loss changes", "an activation changes"],
 )
 def test_what_a_layer_holds_may_change(name):
     """A callback may do so; the step is captured anew."""
@@ -59,6 +60,16 @@ def test_code_that_may_read_anything_is_guarded(name):
     assert result["why not called"].endswith("of your own")
     assert result["mode"] == "graph"
     assert result["called"] == 0
+    assert result["same logs"]
+    assert result["same weights"]
+
+
+@pytest.mark.parametrize("mode", ["graph", "eager"])
+def test_experts_that_are_picked_by_value(mode):
+    """Keras' ``one_hot`` looks at them, and the layer's own loss is not that of a trace."""
+    result = ask("beside_plain", "experts", mode)
+    assert result["mode"] == mode
+    assert result["recomputed"] > 0
     assert result["same logs"]
     assert result["same weights"]
 
