@@ -9,6 +9,7 @@ import pytest
 
 from remat import Graph, simulate
 from remat.planners import get_planner, smallest_peak
+from remat.planners.chain.programme import BlockChain
 from remat.planners.search import Search
 from remat.planners.smallest_peak import (
     _FEWEST_OPS_ASKED_IN_PART,
@@ -76,7 +77,7 @@ def test_a_method_that_finds_something_now_and_then_is_asked_on() -> None:
 def without_rules_of_thumb(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first level is the plain step, and what methods find comes next; no walk follows them."""
     monkeypatch.setattr(smallest_peak, "_evict_to_the_smallest", lambda *args: None)
-    monkeypatch.setattr(smallest_peak, "_MOST_OPS_NESTED", 0)
+    monkeypatch.setattr(BlockChain, "smallest", lambda chain: None)
     monkeypatch.setattr(smallest_peak, "_MOST_FIXED_OPS", 0)
     monkeypatch.setattr(smallest_peak, "_known", OrderedDict())
 
