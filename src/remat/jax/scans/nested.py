@@ -16,12 +16,13 @@ import jax
 
 from remat.fit.loop_menu import Option, best_of, merged
 from remat.jax import _private
+from remat.jax.scans.light_loops import with_light_loops_inside
 from remat.jax.scans.loops import Body, Choice, Left, LoopPair, Way, read
 from remat.jax.scans.menu import LoopBody
 from remat.jax.scans.pairs import Pair, find_pairs
 from remat.jax.scans.rewritten import Run, broadcasts_of
 from remat.jax.trace.graph import graph_of_program
-from remat.jax.trace.program import Atom, Flattener, Program, alive, program_of_equations
+from remat.jax.trace.program import Atom, Equation, Flattener, Program, alive, program_of_equations
 from remat.running.cost_model import DeviceProfile
 
 _MOST_INSIDE: Final = 10
@@ -55,12 +56,13 @@ def menu_of(pair: Pair, profile: DeviceProfile, *, nested: bool = True) -> Menu:
         profile: for the predicted times.
         nested: may the loops in its bodies be written again, too?
     """
+    pair = _with_light_loops_inside(pair) if nested else pair
     pairs = _pairs_inside(pair) if nested else []
     rows, checkpointed = rows_of([menu_of(one, profile) for one in pairs], _MOST_INSIDE)
     options: list[Option[Way]] = []
     least: list[Option[Way]] = []
     for number, row in enumerate(rows):
-        written = pair if number == 0 else _written(pair, [option.way for option in row])
+        written = _written(pair, [option.way for option in row]) if row else pair
         body = forward_program(written)
         loop = LoopBody(written, body, graph_of_program(body, profile))
         own = [_with_inner(pair, written, option, row) for option in loop.options()]
@@ -116,7 +118,28 @@ def _pairs_inside(pair: Pair) -> list[Pair]:
     return find_pairs(_equations(pair), [*pair.first_outputs, *pair.second_outputs])
 
 
-def _equations(pair: Pair) -> tuple[Any, ...]:
+def _with_light_loops_inside(pair: Pair) -> Pair:
+    count, outputs = len(pair.first_equations), pair.second_outputs
+    equations = with_light_loops_inside(_equations(pair), pair.avals)
+    if all(one is other for one, other in zip(equations, _equations(pair), strict=True)):
+        return pair
+    second = tuple(alive(equations[count:], outputs))
+    first = tuple(equations[:count])
+    needed = _needed(first, pair.first_inputs, second, outputs)
+    return replace(pair, first_equations=first, second_equations=second, needed=needed)
+
+
+def _needed(
+    first: Sequence[Equation], inputs: Sequence[int], second: Sequence[Equation], outputs: Sequence[Atom]
+) -> tuple[int, ...]:
+    """What the backward body reads of the forward one."""
+    made = {value for equation in first for value in equation.outputs} | set(inputs)
+    read_later = [value for equation in second for value in equation.reads]
+    read_later += [atom for atom in outputs if isinstance(atom, int)]
+    return tuple(value for value in dict.fromkeys(read_later) if value in made)
+
+
+def _equations(pair: Pair) -> tuple[Equation, ...]:
     return (*pair.first_equations, *pair.second_equations)
 
 
@@ -149,21 +172,19 @@ def _written(pair: Pair, ways: Sequence[Way]) -> Pair:
     closed = jax.make_jaxpr(bodies.second)(bodies.shapes(own), bodies.shapes(bodies.needed), left)
     second_outputs = flattener.add(closed, [*own_inputs, *rest])
     second = tuple(alive(flattener.equations[count:], second_outputs))
-    there = {value for equation in flattener.equations[:count] for value in equation.outputs} | set(first_inputs)
-    read_later = [value for equation in second for value in equation.reads]
-    read_later += [atom for atom in second_outputs if isinstance(atom, int)]
+    first = tuple(flattener.equations[:count])
     numbers = iter(own_inputs)
     return replace(
         pair,
         avals=tuple(flattener.avals),
         constants=flattener.constants,
-        first_equations=tuple(flattener.equations[:count]),
+        first_equations=first,
         second_equations=second,
         first_inputs=first_inputs,
         second_inputs=tuple(None if value is None else next(numbers) for value in pair.second_inputs),
         first_outputs=tuple(results),
         second_outputs=tuple(second_outputs),
-        needed=tuple(value for value in dict.fromkeys(read_later) if value in there),
+        needed=_needed(first, first_inputs, second, second_outputs),
     )
 
 

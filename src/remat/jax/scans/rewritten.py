@@ -16,9 +16,9 @@ from jax.sharding import PartitionSpec
 
 from remat.jax import _private
 from remat.jax.emit.in_maps import as_inside, as_outside
+from remat.jax.scans.light_loops import inflates
 from remat.jax.scans.loops import Body, LoopPair, Way, read
 from remat.jax.scans.pairs import Pair
-from remat.jax.trace import op_facts
 from remat.jax.trace.maps import Map
 from remat.jax.trace.program import Atom, Equation, Flattener
 
@@ -191,13 +191,4 @@ def _is_id(atom: Atom) -> bool:
 
 def broadcasts_of(equations: Sequence[Equation], avals: Sequence[Any]) -> dict[int, Equation]:
     """The equations that only repeat what they read many times over, by what they make."""
-    return {one.outputs[0]: one for one in equations if _inflates(one, avals)}
-
-
-def _inflates(equation: Equation, avals: Sequence[Any]) -> bool:
-    if equation.eqn.primitive.name not in ("broadcast_in_dim", "iota"):
-        return False
-    made, read = (
-        sum(op_facts.size_bytes(avals[value]) for value in values) for values in (equation.outputs, equation.reads)
-    )
-    return made >= op_facts.INFLATION * read
+    return {one.outputs[0]: one for one in equations if inflates(one, avals)}

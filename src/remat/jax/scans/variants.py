@@ -21,6 +21,7 @@ from remat.jax import _private
 from remat.jax._private import ClosedJaxpr
 from remat.jax.context import native_tie
 from remat.jax.emit.evaluate import emit
+from remat.jax.scans.light_loops import with_light_loops_inside
 from remat.jax.scans.loops import Body, Choice, Way
 from remat.jax.scans.menu import LoopBody
 from remat.jax.scans.nested import forward_program, menu_of, rows_of, thinned
@@ -99,6 +100,8 @@ def scan_variants(
     inputs = tuple(flattener.value(var.aval) for var in closed.jaxpr.invars)
     outputs = flattener.add(closed, inputs)
     equations = alive(flattener.equations, outputs)
+    if trace_body is None and find_received is None:
+        equations = alive(with_light_loops_inside(equations, flattener.avals), outputs)
     pairs = find_pairs(equations, outputs, op_facts.may_repeat if trace_body is None else op_facts.may_be_stacked)
     # An array that a mapped body captures would become one more argument of it.
     pairs = [pair for pair in pairs if not (pair.constants and equations[pair.forward].mapped)]
