@@ -29,8 +29,11 @@ def with_light_loops_inside(equations: Sequence[Equation], avals: Sequence[Any])
         equations: a flat program. The light loops stay in it, needed or not.
         avals: for each value id, its shape and dtype.
     """
-    light = (one for one in equations if inflates(one, avals) or _is_light_loop(one, avals))
-    made_by = {value: one for one in light for value in one.outputs}
+    made_by: dict[int, Equation] = {}
+    for one in equations:
+        is_light = inflates(one, avals) or _is_light_loop(one, avals) or _is_generated(one, made_by)
+        if is_light and one.mapped is None:
+            made_by.update(dict.fromkeys(one.outputs, one))
     return [_holding(one, made_by, avals) if made_by and one.eqn.primitive.name == "scan" else one for one in equations]
 
 
@@ -39,6 +42,11 @@ def _is_light_loop(equation: Equation, avals: Sequence[Any]) -> bool:
     if eqn.primitive.name != "scan" or _private.scan_counts(eqn)[1] or not _is_much_larger(equation, avals):
         return False
     return all(map(op_facts.is_light, eqn.params["jaxpr"].jaxpr.eqns))
+
+
+def _is_generated(equation: Equation, made_by: Mapping[int, Equation]) -> bool:
+    """Is it made of nothing but what is light itself, such as a comparison of two counters?"""
+    return op_facts.is_light(equation.eqn) and all(value in made_by for value in equation.reads)
 
 
 def inflates(equation: Equation, avals: Sequence[Any]) -> bool:
@@ -66,20 +74,31 @@ def _holding(equation: Equation, made_by: Mapping[int, Equation], avals: Sequenc
     light: dict[int, Equation] = {}
     for place, atom in enumerate(equation.inputs):
         found = made_by.get(atom) if isinstance(atom, int) else None
-        if found is None or found.mapped is not None or given <= place < given + carried:
+        if found is None or given <= place < given + carried:
             continue
         is_loop = found.eqn.primitive.name == "scan"
         if (is_loop and found.eqn.params["length"] == length) if place >= given else (is_loop or holds_loops):
             light[place] = found
     if not light or equation.mapped is not None:
         return equation
-    operands = [light[place].inputs if place in light else (atom,) for place, atom in enumerate(equation.inputs)]
-    ids = list(dict.fromkeys(atom for atoms in operands for atom in atoms if isinstance(atom, int)))
+    around: list[Atom] = []  # What is read outside of the body, or not light.
+    inside: list[int] = []
+    for place, atom in enumerate(equation.inputs):
+        if place not in light:
+            around.append(atom)
+            continue
+        constants = _private.scan_counts(light[place].eqn)[0] if place >= given else len(light[place].inputs)
+        around += light[place].inputs[constants:]
+        inside += [one for one in light[place].inputs[:constants] if isinstance(one, int)]
+    read_around = [atom for atom in around if isinstance(atom, int)]
+    ids = list(dict.fromkeys([*read_around, *_sources(inside, made_by)]))
 
     def run(*arrays: Any) -> Any:
         values = dict(zip(ids, arrays, strict=True))
 
         def read(atom: Atom) -> Any:
+            if isinstance(atom, int) and atom not in values:
+                return _made(made_by[atom], atom, None, read)
             return values[atom] if isinstance(atom, int) else np.asarray(atom.val, getattr(atom.aval, "dtype", None))
 
         def body(carry: Any, slices: Any) -> Any:
@@ -110,6 +129,19 @@ def _holding(equation: Equation, made_by: Mapping[int, Equation], avals: Sequenc
     inputs = tuple(var if isinstance(var, _private.Literal) else atom_of[var] for var in eqn.invars)
     eqn = eqn.replace(source_info=equation.eqn.source_info)
     return dataclasses.replace(equation, eqn=eqn, inputs=inputs)
+
+
+def _sources(values: Sequence[int], made_by: Mapping[int, Equation]) -> list[int]:
+    """What values are made of that is not light itself."""
+    found: list[int] = []
+    pending = list(values)
+    while pending:
+        value = pending.pop()
+        if value in made_by:
+            pending += made_by[value].reads
+        else:
+            found.append(value)
+    return found
 
 
 def _stacked_of(loop: Equation, read: Any) -> list[Any]:
