@@ -35,6 +35,17 @@ class ReadsAGlobal(layers.Layer):
         return x * factor
 
 
+@keras.saving.register_keras_serializable("tests")
+class Routed(layers.Layer):
+    """Two experts of each row, picked by value, and a loss that is the layer's own."""
+
+    def call(self, x: Any) -> Any:
+        shares, experts = keras.ops.top_k(keras.ops.softmax(x), 2)
+        picked = keras.ops.one_hot(experts, x.shape[-1])
+        self.add_loss(1e-2 * keras.ops.mean(keras.ops.square(shares)))
+        return x + keras.ops.sum(keras.ops.cast(picked, x.dtype) * shares[..., None], axis=1)
+
+
 def own_activation(x: Any) -> Any:
     return keras.ops.tanh(x) * factor
 
@@ -100,11 +111,12 @@ CASES: dict[str, tuple[Callable[[], keras.Model], Callable[[keras.Model], None]]
     ),
     "noise with seeds": (lambda: stack(lambda number: layers.GaussianNoise(0.1, seed=number)), twice_the_noise),
     "a layer of one's own": (lambda: stack(lambda _: ReadsAGlobal()), another_factor),
+    "experts": (lambda: stack(lambda _: Routed()), nothing),
     "a function of one's own": (lambda: stack(lambda _: layers.Activation("tanh"), own_activation), another_factor),
 }
 
 
-def beside_plain(name: str) -> dict[str, Any]:
+def beside_plain(name: str, mode: Any = "graph") -> dict[str, Any]:
     """Weights after some steps, in the middle of which something changes."""
     make, change = CASES[name]
     draws = np.random.default_rng(1)
@@ -118,7 +130,7 @@ def beside_plain(name: str) -> dict[str, Any]:
         model = make()
         model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
         if limited:
-            remat.keras.limit_memory(model, "80%", planner="peak_greedy", mode="graph")
+            remat.keras.limit_memory(model, "80%", planner="peak_greedy", mode=mode)
         logs = []
         for step in range(STEPS):
             if step == STEPS // 2:
@@ -181,7 +193,7 @@ def by_both_ways() -> dict[str, Any]:
 
 
 def that_holds_tensors() -> dict[str, Any]:
-    """A layer's own tensors that are no variables are read where they are, whatever they hold by then."""
+    """Tensors that are no variables, a layer's own and the model's, are read where they are, whatever they hold."""
     draws = np.random.default_rng(1)
     x, y = draws.normal(size=(BATCH, WIDTH)).astype("float32"), draws.integers(0, 10, BATCH)
 
@@ -192,13 +204,15 @@ def that_holds_tensors() -> dict[str, Any]:
         hidden = normalized(inputs)
         for _ in range(4):
             hidden = layers.Dense(4 * WIDTH, activation="gelu")(hidden)
-        model = keras.Model(inputs, layers.Dense(10)(hidden))
+        scale = keras.ops.sqrt(2.0)
+        model = keras.Sequential([keras.Model(inputs, hidden * scale), layers.Dense(10)])
         model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
         if limited:
             remat.keras.limit_memory(model, "80%", planner="peak_greedy", mode="graph")
         for step in range(STEPS):
             if step == STEPS // 2:
                 normalized.mean = normalized.mean + 1.0
+                scale.mul_(0.5)
             model.train_on_batch(x, y)
         return model.get_weights(), model
 

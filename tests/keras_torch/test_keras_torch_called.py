@@ -63,6 +63,16 @@ def test_code_that_may_read_anything_is_guarded(name):
     assert result["same weights"]
 
 
+@pytest.mark.parametrize("mode", ["graph", "eager"])
+def test_experts_that_are_picked_by_value(mode):
+    """Keras' ``one_hot`` looks at them, and the layer's own loss is not that of a trace."""
+    result = ask("beside_plain", "experts", mode)
+    assert result["mode"] == mode
+    assert result["recomputed"] > 0
+    assert result["same logs"]
+    assert result["same weights"]
+
+
 def test_a_function_of_ones_own_that_comes_later():
     """The step that finds it is not captured by calling it."""
     result = ask("beside_plain", "a function comes later")

@@ -271,6 +271,39 @@ def test_a_truth_value_that_must_be_yes_is_yes():
     assert_traced_as_run(loss, torch.randn(4, 8))
 
 
+def chosen(layer, classes=8):
+    """Experts that a step picks by value: PyTorch's ``one_hot`` looks at the values of what it is given."""
+
+    def loss(x):
+        y = layer(x)
+        shares, experts = y.softmax(-1).topk(2)
+        picked = nn.functional.one_hot(experts, classes)
+        return ((picked * shares[..., None]).sum(1) * y).tanh().sum()
+
+    return loss
+
+
+def test_classes_that_one_hot_looks_at_are_taken_as_they_come():
+    assert_traced_as_run(chosen(nn.Linear(8, 8)), torch.randn(4, 8))
+
+
+def test_classes_that_are_not_there_are_an_error_of_the_real_step():
+    layer, x = nn.Linear(8, 8), torch.randn(64, 8)
+
+    def loss(x):
+        y = layer(x)
+        return (nn.functional.one_hot(y.argmax(-1), 2).sum(1, keepdim=True) * y).sum()
+
+    plan = remat.torch.plan(loss, x, budget="100%")
+    with remat.torch.apply(plan), pytest.raises(RuntimeError, match="smaller than num_classes"):
+        loss(x)
+
+
+def test_how_many_classes_there_are_is_not_made_up():
+    with pytest.raises(remat.UnsupportedStep, match="without values"):
+        remat.torch.trace(chosen(nn.Linear(8, 8), classes=-1), torch.randn(4, 8))
+
+
 @pytest.mark.parametrize(
     "read", [lambda y: y.tolist(), lambda y: y.detach().numpy(), lambda y: y.data_ptr(), lambda y: y.sum().item()]
 )

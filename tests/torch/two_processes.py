@@ -188,6 +188,14 @@ def ddp_graph_micro_batches(rank):
     return {"same": same(*found), "calls": reduced, "mode": loss.plan.mode}
 
 
+def first_step_bytes(loss, args, optimizer):
+    """What the first step under a plan is measured at; as for ``least_peak``, a gathered parameter more in some."""
+    plan = planned(loss, args)
+    within(remat.torch.apply(plan), loss, args).backward()
+    optimizer.zero_grad()
+    return plan.measured_peak_bytes
+
+
 def fsdp(rank, reshard=True, whole=False, mixed=False, mesh=None):
     """fully_shard on each block and on the whole, or on the whole only, and an optimizer's updates."""
     mesh = None if mesh is None else init_device_mesh("cpu", mesh, mesh_dim_names=("data", "fsdp"))
@@ -234,6 +242,7 @@ def fsdp(rank, reshard=True, whole=False, mixed=False, mesh=None):
     plan = planned(loss, args)
     applied = remat.torch.apply(plan)
     found, found_calls = run(applied, module, optimizer, loss)
+    firsts = [plan.measured_peak_bytes, *(first_step_bytes(loss, args, optimizer) for _ in range(3))]
     return {
         "same": same(plain, found) and untouched,
         "calls": [Counter(plain_calls), Counter(found_calls)],
@@ -241,7 +250,7 @@ def fsdp(rank, reshard=True, whole=False, mixed=False, mesh=None):
         "departures": applied.departures,
         "plain": [plain_plan.baseline_peak_bytes, plain_peak],
         "peak": [plan.peak_bytes, peak(applied, optimizer, loss), plan.budget_bytes],
-        "measured": plan.measured_peak_bytes,
+        "measured": min(firsts),
     }
 
 

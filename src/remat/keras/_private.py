@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,8 @@ __all__ = [
     "calls_inside",
     "clear_losses",
     "compile_loss_of",
+    "constants_of",
+    "constants_replaced",
     "give_state_back",
     "is_trained_itself",
     "jit_options_of_distribution",
@@ -211,6 +213,37 @@ def outputs_released() -> Iterator[None]:
             yield
     finally:
         Function._run_through_graph, SymbolicArguments.fill_in = run, fill_in
+
+
+def constants_of(part: Any, kind: type) -> Iterator[Any]:
+    """The tensors of one type that a functional model was built with, as in ``inputs * keras.ops.sqrt(2.0)``."""
+    function = getattr(part, "_functional", part)  # A Sequential has one of its own.
+    if isinstance(function, Function):
+        for nodes in function._nodes_by_depth.values():
+            for node in nodes:
+                yield from (one for one in node.arguments._flat_arguments if isinstance(one, kind))
+
+
+@contextlib.contextmanager
+def constants_replaced(instead: Mapping[int, Any]) -> Iterator[None]:
+    """Inside, a functional model finds other tensors in place of those it was built with.
+
+    Args:
+        instead: of the address of a tensor, the other one.
+    """
+    own = SymbolicArguments.fill_in
+
+    def filling_in(self: Any, tensor_dict: dict[int, Any]) -> Any:
+        filled = own(self, tensor_dict)
+        if not any(id(one) in instead for one in self._flat_arguments):
+            return filled
+        return keras.tree.map_structure(lambda leaf: instead.get(id(leaf), leaf), filled)
+
+    SymbolicArguments.fill_in = filling_in
+    try:
+        yield
+    finally:
+        SymbolicArguments.fill_in = own
 
 
 def call_in_training(model: keras.Model, x: Any) -> Any:

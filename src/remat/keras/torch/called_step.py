@@ -57,6 +57,8 @@ def state_of(model: keras.Model) -> State:
     key: list[Hashable] = [_settings()]
     for part in _parts_of(model):
         key.append(_key_of(part, places))
+        for number, tensor in enumerate(_private.constants_of(part, torch.Tensor)):
+            places.append(_Place({str(number): tensor}, str(number), part))
     found = list({id(one.value): one for one in places}.values())  # Those that share a tensor, once.
 
     @contextmanager
@@ -69,7 +71,8 @@ def state_of(model: keras.Model) -> State:
             one.put(instead[id(value)])
         try:
             named = _private.calls_inside(lambda layer: in_layer(getattr(layer, "path", None) or layer.name))
-            with named, _private.whole_tracebacks(), seeded_draws.captured():
+            constants = _private.constants_replaced(instead)
+            with named, constants, _private.whole_tracebacks(), seeded_draws.captured():
                 yield
         finally:
             for one, value in zip(places, own, strict=True):

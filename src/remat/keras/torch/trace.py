@@ -59,7 +59,7 @@ def traced_step(
             traced with the kernels of that GPU.
     """
     gpu = None if device is None else gpu_of(get_profile(device), args)
-    loss_fn = released(loss_fn)
+    loss_fn = _without_added_losses(model, released(loss_fn))
     if model.optimizer is None:
         return EagerCandidate(record_step(loss_fn, args, accumulates=accumulates, gpu=gpu), device)
     if not model.optimizer.built:
@@ -77,6 +77,18 @@ def released(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
             return loss_fn(*args)
 
     return released_loss
+
+
+def _without_added_losses(model: keras.Model, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A loss function after which layers do not hold what they gave to ``add_loss``: a trace has no values for it."""
+
+    def loss_alone(*args: Any) -> Any:
+        try:
+            return loss_fn(*args)
+        finally:
+            _private.clear_losses(model)
+
+    return loss_alone
 
 
 def loss_of(model: keras.Model) -> Callable[[Any, Any, Any], Any]:

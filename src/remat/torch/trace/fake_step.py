@@ -119,7 +119,7 @@ def _recorded(
         with (
             watcher.modules,
             watcher.taking_marks(),
-            watcher.answering_lists(),
+            watcher.answering(),
             _without_reduction(watcher),
             torch.autograd.graph.saved_tensors_hooks(watcher.pack, watcher.unpack),
         ):

@@ -118,6 +118,7 @@ class StepWatcher(_private.TorchDispatchMode):
         # Of each autograd node, by its number: the module and the line of source that made it.
         self._origins: dict[int, tuple[str, str]] = {}
         self._is_paused = False
+        self._is_in_one_hot = False
         self._own_code_depth = 0
         self._own_code_runs = 0
         self.gradients = Gradients(self.recording, self.storages, self._reduce_over_replicas)
@@ -169,6 +170,8 @@ class StepWatcher(_private.TorchDispatchMode):
         if func is _ITEM:
             if (value := self.storages.value_of(inputs[0])) is not None:
                 return func(value)
+            if self._is_in_one_hot:
+                return 0
             if inputs[0].dtype is torch.bool:
                 self.guesses += 1
                 answers = _answers.get()
@@ -272,9 +275,14 @@ class StepWatcher(_private.TorchDispatchMode):
             _take.reset(token)
 
     @contextmanager
-    def answering_lists(self) -> Iterator[None]:
-        """Inside, ``tolist`` of a tensor hands out what is known of it. PyTorch's own looks past every mode."""
-        own = torch.Tensor.tolist
+    def answering(self) -> Iterator[None]:
+        """Inside, PyTorch's functions that want to know numbers hear them, as far as they can.
+
+        ``tolist`` of a tensor hands out what is known of it; PyTorch's own looks past every mode. ``one_hot`` looks for
+        the least and the greatest class on a CPU, to see that both are among those that there are, and hears that they
+        are; the real step sees for itself. Where it is to find out how many classes there are, it is told nothing.
+        """
+        own, one_hot = torch.Tensor.tolist, torch.nn.functional.one_hot
 
         def tolist(tensor: torch.Tensor) -> Any:
             with _private.no_modes():
@@ -283,7 +291,17 @@ class StepWatcher(_private.TorchDispatchMode):
                     raise _private.DataDependentOutputException(_ITEM)
                 return own(value)
 
-        with mock.patch.object(torch.Tensor, "tolist", tolist):
+        def one_hot_of(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+            self._is_in_one_hot = num_classes != -1
+            try:
+                return one_hot(tensor, num_classes)
+            finally:
+                self._is_in_one_hot = False
+
+        with (
+            mock.patch.object(torch.Tensor, "tolist", tolist),
+            mock.patch.object(torch.nn.functional, "one_hot", one_hot_of),
+        ):
             yield
 
     def _note(
