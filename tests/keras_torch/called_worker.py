@@ -85,6 +85,10 @@ def another_activation(model: keras.Model) -> None:
     model.layers[1].activation = keras.activations.relu
 
 
+def a_class_that_does_not_count(model: keras.Model) -> None:
+    model.loss._fn_kwargs["ignore_class"] = 3
+
+
 def an_activation_of_ones_own(model: keras.Model) -> None:
     model.layers[1].activation = own_activation
 
@@ -103,6 +107,7 @@ CASES: dict[str, tuple[Callable[[], keras.Model], Callable[[keras.Model], None]]
     "a rate changes": (lambda: stack(lambda _: layers.Dropout(0.1)), twice_the_rate),
     "a layer is frozen": (lambda: stack(lambda _: layers.LayerNormalization()), no_longer_trained),
     "a regularizer changes": (lambda: stack(lambda _: layers.LayerNormalization()), weaker),
+    "a loss changes": (lambda: stack(lambda _: layers.LayerNormalization()), a_class_that_does_not_count),
     "an activation changes": (lambda: stack(lambda _: layers.LayerNormalization()), another_activation),
     "a function comes later": (lambda: stack(lambda _: layers.LayerNormalization()), an_activation_of_ones_own),
     "draws with seeds": (

@@ -23,7 +23,8 @@ def check_called(result, captures):
 
 
 @pytest.mark.parametrize(
-    "name", ["a rate changes", "a layer is frozen", "a regularizer changes", "an activation changes"]
+    "name",
+    ["a rate changes", "a layer is frozen", "a regularizer changes", "a loss changes", "an activation changes"],
 )
 def test_what_a_layer_holds_may_change(name):
     """A callback may do so; the step is captured anew."""

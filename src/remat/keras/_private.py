@@ -19,6 +19,7 @@ from keras.src.ops.symbolic_arguments import SymbolicArguments
 from keras.src.trainers.compile_utils import CompileLoss
 
 __all__ = [
+    "OPTIONS_OF_LOSS",
     "RAW_VALUE",
     "CompileLoss",
     "Reduction",
@@ -46,6 +47,9 @@ __all__ = [
     "whole_tracebacks",
 ]
 
+
+OPTIONS_OF_LOSS = "_fn_kwargs"
+"""Where a loss of Keras' own holds what its function is called with, such as Huber's ``delta``."""
 
 RAW_VALUE = "_value"
 """Where a variable holds its tensor, whatever its layer's policy makes of it for a computation."""

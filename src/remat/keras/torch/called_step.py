@@ -139,6 +139,8 @@ def _key_of(part: Any, places: list[_Place]) -> Hashable:
     """What a layer holds. Tensors are no part of it; their places are added to ``places``."""
     held = vars(part)
     found = [type(part), getattr(held.get("_dtype_policy"), "name", None), held.get("_trainable"), held.get("call")]
+    if _private.OPTIONS_OF_LOSS in held:
+        found.append(_key_of_value(held[_private.OPTIONS_OF_LOSS]))
     # A loop without calls: it runs at each step, for thousands of values.
     for name, value in held.items():
         kind = type(value)
