@@ -54,16 +54,16 @@ def planned_line(bench: Bench, loss: Any, name: str, budget: int, *, smallest: b
     """The step within a budget; an infeasible one is a line that names the smallest."""
     started = time.perf_counter()
     try:
-        try:
-            line, gradient = within(bench, loss, name, budget)
-        except remat.InfeasibleBudget as error:
-            if not smallest:
-                return {"name": name, "budget_bytes": budget, "error": "refused", "smallest_bytes": error.minimum_bytes}
-            budget = error.minimum_bytes
-            line, gradient = within(bench, loss, name, budget)
+        found, least = within(bench, loss, name, budget)
+        if found is None and smallest:
+            budget = least
+            found, least = within(bench, loss, name, budget)
     except Exception as error:
         said = str(error).strip().splitlines() or [""]
         return {"name": name, "error": f"{type(error).__name__}: {said[0][:200]}"}
+    if found is None:
+        return {"name": name, "budget_bytes": budget, "error": "refused", "smallest_bytes": least}
+    line, gradient = found
     plan = gradient.plan
     return {
         **line,
@@ -75,9 +75,16 @@ def planned_line(bench: Bench, loss: Any, name: str, budget: int, *, smallest: b
     }
 
 
-def within(bench: Bench, loss: Any, name: str, budget: int) -> tuple[Line, Any]:
+def within(bench: Bench, loss: Any, name: str, budget: int) -> tuple[tuple[Line, Any] | None, int]:
+    """A line and the gradient's function within a budget, and that; for one that is too small None and the smallest.
+
+    Nothing of a refused plan is left when this returns: an error holds what its frames held, on the device, too.
+    """
     gradient = remat.jax.value_and_grad(loss, budget=budget)
-    return bench.line(name, gradient), gradient
+    try:
+        return (bench.line(name, gradient), gradient), budget
+    except remat.InfeasibleBudget as error:
+        return None, error.minimum_bytes
 
 
 class Bench:

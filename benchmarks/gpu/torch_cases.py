@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch._functorch.config
@@ -77,13 +77,11 @@ def runs_of(case: Case, device: str, small: bool) -> Iterator[tuple[str, int, Ca
         *((f"remat, {s:.0%}", int(s * plain_bytes)) for s in SHARES[case.part]),
         ("remat, smallest", 1),
     ):
-        try:
-            ours, _ = planned("graph", step, budget)
-        except remat.InfeasibleBudget as error:
-            if budget > 1:
-                continue
-            ours, _ = planned("graph", step, error.minimum_bytes)
-        yield name, bench.line(name, ours)["peak_bytes"], partial(bench.run_and_forget, ours)
+        found, least = planned_or_refused("graph", step, budget)
+        if found is None and budget == 1:
+            found, _ = planned_or_refused("graph", step, least)
+        if found is not None:
+            yield name, bench.line(name, found[0])["peak_bytes"], partial(bench.run_and_forget, found[0])
 
 
 def peers(case: Case, device: str, small: bool) -> Iterator[Line]:
@@ -141,13 +139,13 @@ def planned_line(bench: Bench, engine: str, name: str, budget: int, *, smallest:
     """The step within a budget; an infeasible one is a line that names the smallest."""
     started = time.perf_counter()
     try:
-        try:
-            ours, plan_of = planned(engine, bench.step, budget)
-        except remat.InfeasibleBudget as error:
-            if not smallest:
-                return {"name": name, "budget_bytes": budget, "error": "refused", "smallest_bytes": error.minimum_bytes}
-            budget = error.minimum_bytes
-            ours, plan_of = planned(engine, bench.step, budget)
+        found, least = planned_or_refused(engine, bench.step, budget)
+        if found is None and smallest:
+            budget = least
+            found, least = planned_or_refused(engine, bench.step, budget)
+        if found is None:
+            return {"name": name, "budget_bytes": budget, "error": "refused", "smallest_bytes": least}
+        ours, plan_of = found
         planning_s = time.perf_counter() - started
         line = bench.line(name, ours)
     except Exception as error:
@@ -163,8 +161,27 @@ def planned_line(bench: Bench, engine: str, name: str, budget: int, *, smallest:
     }
 
 
-def planned(engine: str, step: Step, budget: int) -> tuple[Step, Callable[[], Any]]:
-    """The step within a budget, planned already, and a function that returns its plan."""
+Planned: TypeAlias = tuple[Step, Callable[[], Any]]
+"""A step within a budget, planned already, and a function that returns its plan."""
+
+
+def planned_or_refused(engine: str, step: Step, budget: int) -> tuple[Planned | None, int]:
+    """The step within a budget, and that; for one that is too small None and the smallest.
+
+    Nothing of a refused plan is left when this returns: an error holds what its frames held, on the device, too.
+    """
+    try:
+        return planned(engine, step, budget), budget
+    except remat.InfeasibleBudget as error:
+        return None, error.minimum_bytes
+
+
+def planned(engine: str, step: Step, budget: int) -> Planned:
+    """The step within a budget.
+
+    Raises:
+        InfeasibleBudget: if none fits.
+    """
     if engine == "eager":
         plan = remat.torch.plan(step.loss, *step.args, budget=budget, time_limit_s=TIME_LIMIT_S)
         applied = remat.torch.apply(plan)

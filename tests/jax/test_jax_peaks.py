@@ -13,12 +13,13 @@ from jax_models import GREEDY, OF_XLA_0_10, assert_close, mlp, transformer
 import remat
 import remat.jax
 from remat.core.simulator import simulate
+from remat.fit.loop_menu import best_of
 from remat.jax import _buffers, candidate
 from remat.jax.candidate import FunctionCandidate
 from remat.jax.peak import Compiler, Lowered, peak_of
-from remat.jax.scans.menu import menu_of
+from remat.jax.scans.menu import LoopBody
+from remat.jax.scans.nested import forward_program
 from remat.jax.scans.pairs import find_pairs
-from remat.jax.scans.variants import _forward_program
 from remat.jax.trace.graph import graph_of_program
 from remat.jax.trace.program import Flattener, alive
 from remat.jax.variants import variants_of
@@ -260,8 +261,8 @@ def test_the_menu_of_a_loop_has_no_wide_gaps():
     flattener = Flattener()
     outputs = flattener.add(closed, [flattener.value(var.aval) for var in closed.jaxpr.invars])
     (pair,) = find_pairs(alive(flattener.equations, outputs), outputs)
-    body = _forward_program(pair)
-    menu = menu_of(pair, body, graph_of_program(body, get_profile("cpu")), in_chunks=False)
+    body = forward_program(pair)
+    menu = best_of(LoopBody(pair, body, graph_of_program(body, get_profile("cpu"))).cheapest_for_shares())
 
     held = [option.held_bytes for option in menu]
     gaps = [(before - after) / held[0] for before, after in itertools.pairwise(held)]

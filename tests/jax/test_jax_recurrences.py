@@ -10,7 +10,7 @@ from jax_models import GREEDY, assert_close, normal
 
 import remat
 import remat.jax
-from remat.jax.scans.loops import Choice, LoopPair
+from remat.jax.scans.loops import Choice, LoopPair, Way
 from remat.jax.scans.pairs import find_pairs
 from remat.jax.trace.program import Flattener, alive
 from remat.jax.variants import variants_of
@@ -169,11 +169,11 @@ def test_chunks_of_every_kind_are_exact(monkeypatch, reverse, steps, chunked, ch
         _, ys = run(params[0], xs, reverse=reverse)
         return jnp.mean(jnp.cumsum(ys, 0) ** 2)
 
-    def in_chunks(self, pair, choice, broadcasts, planned):
-        wanted = frozenset(pair.needed) - pair.free
+    def in_chunks(self, way, broadcasts, planned):
+        wanted = frozenset(way.pair.needed) - way.pair.free
         choice = Choice(wanted if chunked < steps else frozenset(), chunked, chunks, wanted)
         ran.append(choice)
-        original(self, pair, choice, broadcasts, planned)
+        original(self, Way(way.pair, choice), broadcasts, planned)
 
     original = LoopPair.__init__
     monkeypatch.setattr(LoopPair, "__init__", in_chunks)

@@ -85,17 +85,39 @@ def rotated(x: Any) -> Any:
     return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], -1)
 
 
-def attention(x: Any, p: Any, heads: int, groups: int) -> Any:
-    """Causal attention with grouped heads."""
+def attention(x: Any, p: Any, heads: int, groups: int, attend: Loss) -> Any:
+    """Causal attention with grouped heads; ``attend`` takes queries, keys and values."""
     batch, length, width = x.shape
     own = width // heads
     q = rotated((x @ p["q"]).reshape(batch, length, heads, own))
     k = rotated((x @ p["k"]).reshape(batch, length, groups, own))
     v = (x @ p["v"]).reshape(batch, length, groups, own)
     k, v = (jnp.repeat(part, heads // groups, 2) for part in (k, v))
-    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * own**-0.5
+    return attend(q, k, v).reshape(batch, length, width) @ p["o"]
+
+
+def attend_at_once(q: Any, k: Any, v: Any) -> Any:
+    """All queries at once."""
+    length = q.shape[1]
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
     scores = jnp.where(jnp.tril(jnp.ones((length, length), bool)), scores, -1e9)
-    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v).reshape(batch, length, width) @ p["o"]
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
+
+
+def attend_in_chunks(size: int, wrap: Wrap, q: Any, k: Any, v: Any) -> Any:
+    """So many queries at a time, in a loop: with ``jax.checkpoint`` around its body, attention without its matrix."""
+    batch, length, heads, own = q.shape
+
+    def chunk(_: Any, at: Any) -> Any:
+        place, queries = at
+        scores = jnp.einsum("bqhd,bkhd->bhqk", queries, k) * own**-0.5
+        is_past = (place * size + jnp.arange(size))[:, None] >= jnp.arange(length)
+        scores = jnp.where(is_past, scores, -1e9)
+        return None, jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
+
+    queries = q.reshape(batch, -1, size, heads, own).swapaxes(0, 1)
+    _, out = lax.scan(wrap(chunk), None, (jnp.arange(len(queries)), queries))
+    return out.swapaxes(0, 1).reshape(q.shape)
 
 
 def swiglu(x: Any, p: Any) -> Any:
@@ -112,9 +134,16 @@ def mixture(x: Any, p: Any) -> Any:
 
 
 def decoder(
-    *, is_scanned: bool = False, experts: int = 0, layers: int = 6, width: int = 128, length: int = 128, batch: int = 8
+    *,
+    is_scanned: bool = False,
+    chunk: int = 0,
+    experts: int = 0,
+    layers: int = 6,
+    width: int = 128,
+    length: int = 128,
+    batch: int = 8,
 ) -> JaxModel:
-    """RMSNorm, rotary positions, grouped heads, SwiGLU or experts, tied embeddings."""
+    """RMSNorm, rotary positions, grouped heads, SwiGLU or experts, tied embeddings; attention in chunks, or at once."""
     heads, groups, words, wide = 4, 2, 512, 4 * width
     shapes = {"q": (width, width), "k": (width, width // 2), "v": (width, width // 2), "o": (width, width)}
     if experts:
@@ -130,11 +159,13 @@ def decoder(
     whole: Any = jax.tree.map(lambda *leaves: jnp.stack(leaves), *blocks) if is_scanned else blocks
     params = {"words": normal(999, words, width, scale=0.05), "blocks": whole, "norm": jnp.ones(width)}
 
-    def block(x: Any, p: Any) -> Any:
-        x = x + attention(rms_norm(x, p["norm_1"]), p, heads, groups)
-        return x + (mixture if experts else swiglu)(rms_norm(x, p["norm_2"]), p)
-
     def make_loss(wrap: Wrap) -> Loss:
+        attend = functools.partial(attend_in_chunks, chunk, wrap) if chunk else attend_at_once
+
+        def block(x: Any, p: Any) -> Any:
+            x = x + attention(rms_norm(x, p["norm_1"]), p, heads, groups, attend)
+            return x + (mixture if experts else swiglu)(rms_norm(x, p["norm_2"]), p)
+
         own = wrap(block)
 
         def loss(params: Any, tokens: Any) -> Any:
@@ -563,6 +594,7 @@ MODELS: Final[Models] = {
     "lstm": functools.partial(recurrence, 4, lstm_cell),
     "decoder": decoder,
     "decoder_scanned": functools.partial(decoder, is_scanned=True),
+    "decoder_nested": functools.partial(decoder, is_scanned=True, chunk=64, length=512, batch=4),
     "experts": functools.partial(decoder, experts=4, layers=4),
     "mamba": mamba,
     "graph_network": graph_network,

@@ -18,6 +18,7 @@ from jax import lax
 
 from remat.jax import _private
 from remat.jax.scans.pairs import Pair
+from remat.jax.trace import op_facts
 from remat.jax.trace.program import Atom, Equation, alive
 
 BODY_NAME: Final = "remat_body_"
@@ -52,6 +53,36 @@ class Choice:
         """The iterations in the order in which the forward loop runs them."""
         pieces = [_Piece(0, self.chunked, length, self.chunks), _Piece(self.chunked, length, length, ())]
         return [piece for piece in pieces if piece.stop > piece.start]
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to run a pair of loops.
+
+    Attributes:
+        pair: the loops; those in their bodies as they were, or written again.
+        choice: what the forward loop leaves to the backward one.
+        inside: the ways of the pairs in the bodies that are written again.
+    """
+
+    pair: Pair
+    choice: Choice
+    inside: tuple[Way, ...] = ()
+
+    @property
+    def in_chunks(self) -> bool:
+        """Does any of the loops run in chunks?"""
+        return bool(self.choice.chunks) or any(one.in_chunks for one in self.inside)
+
+    @property
+    def left_bytes(self) -> int:
+        """What the forward loop leaves to the backward one."""
+        pair, total = self.pair, 0
+        for piece in self.choice.pieces(int(pair.first.eqn.params["length"])):
+            count = piece.length // piece.chunks[0] if piece.chunks else piece.length
+            values = pair.first_carries if piece.chunks else self.choice.stacked
+            total += count * sum(op_facts.size_bytes(pair.avals[value]) for value in values)
+        return total
 
 
 @dataclass(frozen=True)
@@ -97,7 +128,8 @@ def _scan(body: Body, carry: Any, stacked: Any, params: Any, length: int, unroll
     return carry, stacks
 
 
-def _read(values: Mapping[int, Any], atom: Atom) -> Any:
+def read(values: Mapping[int, Any], atom: Atom) -> Any:
+    """A value, or a scalar that stands in the program itself."""
     return values[atom] if isinstance(atom, int) else atom.val
 
 
@@ -105,38 +137,36 @@ def _execute(equations: Sequence[Equation], values: dict[int, Any], loop: int) -
     for equation in equations:
         # By this name the compiler's text tells which of these values come from other devices.
         with jax.named_scope(f"{BODY_NAME}{loop}_{min(equation.outputs, default=0)}"):
-            made = _private.evaluate(equation.eqn, [_read(values, atom) for atom in equation.inputs])
+            made = _private.evaluate(equation.eqn, [read(values, atom) for atom in equation.inputs])
         values.update(zip(equation.outputs, made, strict=True))
 
 
 class LoopPair:
-    """A pair of loops, run by a choice.
+    """A pair of loops, run in a way.
 
     Args:
-        pair: the loops.
-        choice: what the forward loop leaves to the backward one.
+        way: which loops, and what the forward one leaves to the backward one.
         broadcasts: by value id, the equations of the flat program that the bodies repeat instead of reading their
             results.
         planned: makes another body of the backward loop's body, its carry and the stacked arrays: one that keeps a
             plan.
 
     Attributes:
-        pair: as above.
+        pair: the loops.
         left: what the forward loop has left to the backward one, which takes it.
     """
 
     def __init__(
         self,
-        pair: Pair,
-        choice: Choice,
+        way: Way,
         broadcasts: Mapping[int, Equation],
         planned: Callable[[Body, Any, Any], Body],
     ) -> None:
-        self.pair = pair
-        self._choice = choice
+        self.pair = way.pair
+        self._choice = way.choice
         self._broadcasts = broadcasts
         self._planned = planned
-        self._params = pair.first.eqn.params
+        self._params = self.pair.first.eqn.params
         self._length = int(self._params["length"])
         self.left: Left = []
 
@@ -171,10 +201,9 @@ class LoopPair:
     def left_of(self, of: Callable[[Any], _Of]) -> list[_Of]:
         """Something of the type of each value whose stack is left, in the order of the leaves of ``left``."""
         pair = self.pair
-        given, carried = pair.first.counts
         found: list[_Of] = []
         for piece in self._choice.pieces(self._length):
-            values = pair.first_inputs[given : given + carried] if piece.chunks else sorted(self._choice.stacked)
+            values = pair.first_carries if piece.chunks else sorted(self._choice.stacked)
             found += [of(pair.avals[value]) for value in values]
         return found
 
@@ -185,8 +214,8 @@ class LoopPair:
             outer: values of the flat program.
         """
         loop, is_reverse = self.pair.first, bool(self._params["reverse"])
-        carry = [_read(outer, atom) for atom in loop.carry]
-        stacked = [_read(outer, atom) for atom in loop.stacked]
+        carry = [read(outer, atom) for atom in loop.carry]
+        stacked = [read(outer, atom) for atom in loop.stacked]
         wanted: list[Any] = []
         self.left = []
         for piece in self._choice.pieces(self._length):
@@ -207,16 +236,16 @@ class LoopPair:
         """Run the backward loop, which makes again what was not stacked. Returns its outputs, as ``run_first`` does."""
         pair, loop = self.pair, self.pair.second
         is_reverse, turns = bool(self._params["reverse"]), loop.eqn.params["reverse"] != self._params["reverse"]
-        carry = [_read(outer, atom) for atom in loop.carry]
+        carry = [read(outer, atom) for atom in loop.carry]
         stacked = (
             [
-                _read(outer, atom)
+                read(outer, atom)
                 for atom, value in zip(
                     loop.stacked, pair.second_inputs[len(loop.inputs) - len(loop.stacked) :], strict=True
                 )
                 if value is not None
             ],
-            [_read(outer, atom) for atom in pair.first.stacked],
+            [read(outer, atom) for atom in pair.first.stacked],
             {value: outer[stack] for stack, value in pair.shared.items()},
             jnp.arange(self._length) if pair.shifted else None,
         )
@@ -246,7 +275,7 @@ class LoopPair:
         """Some iterations of the forward loop: the carry, what others read, and the stacks of ``kept`` values."""
         pair, count = self.pair, self.pair.first.counts[1]
         order = sorted(kept)
-        wanted = [pair.first_outputs[count + number] for number in pair.kept_stacks] if is_wanted else []
+        wanted = pair.first_outputs[count:] if is_wanted else ()
         equations = alive(pair.first_equations, [*pair.first_outputs[:count], *wanted, *order])
 
         def body(carry: Any, each: Any) -> Any:
@@ -254,8 +283,8 @@ class LoopPair:
             values: dict[int, Any] = dict(zip(pair.first_inputs, (*constants, *carry, *each), strict=True))
             values.update(pair.constants)
             _execute(equations, values, pair.forward)
-            new_carry = [_read(values, atom) for atom in pair.first_outputs[:count]]
-            return new_carry, ([_read(values, atom) for atom in wanted], [values[value] for value in order])
+            new_carry = [read(values, atom) for atom in pair.first_outputs[:count]]
+            return new_carry, ([read(values, atom) for atom in wanted], [values[value] for value in order])
 
         carry, (stacks, made) = _scan(body, carry, stacked, self._params, length, self._params["unroll"])
         return carry, stacks, dict(zip(order, made, strict=True))
@@ -300,7 +329,7 @@ class LoopPair:
                 else:
                     values[value] = next(rest)
             _execute(equations, values, pair.forward)
-            results = [_read(values, atom) for atom in pair.second_outputs]
+            results = [read(values, atom) for atom in pair.second_outputs]
             return results[: len(carry)], results[len(carry) :]
 
         everything = (*stacked, dict(kept))
@@ -333,15 +362,15 @@ class LoopPair:
             before = place + 1 if is_reverse else place - 1
             is_first = place == (self._length - 1 if is_reverse else 0)
             slice_before = lax.dynamic_index_in_dim(outer[stack], before, keepdims=False)
-            found[value] = jnp.where(is_first, _read(outer, start), slice_before)
+            found[value] = jnp.where(is_first, read(outer, start), slice_before)
         return found
 
     def _read_inside(self, outer: Mapping[int, Any], atom: Atom) -> Any:
         """A constant of a loop, for its body; made there where it is much larger than what it is broadcast from."""
         equation = self._broadcasts.get(atom) if isinstance(atom, int) else None
         if equation is None:
-            return _read(outer, atom)
-        (made,) = _private.evaluate(equation.eqn, [_read(outer, source) for source in equation.inputs])
+            return read(outer, atom)
+        (made,) = _private.evaluate(equation.eqn, [read(outer, source) for source in equation.inputs])
         return made
 
 

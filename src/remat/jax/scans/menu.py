@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from remat.core.graph import Graph
-from remat.fit.loop_menu import LITTLE, BodyValues, Option, best_of
+from remat.fit.loop_menu import LITTLE, BodyValues, Option
 from remat.jax.scans.loops import Choice
 from remat.jax.scans.pairs import Pair
 from remat.jax.trace import op_facts
@@ -36,22 +36,6 @@ _FEWEST_CHUNKS: Final = 2
 _LONG: Final = 64
 """From so many iterations on, chunks are cut into chunks, too. A judgement: in a shorter loop that saves next to
 nothing, and computes a third time."""
-
-
-def menu_of(pair: Pair, body: Program, graph: Graph, *, in_chunks: bool = True) -> list[Option[Choice]]:
-    """The options of a pair, most bytes first: each costs more seconds than those before it.
-
-    Args:
-        pair: the loops.
-        body: the forward body.
-        graph: its graph.
-        in_chunks: may the loops run in chunks?
-    """
-    loop = LoopBody(pair, body, graph)
-    options = loop.cheapest_for_shares()
-    if in_chunks:
-        options += loop.chunked(options[0], options[-1])
-    return best_of(options)
 
 
 class LoopBody:
@@ -113,6 +97,11 @@ class LoopBody:
                 break
         return [*options, least]
 
+    def options(self) -> list[Option[Choice]]:
+        """All options: first those without chunks, most bytes first, down to the least that is possible."""
+        whole = self.cheapest_for_shares()
+        return [*whole, *self.chunked(whole[0], whole[-1])]
+
     def _bytes_of(self, values: frozenset[int]) -> float:
         return float(sum(self._size[value] for value in values))
 
@@ -165,7 +154,11 @@ class LoopBody:
         starts = sum(self._carried_bytes * whole / one for whole, one in zip(lengths, chunks, strict=False))
         own_bytes, rest_bytes = self._bytes_of(inside.way.stacked), self._bytes_of(rest.way.stacked)
         first_starts = self._carried_bytes * count
-        held = max(first_starts + left * rest_bytes, starts + chunks[-1] * own_bytes)
+        # What an iteration makes again lies beside what is stacked: in a body with loops of its own it is large.
+        rest_made, own_made = rest.held_bytes - self._length * rest_bytes, inside.held_bytes - self._length * own_bytes
+        held = max(
+            first_starts + left * rest_bytes + (rest_made if left else 0.0), starts + chunks[-1] * own_bytes + own_made
+        )
         again_s = chunked * len(chunks) * self._body_s
         again_s += (inside.again_s * chunked + rest.again_s * left) / self._length
         choice = Choice(rest.way.stacked if left else frozenset(), chunked, chunks, inside.way.stacked)

@@ -51,7 +51,8 @@ class Loop:
         return self.outputs[self.counts[1] :]
 
 
-@dataclass(frozen=True)
+# Compared by identity: bodies are large, and a pair is written once.
+@dataclass(frozen=True, eq=False)
 class Pair:
     """The two loops of one scan, first the forward one. Both bodies share one set of value ids.
 
@@ -63,7 +64,7 @@ class Pair:
         first_equations, second_equations: the bodies.
         first_inputs, second_inputs: ids of the arguments of a body, in the order of the loop's operands. In the second,
             None stands for what the forward body has made or been given, which has its id there.
-        first_outputs, second_outputs: what the bodies return.
+        first_outputs, second_outputs: what the bodies return; of the forward loop's stacks only those that are kept.
         kept_stacks: which of the forward loop's stacks something else than the backward loop reads.
         needed: ids of the forward body's values that the backward body reads.
     """
@@ -84,6 +85,12 @@ class Pair:
     needed: tuple[int, ...]
 
     @property
+    def first_carries(self) -> tuple[int, ...]:
+        """What the forward loop carries into an iteration, by its ids in the body."""
+        given, carried = self.first.counts
+        return self.first_inputs[given : given + carried]
+
+    @property
     def free(self) -> frozenset[int]:
         """What the backward body reads without a stack of its own.
 
@@ -98,8 +105,9 @@ class Pair:
     def shared(self) -> dict[int, int]:
         """The stacks that others read and the backward body, too: id in the flat program -> id in the body."""
         _, carried = self.first.counts
-        made = {self.first.stacks[number]: self.first_outputs[carried + number] for number in self.kept_stacks}
-        return {stack: value for stack, value in made.items() if isinstance(value, int)}
+        stacks = (self.first.stacks[number] for number in self.kept_stacks)
+        made = zip(stacks, self.first_outputs[carried:], strict=True)
+        return {stack: value for stack, value in made if isinstance(value, int)}
 
     @property
     def shifted(self) -> dict[int, tuple[int, Atom]]:
@@ -107,11 +115,9 @@ class Pair:
 
         By the id in the body: the stack's id in the flat program, and what the first iteration starts from.
         """
-        given, carried = self.first.counts
+        _, carried = self.first.counts
         stacks = {value: stack for stack, value in self.shared.items()}
-        carries = zip(
-            self.first_inputs[given : given + carried], self.first_outputs[:carried], self.first.carry, strict=True
-        )
+        carries = zip(self.first_carries, self.first_outputs[:carried], self.first.carry, strict=True)
         return {
             value: (stacks[made], start)
             for value, made, start in carries
@@ -234,7 +240,7 @@ def _pair(
         second_equations,
         first_inputs,
         tuple(second_inputs),
-        tuple(first_outputs),
+        (*first_outputs[: first.counts[1]], *(stack_values[number] for number in kept)),
         tuple(second_outputs),
         kept,
         tuple(value for value in dict.fromkeys(read) if value in made_first),

@@ -8,6 +8,7 @@ for each stack, of which each device has its own part.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -15,9 +16,9 @@ from jax.sharding import PartitionSpec
 
 from remat.jax import _private
 from remat.jax.emit.in_maps import as_inside, as_outside
-from remat.jax.scans.loops import Body, Choice, LoopPair
+from remat.jax.scans.light_loops import inflates
+from remat.jax.scans.loops import Body, LoopPair, Way, read
 from remat.jax.scans.pairs import Pair
-from remat.jax.trace import op_facts
 from remat.jax.trace.maps import Map
 from remat.jax.trace.program import Atom, Equation, Flattener
 
@@ -29,7 +30,6 @@ class Rewritten:
         flattener: has written the program.
         equations: those of it that are needed.
         inputs, outputs: of the program.
-        pairs: the loops.
     """
 
     def __init__(
@@ -38,14 +38,12 @@ class Rewritten:
         equations: Sequence[Equation],
         inputs: Sequence[int],
         outputs: Sequence[Atom],
-        pairs: Sequence[Pair],
     ) -> None:
         self._constants = flattener.constants
         self._equations = equations
         self._inputs = inputs
         self._outputs = outputs
-        self._pairs = pairs
-        self._broadcasts = [one for one in equations if _inflates(one, flattener.avals)]
+        self._broadcasts = broadcasts_of(equations, flattener.avals)
         self._stretches = _stretches(equations)
         self._layouts: dict[int, tuple[Any, PartitionSpec]] = {}
         for equation in equations:
@@ -58,31 +56,26 @@ class Rewritten:
                 ):
                     self._layouts[value] = var.aval, spec
 
-    def with_choices(
-        self, choices: Sequence[Choice], planned: Callable[[Body, Any, Any], Body]
-    ) -> Callable[..., list[Any]]:
-        """The flat function; there is a choice for each pair, and ``planned`` is as in ``LoopPair``."""
+    def in_ways(self, ways: Sequence[Way], planned: Callable[[Body, Any, Any], Body]) -> Callable[..., list[Any]]:
+        """The flat function; there is a way for each pair, and ``planned`` is as in ``LoopPair``."""
 
         def run(*arguments: Any) -> list[Any]:
-            loops = [
-                LoopPair(pair, choice, self._broadcasts_for(pair), planned)
-                for pair, choice in zip(self._pairs, choices, strict=True)
-            ]
-            program = _Run(self._equations, loops, self._outputs, self._layouts)
+            loops = [LoopPair(way, self._broadcasts_for(way.pair), planned) for way in ways]
+            program = Run(self._equations, loops, self._outputs, self._layouts)
             values: dict[int, Any] = {**dict(zip(self._inputs, arguments, strict=True)), **self._constants}
             for stretch in self._stretches:
                 program.add(stretch, values)
-            return [values[atom] if isinstance(atom, int) else atom.val for atom in self._outputs]
+            return [read(values, atom) for atom in self._outputs]
 
         return run
 
     def _broadcasts_for(self, pair: Pair) -> dict[int, Equation]:
         """The broadcasts that a pair's bodies may repeat: those of the same map, or outside of all maps, as it is."""
         own = self._equations[pair.forward].map
-        return {one.outputs[0]: one for one in self._broadcasts if one.map == own}
+        return {value: one for value, one in self._broadcasts.items() if one.map == own}
 
 
-class _Run:
+class Run:
     """One run of the program.
 
     Args:
@@ -97,7 +90,7 @@ class _Run:
         equations: Sequence[Equation],
         loops: Sequence[LoopPair],
         outputs: Sequence[Atom],
-        layouts: Mapping[int, tuple[Any, PartitionSpec]],
+        layouts: Mapping[int, tuple[Any, PartitionSpec]] = MappingProxyType({}),
     ) -> None:
         self._equations = equations
         self._starts = {loop.pair.forward: loop for loop in loops}
@@ -105,18 +98,19 @@ class _Run:
         self._layouts = layouts
         self._last_read = {atom: len(equations) for atom in outputs if isinstance(atom, int)}
         for number in range(len(equations)):
-            for value in self._reads(number):
+            for value in self.reads(number):
                 self._last_read[value] = max(self._last_read.get(value, -1), number)
 
     def add(self, stretch: range, values: dict[int, Any]) -> None:
         """Evaluate a stretch of equations, and add what they make to the values."""
         of = self._equations[stretch[0]].map
         if of is None:
-            self._evaluate(stretch, values)
+            self.evaluate(stretch, values)
         else:
             self._evaluate_in_map(of, stretch, values)
 
-    def _reads(self, number: int) -> Sequence[int]:
+    def reads(self, number: int) -> Sequence[int]:
+        """What an equation reads, or the loop in its place."""
         if number in self._starts:
             return sorted(self._starts[number].read_by_first)
         if number in self._ends:
@@ -126,7 +120,8 @@ class _Run:
     def _makes(self, number: int) -> Sequence[int]:
         return self._starts[number].made_by_first if number in self._starts else self._equations[number].outputs
 
-    def _evaluate(self, stretch: range, values: dict[int, Any]) -> None:
+    def evaluate(self, stretch: range, values: dict[int, Any]) -> None:
+        """Evaluate equations of one map, or outside of all maps, as ``add`` does."""
         for number in stretch:
             if number in self._starts:
                 values.update(self._starts[number].run_first(values))
@@ -134,13 +129,13 @@ class _Run:
                 values.update(self._ends[number].run_second(values))
             else:
                 equation = self._equations[number]
-                read = [values[atom] if isinstance(atom, int) else atom.val for atom in equation.inputs]
-                values.update(zip(equation.outputs, _private.evaluate(equation.eqn, read), strict=True))
+                made = _private.evaluate(equation.eqn, [read(values, atom) for atom in equation.inputs])
+                values.update(zip(equation.outputs, made, strict=True))
 
     def _evaluate_in_map(self, of: Map, stretch: range, values: dict[int, Any]) -> None:
         made = [value for number in stretch for value in self._makes(number)]
         there = set(made)
-        read = [v for v in dict.fromkeys(v for number in stretch for v in self._reads(number)) if v not in there]
+        read = [v for v in dict.fromkeys(v for number in stretch for v in self.reads(number)) if v not in there]
         wanted = [value for value in made if self._last_read.get(value, -1) >= stretch.stop]
         given = [loop for number, loop in self._ends.items() if number in stretch and loop.pair.forward not in stretch]
         handed = [
@@ -160,7 +155,7 @@ class _Run:
             rest = iter(arrays[len(read) :])
             for loop in given:
                 loop.left = jax.tree.map(lambda _: next(rest), loop.left)
-            self._evaluate(stretch, own)
+            self.evaluate(stretch, own)
             made = [as_outside(own[value], self._layouts[value][1]) for value in wanted]
             return (*made, *(array for loop in handed for array in jax.tree.leaves(loop.left)))
 
@@ -194,10 +189,6 @@ def _is_id(atom: Atom) -> bool:
     return isinstance(atom, int)
 
 
-def _inflates(equation: Equation, avals: Sequence[Any]) -> bool:
-    if equation.eqn.primitive.name not in ("broadcast_in_dim", "iota"):
-        return False
-    made, read = (
-        sum(op_facts.size_bytes(avals[value]) for value in values) for values in (equation.outputs, equation.reads)
-    )
-    return made >= op_facts.INFLATION * read
+def broadcasts_of(equations: Sequence[Equation], avals: Sequence[Any]) -> dict[int, Equation]:
+    """The equations that only repeat what they read many times over, by what they make."""
+    return {one.outputs[0]: one for one in equations if inflates(one, avals)}

@@ -10,24 +10,26 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias
 
 import jax
 
 from remat.core.errors import InfeasibleBudget
 from remat.core.simulator import simulate
-from remat.fit.loop_menu import best_of, merged
+from remat.fit.loop_menu import Option, best_of, merged
 from remat.jax import _private
 from remat.jax._private import ClosedJaxpr
 from remat.jax.context import native_tie
 from remat.jax.emit.evaluate import emit
-from remat.jax.scans.loops import Body, Choice
-from remat.jax.scans.menu import LoopBody, menu_of
-from remat.jax.scans.pairs import Pair, find_pairs
+from remat.jax.scans.light_loops import with_light_loops_inside
+from remat.jax.scans.loops import Body, Choice, Way
+from remat.jax.scans.menu import LoopBody
+from remat.jax.scans.nested import forward_program, menu_of, rows_of, thinned
+from remat.jax.scans.pairs import find_pairs
 from remat.jax.scans.rewritten import Rewritten
 from remat.jax.trace import op_facts
 from remat.jax.trace.graph import graph_of_program
-from remat.jax.trace.program import Atom, Flattener, Program, alive, program_of, program_of_equations
+from remat.jax.trace.program import Flattener, alive, program_of
 from remat.planners.view.problem import Problem
 from remat.planning.find import find
 from remat.running.cost_model import DeviceProfile
@@ -52,8 +54,6 @@ _SHARES_OVER_DEVICES: Final = (0.7, 0.4, 0.0)
 _MOST_OVER_DEVICES: Final = 6
 """The shares of all that a loop could stack, over several devices, and how many variants there are of them. Few, since
 there a variant may take two compilations, which show what one device holds."""
-
-_Row = TypeVar("_Row")
 
 _BODY_PLANNER: Final = "peak_greedy"
 """Plans the bodies. It needs no time limit, so the variants come out the same each time: a saved plan is for one."""
@@ -100,48 +100,41 @@ def scan_variants(
     inputs = tuple(flattener.value(var.aval) for var in closed.jaxpr.invars)
     outputs = flattener.add(closed, inputs)
     equations = alive(flattener.equations, outputs)
+    if trace_body is None and find_received is None:
+        equations = alive(with_light_loops_inside(equations, flattener.avals), outputs)
     pairs = find_pairs(equations, outputs, op_facts.may_repeat if trace_body is None else op_facts.may_be_stacked)
     # An array that a mapped body captures would become one more argument of it.
     pairs = [pair for pair in pairs if not (pair.constants and equations[pair.forward].mapped)]
     if not pairs or (trace_body is not None and (flattener.constants or any(pair.constants for pair in pairs))):
         return ScanVariants(())
-    bodies = [_forward_program(pair) for pair in pairs]
-    graphs = [graph_of_program(body, profile) for body in bodies]
     shapes = [_private.shape_of_aval(flattener.avals[value]) for value in inputs]
-    rewritten = Rewritten(flattener, equations, inputs, outputs, pairs)
+    rewritten = Rewritten(flattener, equations, inputs, outputs)
 
-    def traced(choices: Sequence[Choice], share: float | None = None) -> ClosedJaxpr:
+    def traced(ways: Sequence[Way], share: float | None = None) -> ClosedJaxpr:
         planned = _as_it_is if share is None else partial(_planned_body, share, profile)
-        run = rewritten.with_choices(choices, planned)
+        run = rewritten.in_ways(ways, planned)
         made: ClosedJaxpr = jax.make_jaxpr(run)(*shapes) if trace_body is None else trace_body(run)
         return made
 
     if find_received is not None:
-        everything = [Choice(frozenset(pair.needed) - pair.free) for pair in pairs]
+        everything = [Way(pair, Choice(frozenset(pair.needed) - pair.free)) for pair in pairs]
         around = [equations[pair.forward].map for pair in pairs]
         # What a body sends it says itself there.
         is_known = all(of is not None and of.is_over_all_devices for of in around)
-        received = {} if is_known else find_received(rewritten.with_choices(everything, _as_it_is))
-        loops = [
-            LoopBody(pair, body, graph, received.get(pair.forward, frozenset()))
-            for pair, body, graph in zip(pairs, bodies, graphs, strict=True)
-        ]
-        rows = merged([best_of([loop.cheapest(share) for share in _SHARES_OVER_DEVICES]) for loop in loops])
-        return ScanVariants([partial(traced, row) for row in _thinned(rows, _MOST_OVER_DEVICES)])
-    rows = merged([menu_of(pair, body, graph) for pair, body, graph in zip(pairs, bodies, graphs, strict=True)])
-    rows = _thinned(rows, _MOST_VARIANTS)
-    whole = [number for number, row in enumerate(rows) if not any(choice.chunks for choice in row)]
-    makers = [partial(traced, row) for row in rows]
+        received = {} if is_known else find_received(rewritten.in_ways(everything, _as_it_is))
+        sparse = []
+        for pair in pairs:
+            body = forward_program(pair)
+            loop = LoopBody(pair, body, graph_of_program(body, profile), received.get(pair.forward, frozenset()))
+            menu = best_of([loop.cheapest(share) for share in _SHARES_OVER_DEVICES])
+            sparse.append([Option(Way(pair, one.way), one.held_bytes, one.again_s) for one in menu])
+        return ScanVariants([partial(traced, row) for row in thinned(merged(sparse), _MOST_OVER_DEVICES)])
+    menus = [menu_of(pair, profile, nested=trace_body is None) for pair in pairs]
+    rows, checkpointed = rows_of(menus, _MOST_VARIANTS)
+    makers = [partial(traced, [option.way for option in row]) for row in rows]
     if trace_body is None:
-        makers += [partial(traced, rows[-1], share) for share in _BODY_SHARES]
-    return ScanVariants(makers, max(whole, default=None))
-
-
-def _thinned(rows: Sequence[_Row], most: int) -> list[_Row]:
-    """So many rows at most, those between left out evenly."""
-    if len(rows) <= most:
-        return list(rows)
-    return list(dict.fromkeys(rows[number * (len(rows) - 1) // (most - 1)] for number in range(most)))
+        makers += [partial(traced, [option.way for option in rows[-1]], share) for share in _BODY_SHARES]
+    return ScanVariants(makers, checkpointed)
 
 
 def _as_it_is(body: Body, carry: Any, stacked: Any) -> Body:
@@ -168,10 +161,3 @@ def _planned_body(share: float, profile: DeviceProfile, body: Body, carry: Any, 
         return jax.tree.unflatten(jax.tree.structure(shapes), run(jax.tree.leaves((carry, each)), captured))
 
     return planned
-
-
-def _forward_program(pair: Pair) -> Program:
-    body = Flattener()
-    body.avals, body.constants = list(pair.avals), dict(pair.constants)
-    outputs: list[Atom] = [*pair.first_outputs, *pair.needed]
-    return program_of_equations(body, alive(pair.first_equations, outputs), pair.first_inputs, outputs)

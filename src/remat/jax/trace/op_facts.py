@@ -248,6 +248,12 @@ def may_sink(eqn: JaxprEqn) -> bool:
     return may_repeat(eqn) and (name in _ELEMENTWISE or name in _VIEWS or name in ("broadcast_in_dim", "iota"))
 
 
+def is_light(eqn: JaxprEqn) -> bool:
+    """Is this element-wise, a view or a broadcast, or a call of nothing else?"""
+    inner = [one for jaxpr in inner_jaxprs(eqn) for one in jaxpr.eqns]
+    return eqn.primitive.name in ("jit", "pjit") and all(map(is_light, inner)) if inner else may_sink(eqn)
+
+
 def may_join(eqn: JaxprEqn) -> bool:
     """Is this computed inside the kernel that reads it, if only one does?"""
     name = eqn.primitive.name
