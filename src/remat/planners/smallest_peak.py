@@ -39,6 +39,8 @@ _LARGE_SHARES: Final = (0.9, 0.97)
 _LARGE_RULES: Final = ((1.0, 1.0), (0.5, 1.0), (0.5, 0.7))
 """There: shares of the peak so far that eviction is given, the next one where none of the rules ends, and the rules:
 weights of the distance to the next use, with shares of the budget that the forward part may fill, as in ``dtr``."""
+_LITTLE: Final = 0.01
+"""Share of a peak below which less is no progress: each step of eviction there takes a second."""
 _MOST_OPS_ASKED: Final = 200
 """Ops up to which whole methods are asked. A step of 37 ops was refused without them, though half of its peak is
 possible; much larger steps would take long."""
@@ -230,7 +232,7 @@ def _evict_below(problem: Problem, peak_bytes: int, note: Note) -> None:
             budget_bytes = max(problem.largest_step_bytes, pinned + int(share * (peak_bytes - pinned)))
             schedule = _evicted(problem, budget_bytes, power, forward_share)
             reached_bytes = peak_bytes if schedule is None else note(schedule)
-            if reached_bytes >= peak_bytes:
+            if reached_bytes > (1 - _LITTLE) * peak_bytes:
                 left.pop(0)
             peak_bytes = min(peak_bytes, reached_bytes)
 
