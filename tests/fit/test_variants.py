@@ -51,6 +51,12 @@ def test_a_variant_that_needs_less_than_those_behind_it_is_found():
     assert cheapest(ways, 601).time_s == pytest.approx(1.2)
 
 
+def test_a_cheaper_variant_behind_the_first_that_fits_is_found():
+    ways = [(1000, 1.0), (900, 1.1), (550, 1.4), (520, 1.3), (500, 1.2), (300, 1.5)]
+
+    assert cheapest(ways, 601).time_s == pytest.approx(1.2)
+
+
 def test_variants_aside_run_as_they_are_and_are_never_planned():
     made = []
 

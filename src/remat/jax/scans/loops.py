@@ -236,7 +236,8 @@ class LoopPair:
         """Run the backward loop, which makes again what was not stacked. Returns its outputs, as ``run_first`` does."""
         pair, loop = self.pair, self.pair.second
         is_reverse, turns = bool(self._params["reverse"]), loop.eqn.params["reverse"] != self._params["reverse"]
-        carry = [read(outer, atom) for atom in loop.carry]
+        start = self._length - 1 if loop.eqn.params["reverse"] else 0
+        carry: Any = [read(outer, atom) for atom in loop.carry], jnp.int32(start) if pair.shifted else None
         stacked = (
             [
                 read(outer, atom)
@@ -247,7 +248,6 @@ class LoopPair:
             ],
             [read(outer, atom) for atom in pair.first.stacked],
             {value: outer[stack] for stack, value in pair.shared.items()},
-            jnp.arange(self._length) if pair.shifted else None,
         )
         pieces = list(zip(self._choice.pieces(self._length), self.left, strict=True))
         self.left = []
@@ -260,7 +260,7 @@ class LoopPair:
                 carry, stacks = self._backward(outer, carry, own, left, piece.length)
             made.append(stacks)
         stacks = _joined(made[::-1] if turns else made, is_reverse)
-        return dict(zip(loop.outputs, (*carry, *stacks), strict=True))
+        return dict(zip(loop.outputs, (*carry[0], *stacks), strict=True))
 
     def _forward(
         self,
@@ -306,13 +306,18 @@ class LoopPair:
     def _backward(
         self, outer: Mapping[int, Any], carry: Any, stacked: Any, kept: Mapping[int, Any], length: int
     ) -> tuple[Any, Any]:
-        """Some iterations of the backward loop, which read the stacks of ``kept`` values."""
+        """Some iterations of the backward loop, which read the stacks of ``kept`` values.
+
+        With what it carries goes the place of the iteration, where it is asked for: a stack of places would take bytes.
+        """
         pair = self.pair
         given, carried = pair.first.counts
         equations = _lazily(pair, frozenset(kept))
+        step = -1 if pair.second.eqn.params["reverse"] else 1
 
-        def body(carry: Any, each: Any) -> Any:
-            own, first_stacked, shared, place, again = each
+        def body(carry_and_place: Any, each: Any) -> Any:
+            carry, place = carry_and_place
+            own, first_stacked, shared, again = each
             constants = [self._read_inside(outer, atom) for atom in pair.second.constants]
             first_constants = [self._read_inside(outer, atom) for atom in pair.first.constants]
             values: dict[int, Any] = {**pair.constants, **shared, **again, **self._carried_in(outer, place)}
@@ -330,7 +335,8 @@ class LoopPair:
                     values[value] = next(rest)
             _execute(equations, values, pair.forward)
             results = [read(values, atom) for atom in pair.second_outputs]
-            return results[: len(carry)], results[len(carry) :]
+            next_place = None if place is None else place + step
+            return (results[: len(carry)], next_place), results[len(carry) :]
 
         everything = (*stacked, dict(kept))
         params = pair.second.eqn.params
