@@ -38,10 +38,14 @@ def with_light_loops_inside(equations: Sequence[Equation], avals: Sequence[Any])
 
 
 def _is_light_loop(equation: Equation, avals: Sequence[Any]) -> bool:
-    eqn = equation.eqn
-    if eqn.primitive.name != "scan" or _private.scan_counts(eqn)[1] or not _is_much_larger(equation, avals):
-        return False
-    return all(map(op_facts.is_light, eqn.params["jaxpr"].jaxpr.eqns))
+    return equation.eqn.primitive.name == "scan" and _is_light(equation.eqn) and _is_much_larger(equation, avals)
+
+
+def _is_light(eqn: JaxprEqn) -> bool:
+    """Is an equation light, or a loop that carries nothing and holds nothing else?"""
+    if eqn.primitive.name != "scan":
+        return op_facts.is_light(eqn)
+    return not _private.scan_counts(eqn)[1] and all(map(_is_light, eqn.params["jaxpr"].jaxpr.eqns))
 
 
 def _is_generated(equation: Equation, made_by: Mapping[int, Equation]) -> bool:
