@@ -30,6 +30,8 @@ def test_what_may_not_be_repeated_is_stored() -> None:
         BODY.size_bytes, BODY.made_by, BODY.wanted, BODY.time_s, BODY.made_bytes, [False, True], BODY.reads, 50
     )
     assert fixed.cheapest(0.0) == (frozenset({0, 1}), frozenset({1}))
+    assert fixed.all_again() == (frozenset({0, 1}), frozenset({1}))
+    assert BODY.all_again() == (frozenset({0}), frozenset({0, 1}))
 
 
 def test_options_cost_more_the_less_they_hold() -> None:

@@ -239,6 +239,15 @@ def test_the_outer_menu_offers_what_inner_loops_may_leave():
     assert not menu.checkpointed.way.choice.chunks
 
 
+@pytest.mark.parametrize("name", ["one", "attention"])
+def test_checkpointed_bodies_stack_only_what_is_carried(name):
+    """As ``jax.checkpoint`` does, whatever the model says of what lies there while an iteration runs again."""
+    way = menu_of(pair_of(over_layers(NESTS[name]), arguments(layers=2)), profile_here()).checkpointed.way
+
+    assert way.choice.stacked <= set(way.pair.first_carries)
+    assert not any(inner.choice.stacked - set(inner.pair.first_carries) for inner in way.inside)
+
+
 def test_checkpointed_rows_are_there_though_others_beat_them():
     """The bytes are those of a model, so what a user would write by hand stands in the list, whatever it says of it."""
     pair = pair_of(over_layers(one), arguments())

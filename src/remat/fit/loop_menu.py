@@ -128,6 +128,21 @@ class BodyValues:
         model.limit(enumerate(kept.tolist()), enumerate(again.tolist()), room)
         return model.solve(time_limit_s=_SAFETY_S, gap=_GAP, most_nodes=_MOST_NODES)
 
+    def all_again(self) -> tuple[frozenset[int], frozenset[int]]:
+        """Nothing is stored but what is given to an iteration or must not run again, as under ``jax.checkpoint``."""
+        stored: set[int] = set()
+        again: set[int] = set()
+        pending = list(self.wanted)
+        while pending:
+            value = pending.pop()
+            op = self.made_by[value]
+            if op is None or not self.may_repeat[op]:
+                stored.add(value)
+            elif op not in again:
+                again.add(op)
+                pending += self.reads[op]
+        return frozenset(stored), frozenset(again)
+
     def option(self, stored: frozenset[int], again: frozenset[int]) -> Option[tuple[frozenset[int], frozenset[int]]]:
         """What it holds and costs to store these values and to run these operations again."""
         held = self.iterations * sum(self.size_bytes[value] for value in stored)

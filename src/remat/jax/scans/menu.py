@@ -87,6 +87,14 @@ class LoopBody:
         option = self._numbers.option(stored, again)
         return Option(Choice(frozenset(self._values[number] for number in stored)), option.held_bytes, option.again_s)
 
+    def checkpointed(self) -> Option[Choice]:
+        """All is made again of what the loop carries into an iteration, as with ``jax.checkpoint`` around its body.
+
+        It may hold more than other options: its bytes are not those of the model, which takes all that an iteration
+        makes again to be there at once.
+        """
+        return self._option(*self._numbers.all_again())
+
     def cheapest_for_shares(self) -> list[Option[Choice]]:
         """The option of each share, most bytes first; those below the least that is possible are left out."""
         options: list[Option[Choice]] = []

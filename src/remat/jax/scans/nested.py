@@ -59,17 +59,18 @@ def menu_of(pair: Pair, profile: DeviceProfile, *, nested: bool = True) -> Menu:
     pair = _with_light_loops_inside(pair) if nested else pair
     pairs = _pairs_inside(pair) if nested else []
     rows, checkpointed = rows_of([menu_of(one, profile) for one in pairs], _MOST_INSIDE)
-    options: list[Option[Way]] = []
-    least: list[Option[Way]] = []
-    for number, row in enumerate(rows):
+    loops: list[tuple[Pair, LoopBody]] = []
+    for row in rows:
         written = _written(pair, [option.way for option in row]) if row else pair
         body = forward_program(written)
-        loop = LoopBody(written, body, graph_of_program(body, profile))
-        own = [_with_inner(pair, written, option, row) for option in loop.options()]
-        options += own
-        if number == checkpointed:
-            least = [option for option in own if not option.way.choice.chunks]
-    return Menu(best_of(options), least[-1])
+        loops.append((written, LoopBody(written, body, graph_of_program(body, profile))))
+    options = [
+        _with_inner(pair, written, option, row)
+        for (written, loop), row in zip(loops, rows, strict=True)
+        for option in loop.options()
+    ]
+    written, loop = loops[checkpointed]
+    return Menu(best_of(options), _with_inner(pair, written, loop.checkpointed(), rows[checkpointed]))
 
 
 def rows_of(menus: Sequence[Menu], most: int) -> tuple[list[Row], int]:
