@@ -70,11 +70,6 @@ class Way:
     inside: tuple[Way, ...] = ()
 
     @property
-    def in_chunks(self) -> bool:
-        """Does any of the loops run in chunks?"""
-        return bool(self.choice.chunks) or any(one.in_chunks for one in self.inside)
-
-    @property
     def left_bytes(self) -> int:
         """What the forward loop leaves to the backward one."""
         pair, total = self.pair, 0
