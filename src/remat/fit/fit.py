@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from remat.core.budget import format_bytes, parse_budget
+from remat.core.collecting import collecting_rarely
 from remat.core.errors import InfeasibleBudget
 from remat.core.plan import Plan
 from remat.core.simulator import simulate
@@ -14,6 +15,7 @@ from remat.fit.plan_cache import Entry
 from remat.fit.request import Request
 
 
+@collecting_rarely()
 def fit(candidate: Candidate, request: Request, *, share_of_bytes: int | None = None, proves: bool = True) -> Plan:
     """The cheapest plan found whose real peak stays within the budget of a request.
 

@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 import jax
 
+from remat.core.collecting import collecting_rarely
 from remat.core.errors import InfeasibleBudget, UnsupportedStep
 from remat.core.graph import Graph
 from remat.core.plan import Plan
@@ -34,7 +35,6 @@ from remat.jax.trace import maps
 from remat.jax.trace.graph import after_donation
 from remat.jax.trace.program import Program, program_of, trace_jaxpr
 from remat.jax.variants import Variant, variants_of_jaxpr
-from remat.running.collecting import collecting_rarely
 
 _log = logging.getLogger("remat")
 

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import jax
 
+from remat.core.collecting import collecting_rarely
 from remat.core.errors import InfeasibleBudget
 from remat.core.graph import Graph
 from remat.core.plan import Plan
@@ -26,7 +27,6 @@ from remat.jax.split.choose import SplittableFunction
 from remat.jax.split.split_jaxpr import Splitter
 from remat.jax.trace.program import trace_jaxpr
 from remat.jax.variants import Variant, variants_of_jaxpr
-from remat.running.collecting import collecting_rarely
 
 Function: TypeAlias = Callable[..., Any]
 Transform: TypeAlias = Callable[[Function], Function]

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Final, Protocol
 
+from remat.core.collecting import collecting_rarely
 from remat.core.graph import Graph
 from remat.planners.search import Search
 from remat.planners.smallest_peak import is_asked_in_part, smallest_peak_schedules
@@ -84,6 +85,7 @@ def strategy(
     """
 
     def add(method: Strategy) -> Strategy:
+        @collecting_rarely()
         def planner(
             graph: Graph, budget_bytes: int, *, time_limit_s: float | None = None, thorough: bool = True
         ) -> tuple[int, ...]:

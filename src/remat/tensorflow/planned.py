@@ -15,13 +15,13 @@ from functools import cached_property, partial
 
 import tensorflow as tf
 
+from remat.core.collecting import collecting_rarely
 from remat.core.errors import UnsupportedStep
 from remat.core.plan import Plan
 from remat.fit.fit import fit
 from remat.fit.levers import proved
 from remat.fit.request import AUTO, Request
 from remat.fit.variants import Variants
-from remat.running.collecting import collecting_rarely
 from remat.tensorflow._private import FuncGraph
 from remat.tensorflow.api.checkpoints import chosen_plan
 from remat.tensorflow.early_updates import EarlyUpdates

@@ -10,6 +10,7 @@ from typing import Any, overload
 
 import jax
 
+from remat.core.collecting import collecting_rarely
 from remat.core.errors import PlanMismatch
 from remat.core.plan import Plan
 from remat.fit.first_step import OnChange, replans
@@ -29,7 +30,6 @@ from remat.jax.context import barriers_stay, current_tie
 from remat.jax.first_run import REPLAN, FirstRun, OnBroken
 from remat.jax.peak import compiler_options
 from remat.jax.planned import Follower, plan_function
-from remat.running.collecting import collecting_rarely
 
 
 @overload

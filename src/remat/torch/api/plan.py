@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from remat.core.budget import format_bytes
+from remat.core.collecting import collecting_rarely
 from remat.core.errors import InfeasibleBudget
 from remat.core.graph import Graph
 from remat.core.plan import Plan, Update, plan_for_schedule
@@ -83,6 +84,7 @@ class StepPlan(Plan):
         return EagerCandidate.of(self.step).following(other)
 
 
+@collecting_rarely()
 def plan(
     loss_fn: Callable[..., Any],
     *args: Any,

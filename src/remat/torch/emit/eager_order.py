@@ -9,7 +9,7 @@ in place is always made again together with its writes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from remat.core.schedule import Schedule
@@ -172,6 +172,7 @@ def _without_idle_runs(step: TracedStep, at: dict[int, tuple[int, ...]], units: 
 def directions_of(step: TracedStep, order: EagerOrder, units: Units) -> Directions:
     """What to keep, to recompute and to let go of, and when."""
     recording = step.recording
+    recorded = _recorded_ops(step)
     number: Counter[int] = Counter()
     pending: Counter[tuple[int, int]] = Counter()
     reruns: dict[int, tuple[Rerun, ...]] = {}
@@ -185,7 +186,7 @@ def directions_of(step: TracedStep, order: EagerOrder, units: Units) -> Directio
     for op in range(step.forward_ops, len(step.graph.ops)):
         units_here = order.at.get(op, ())
         for unit in units_here:
-            uses = tuple((storage, number[storage]) for storage in _reads_of(step, unit, units))
+            uses = tuple((storage, number[storage]) for storage in _reads_of(step, unit, units, recorded))
             pending.update(uses)
             number.update(recording.ops[unit].makes)
             found.append((op, unit, {storage: number[storage] for storage in recording.ops[unit].makes}, uses))
@@ -212,7 +213,7 @@ def gathered_early(step: TracedStep, order: EagerOrder, units: Units) -> list[tu
         there in between though the graph does not say so.
     """
     recording = step.recording
-    recorded = {graph_op: index for index, graph_op in enumerate(step.graph_ops)}
+    recorded = _recorded_ops(step)
     together: dict[int, list[int]] = {}
     for storage, number in recording.gathered_with.items():
         together.setdefault(number, []).append(storage)
@@ -234,11 +235,15 @@ def gathered_early(step: TracedStep, order: EagerOrder, units: Units) -> list[tu
     return found
 
 
-def _reads_of(step: TracedStep, unit: int, units: Units) -> list[int]:
+def _recorded_ops(step: TracedStep) -> dict[int, int]:
+    """For each op of the graph, the recorded op that it stands for."""
+    return {graph_op: index for index, graph_op in enumerate(step.graph_ops)}
+
+
+def _reads_of(step: TracedStep, unit: int, units: Units, recorded: Mapping[int, int]) -> list[int]:
     """The storages of the step that a recomputation reads, other than what it makes itself."""
     recording = step.recording
     own = set(recording.ops[unit].makes)
-    recorded = {graph_op: index for index, graph_op in enumerate(step.graph_ops)}
     reads = [storage for member in units.members[unit] for storage, _ in recording.ops[recorded[member]].reads]
     made = [s for s in dict.fromkeys(reads) if s not in own and recording.storages[s].made_by is not None]
     return [s for s in made if not recording.storages[s].is_gathered]

@@ -29,8 +29,8 @@ from torch._logging._internal import trace_log
 from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode, PythonFunctionalizeAPI
 
+from remat.core.collecting import without_collections
 from remat.core.errors import UnsupportedStep
-from remat.running.collecting import without_collections
 from remat.torch._backward_pass import counted_gradients
 from remat.torch._dynamo import once_left_unsaid, weakly
 from remat.torch._private import FakeTensorMode

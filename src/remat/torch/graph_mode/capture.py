@@ -18,12 +18,12 @@ from typing import Any, Final
 
 from torch import fx
 
+from remat.core.collecting import without_collections
 from remat.core.errors import InfeasibleBudget, RematError, UnsupportedStep
 from remat.core.graph import Graph
 from remat.core.plan import Plan
 from remat.fit.first_step import broken_budget, exceeds, no_room_for_excess, tell
 from remat.fit.request import Request
-from remat.running.collecting import without_collections
 from remat.torch import _private
 from remat.torch.emit.first_step import StorageMeter
 from remat.torch.graph_mode import _aot

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from remat.core.collecting import without_collections
 from remat.core.errors import UnsupportedStep
-from remat.running.collecting import without_collections
 from remat.running.cost_model import DeviceProfile
 from remat.torch import _private
 from remat.torch.early_updates import update_alone

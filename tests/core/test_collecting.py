@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from remat.running.collecting import collecting_rarely
+from remat.core.collecting import collecting_rarely
 
 
 @pytest.fixture
