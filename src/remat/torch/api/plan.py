@@ -43,12 +43,13 @@ Too small, a step breaks its budget; too large, it recomputes more than it has t
 _CALL_BYTES: Final = 900
 _RESULT_BYTES: Final = 350
 _RERUN_BYTES: Final = 300
-"""What autograd's node of a call of the forward pass takes, the header of a tensor that it returns, and what a plan
+"""What autograd's node of a call of the forward pass takes, the header of a result that autograd saves, and what a plan
 notes to run an op again.
 
 Measured by the process' own heap, on chains of 400 to 3,200 calls on tensors of eight numbers: 1,240 bytes a call for
 products and sines, 1,020 for products of matrices with views, 1,450 for normalisations with views, and 136 to 324 for
-each op that runs again. It is worth counting in steps of many small tensors. Too small, these break their budgets by a
+each op that runs again. A result that nobody saves takes its header with it: of an LSTM over 512 steps, 7,175 calls,
+9,222 results and 6,656 saved tensors, the heap holds 7.7 to 8.4 MB more than the tensors say. It is worth counting in steps of many small tensors. Too small, these break their budgets by a
 few percent.
 """
 
@@ -277,7 +278,9 @@ class EagerCandidate(Candidate):
         recording = self.step.recording
         if recording.device != "cpu":
             return 0
-        return _CALL_BYTES * recording.forward_calls + _RESULT_BYTES * recording.forward_results + _RERUN_BYTES * reruns
+        saved = sum(one.storage is not None for one in recording.saved)
+        results = min(recording.forward_results, saved)
+        return _CALL_BYTES * recording.forward_calls + _RESULT_BYTES * results + _RERUN_BYTES * reruns
 
     def fitted(self, request: Request, share_of_bytes: int | None = None) -> StepPlan:
         """The cheapest plan found whose peak stays within the budget of a request as eager PyTorch runs it.
