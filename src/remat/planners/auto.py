@@ -64,7 +64,8 @@ such a step is searched by all methods."""
 _LARGE: Final = 10_000
 """Ops of a step from which on the noise is near enough in every search: each further method takes seconds to half a
 minute. On 25,000 ops three of them took 48 s after the first that came so near, and won .16 points.
-An LSTM over 512 steps, 17,272 ops, costs 20.4 % at half of its peak before eviction is asked, and after its 30 s."""
+An LSTM over 512 steps, 17,272 ops, costs 20.4 % at half of its peak before eviction is asked, and after its 30 s.
+There annealing, whose edits are limited, took 5 s, and won 0 to .07 points at five budgets."""
 _FAR: Final = 0.015
 """Of the plain step: where a schedule of a fixed order costs so much more than the bound, as near the smallest peak,
 the blocks of the whole step are planned, too, and a hot walk looks for another schedule. A judgement; lower, and steps
@@ -125,8 +126,10 @@ def _search_fixed_order(search: Search) -> None:
     for method in FOR_CHAINS if BlockChain.of(inner.problem).blocks else FOR_ANY_GRAPH:
         if not search.thorough and method not in (QUICK_ON_SMALL if inner.problem.count <= _SMALL else QUICK):
             continue
-        if (not search.thorough or is_large) and method is dtr and search.best is not None:
-            continue  # It reaches small peaks, and rarely the cheapest schedule.
+        if search.best is not None and (
+            (method is dtr and (is_large or not search.thorough)) or (method is simulated_annealing and is_large)
+        ):
+            continue  # Eviction reaches small peaks, and rarely the cheapest schedule. A walk has an edit for each op.
         if not search.expired and search.best_time_s - plain_s > enough_s:
             method(inner)
     far_s = plain_s + bound_s + _FAR * plain_s
