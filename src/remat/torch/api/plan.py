@@ -48,7 +48,7 @@ notes to run an op again.
 
 Measured by the process' own heap, on chains of 400 to 3,200 calls on tensors of eight numbers: 1,240 bytes a call for
 products and sines, 1,020 for products of matrices with views, 1,450 for normalisations with views, and 136 to 324 for
-each op that runs again. A result that nobody saves takes its header with it: of an LSTM over 512 steps, 7,175 calls with
+each op that runs again. A result that nobody saves takes its header with it: of an LSTM over 512 steps, 7,175 calls and
 9,222 results, the heap holds 7.7 MB more than the tensors say. It is worth counting in steps of many small tensors. Too
 small, these break their budgets by a few percent.
 """
