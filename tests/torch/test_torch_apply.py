@@ -17,7 +17,7 @@ import remat
 import remat.torch
 from remat.core.schedule import recomputed_ops
 from remat.torch.api.plan import EagerCandidate
-from remat.torch.emit import recipes
+from remat.torch.emit import eager_order, recipes
 from remat.torch.trace.fake_step import record_step
 
 
@@ -335,4 +335,67 @@ def test_a_step_of_many_small_tensors_leaves_room_for_their_bookkeeping():
     candidate = EagerCandidate(record_step(loss, (torch.randn(64, requires_grad=True),)))
     peak = candidate.real_peak(remat.plan(candidate.graph, budget="100%", planner="store_all"))
     assert peak.highest_bytes - peak.expected_bytes > 300 * 1000
-    assert candidate.first_guess(peak.highest_bytes) == pytest.approx(peak.expected_bytes, abs=2)
+    assert candidate.first_guess(peak.highest_bytes) == pytest.approx(peak.expected_bytes, rel=0.003)
+
+
+def test_a_step_of_many_small_tensors_is_planned_in_one_round(monkeypatch):
+    """An LSTM over 512 steps was planned for a budget in which notes of what runs again had no room, and once more."""
+    weights = torch.randn(32, 32, requires_grad=True)
+
+    def loss(x):
+        for _ in range(60):
+            x = (x @ weights).sigmoid() * x.tanh()
+        return x.sum()
+
+    budgets = []
+    find = EagerCandidate.find
+
+    def watched(self, budget_bytes, request):
+        budgets.append(budget_bytes)
+        return find(self, budget_bytes, request)
+
+    monkeypatch.setattr(EagerCandidate, "find", watched)
+    candidate = EagerCandidate(record_step(loss, (torch.randn(64, 32),)))
+
+    found = remat.torch.plan(loss, torch.randn(64, 32), budget="75%", thorough=False)
+
+    highest_bytes = candidate.real_peak(found).highest_bytes
+    assert 0.95 * found.budget_bytes <= highest_bytes <= found.budget_bytes
+    assert len(budgets) == 1
+
+
+def test_a_result_that_nobody_saves_takes_its_header_with_it():
+    def loss(x, saves):
+        for _ in range(100):
+            x = x.tanh() if saves else x + 1
+        return x.sum()
+
+    x = torch.randn(64, requires_grad=True)
+    peaks = []
+    for saves in (True, False):
+        candidate = EagerCandidate(record_step(loss, (x, saves)))
+        peaks.append(candidate.real_peak(remat.plan(candidate.graph, budget="100%", planner="store_all")))
+
+    beside = [peak.highest_bytes - 1.02 * peak.expected_bytes for peak in peaks]
+    assert beside[0] - beside[1] == pytest.approx(100 * 350, abs=1000)
+
+
+def test_the_reads_of_recomputations_are_found_with_one_look_at_the_ops(monkeypatch):
+    """A table of all ops for each recomputation took 4 s of an LSTM over 512 steps."""
+    looks = []
+    recorded_ops = eager_order._recorded_ops
+
+    def watched(step):
+        looks.append(step)
+        return recorded_ops(step)
+
+    monkeypatch.setattr(eager_order, "_recorded_ops", watched)
+    case = mlp()
+    plan = remat.torch.plan(case.loss, *case.args, budget="70%", **QUICK)
+    looks.clear()
+
+    order = eager_order.in_eager_order(plan.step, plan.schedule, eager_order.Units(plan.step))
+    eager_order.directions_of(plan.step, order, eager_order.Units(plan.step))
+
+    assert sum(map(len, order.at.values())) > 1
+    assert len(looks) == 1
