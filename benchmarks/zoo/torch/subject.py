@@ -133,11 +133,13 @@ class TorchModel(Subject):
             loss_of().backward()
 
         def run() -> None:
-            self._from_the_start(module)
+            # No more than a training loop does: looking for garbage and copying weights took longer than many a step.
+            module.zero_grad(set_to_none=True)
             step()
 
         def results() -> list[Array]:
-            run()
+            self._from_the_start(module)
+            step()
             gradients = (p.grad for p in module.parameters() if p.grad is not None)
             return [value.detach().double().numpy().copy() for value in (*gradients, *module.buffers())]
 
