@@ -100,7 +100,7 @@ def _row(line: dict[str, Any], plain_bytes: int) -> str:
     figures = [
         f"{line['peak_bytes'] / 2**20:.2f}{_beside(line)}{_over(line)}",
         f"{_all_bytes(line) / plain_bytes:.0%}",
-        f"{line['relative_time']:.2f}",
+        "" if line.get("relative_time") is None else f"{line['relative_time']:.2f}",
         predicted,
         planning,
         f"{line['compiling_s']:.1f}",
