@@ -113,16 +113,25 @@ class WindowModel:
         """For each followed storage, the op after which its life is not followed any more.
 
         Beyond its last use in program order it may be wanted for recomputations. Those of forward ops are followed to
-        the end, those of backward ops, which are many and rarely pay, are not.
+        the end, those of backward ops, which are many and rarely pay, are not: only, where the samples are chosen, as
+        long as what a reader makes is in use. Else a gradient would be made again at the price of its last op.
         """
         problem = self.problem
         until: dict[int, int] = {}
         for s in reversed(self.followed):
             until[s] = problem.uses[s][-1]
+            if self.chosen:
+                until[s] = max([until[s], *(problem.uses[m][-1] for m in self._made_from(s))])
             for op in problem.consumers[s]:
                 if op <= problem.turning_point and problem.graph.ops[op].recomputable:
                     until[s] = max([until[s], *(until[m] for m in problem.storages_made[op] if m in until)])
         return until
+
+    def _made_from(self, s: int) -> list[int]:
+        """The followed storages that may be made again from one."""
+        problem = self.problem
+        readers = [op for op in problem.consumers[s] if problem.graph.ops[op].recomputable]
+        return [m for op in readers for m in problem.storages_made[op] if self._counts[m]]
 
     def _add_kept(self) -> None:
         for s in self.followed:
@@ -178,9 +187,11 @@ class WindowModel:
             if column is None:
                 continue
             until = max(self._until[s] for s in made)
+            # From here on the last runs of the op that the column stands for may begin.
+            last = self.places[np.searchsorted(self.places[: window.stop], until) - 1]
             for u in problem.storages_read[op]:
                 # A read later than u is followed says nothing about u.
-                if (u, window.start) in kept and self._until[u] >= until:
+                if (u, window.start) in kept and self._until[u] > last:
                     self.builder.add_row([(column, 1.0), *self._lacks(u, window)], high=0.0)
 
     def again(self, op: int, sample: int) -> int | None:
