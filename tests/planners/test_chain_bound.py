@@ -39,7 +39,10 @@ def test_no_choice_of_samples_proves_too_much(graph: Graph, share: float, data: 
     budget_bytes = int(share * simulate(graph, graph.plain_schedule).peak_bytes)
     least = least_time_s(graph, budget_bytes, extra_runs=3)
     chosen = data.draw(st.sets(st.integers(0, len(graph.ops) - 1), min_size=1))
-    model = WindowModel(Problem.of(graph), budget_bytes, len(chosen), chosen=tuple(sorted(chosen)))
+    follows = data.draw(st.booleans())
+    model = WindowModel(
+        Problem.of(graph), budget_bytes, len(chosen), chosen=tuple(sorted(chosen)), follows_gradients=follows
+    )
     if least is not None and len(model.linear.cost):
         multipliers = row_multipliers(model.linear, time_limit_s=10)
         assert multipliers is not None
@@ -136,7 +139,7 @@ def test_a_gradient_that_is_made_again_needs_what_its_op_reads() -> None:
     )
     tensors = tuple(Tensor(size) for size in (0, 10, 10, 10, 30, 0))
     graph = Graph(ops, tensors, (0,), (), free_order=False, turning_point=0)
-    model = WindowModel(Problem.of(graph), 30, 1, chosen=(3,))
+    model = WindowModel(Problem.of(graph), 30, 1, chosen=(3,), follows_gradients=True)
     multipliers = row_multipliers(model.linear, time_limit_s=10)
     assert multipliers is not None
     assert proven_minimum(model.linear, multipliers) * model.time_unit_s == pytest.approx(10.0)
@@ -155,7 +158,7 @@ def test_chosen_samples_among_gradients_prove_nothing_false() -> None:
         found = None if problem.plain.peak_bytes <= budget_bytes else exhaustive(graph, budget_bytes)
         heaviest = int(np.argmax(problem.plain.bytes))
         chosen = tuple(sorted({heaviest, *rng.sample(range(len(ops)), rng.randint(1, len(ops)))}))
-        model = WindowModel(problem, budget_bytes, len(chosen), chosen=chosen)
+        model = WindowModel(problem, budget_bytes, len(chosen), chosen=chosen, follows_gradients=True)
         if found is None or not len(model.linear.cost):
             continue
         multipliers = row_multipliers(model.linear, time_limit_s=10)

@@ -156,7 +156,7 @@ def _with_chosen_samples(
         before, chosen = chosen, binding_steps(model, solved.values, solved.multipliers)
         if best_s >= enough_s or chosen in ((), before):
             break
-        model = WindowModel(model.problem, model.budget_bytes, len(chosen), chosen=chosen)
+        model = WindowModel(model.problem, model.budget_bytes, len(chosen), chosen=chosen, follows_gradients=True)
         found = _solved(model, deadline_s, _MOST_ENTRIES_OF_CHOSEN)
         if found is None:
             break
