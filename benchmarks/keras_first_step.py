@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
-from remat.running import machine
+from benchmarks.where import here
 
 RESULT: Final = Path(__file__).parent / "results" / "keras-first-step.md"
 MODELS: Final = ("hub GPT-2", "hub ViT", "MobileNet")
@@ -70,13 +70,10 @@ def in_a_process(backend: str, name: str, way: str) -> dict[str, Any]:
 
 def written(lines: list[list[str]]) -> str:
     """The table as Markdown."""
-    where = machine.described()
-    versions = ", ".join(f"{name} {version}" for name, version in machine.versions().items())
     text = [
         "# First steps of Keras models, plain and planned",
         "",
-        f"{where['system']} {where['processor']}, {where['cores']} cores; {versions}. Processor seconds of one thread, "
-        f"budgets of {BUDGET}.",
+        f"{here()}. Processor seconds of one thread, budgets of {BUDGET}.",
         "",
         "| model | backend | plain first step | planned first step | at most | plain, planned second step | "
         "mode | budget used | predicted extra time |",

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.where import in_a_line
 from remat.running import machine
 
 RESULTS = Path(__file__).parent.parent / "results"
@@ -92,12 +93,10 @@ def as_row(line: dict[str, Any]) -> str:
 
 
 def write(table: dict[str, Any], target: Path) -> None:
-    where = table["machine"]
-    versions = ", ".join(f"{name} {version}" for name, version in table["versions"].items())
     text = [
         f"# {table['title']}",
         "",
-        f"{where['system']} {where['processor']}, {where['cores']} cores; {versions}."
+        f"{in_a_line(table['machine'], table['versions'])}."
         + (" A small model, to see that it works." if table["small"] else ""),
         "",
         HEAD,

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 TITLE = "TensorFlow: 12 residual blocks of LayerNormalization and two Dense layers, batch 2048, one gradient"
+RECOMPUTE = "tf.recompute_grad"
 METHODS = (
     "plain",
-    "tf.recompute_grad, each block",
+    f"{RECOMPUTE}, each block",
     "keras.RematScope(mode='full')",
-    "remat, bytes of tf.recompute_grad",
+    f"remat, bytes of {RECOMPUTE}",
     "remat, 50 % of plain",
     "remat, its smallest",
 )
@@ -23,14 +25,38 @@ def run(method: str, small: bool, earlier: dict[str, Any]) -> tuple[dict[str, An
     import keras
     import tensorflow as tf
 
-    import remat
     import remat.tensorflow
 
-    width, hidden, batch, count = (64, 256, 512, 4) if small else (256, 1024, 2048, 12)
-    keras.utils.set_random_seed(1)
+    with keras.RematScope(mode="full") if method.startswith("keras.RematScope") else nullcontext():
+        blocks = Blocks(small)
+    calls = blocks.recomputed() if method.startswith(RECOMPUTE) else blocks.layers
 
-    def blocks() -> list[Any]:
-        return [
+    def step_within(budget: int | str | None) -> Any:
+        return blocks.step(calls, budget)
+
+    step = step_within(budget_of(method, earlier, METHODS[1], lambda: smallest(step_within, blocks.x)))
+    found = remat.tensorflow.measure(step, blocks.x, repeats=5)
+    return {"peak_bytes": found.peak_bytes, "step_s": found.time_s}, [tf.convert_to_tensor(g) for g in step(blocks.x)]
+
+
+class Blocks:
+    """The network and its batch, the same numbers each time.
+
+    Args:
+        small: a network for a check.
+
+    Attributes:
+        layers: one for each block.
+        x: the batch.
+    """
+
+    def __init__(self, small: bool) -> None:
+        import keras
+        import tensorflow as tf
+
+        width, hidden, batch, count = (64, 256, 512, 4) if small else (256, 1024, 2048, 12)
+        keras.utils.set_random_seed(1)
+        self.layers = [
             keras.Sequential(
                 [
                     keras.Input((width,)),
@@ -41,17 +67,26 @@ def run(method: str, small: bool, earlier: dict[str, Any]) -> tuple[dict[str, An
             )
             for _ in range(count)
         ]
+        self.x = tf.random.stateless_normal((batch, width), (0, 0))
+        self._weights = [v.value for layer in self.layers for v in layer.trainable_variables]
 
-    if method.startswith("keras.RematScope"):
-        with keras.RematScope(mode="full"):
-            layers = blocks()
-    else:
-        layers = blocks()
-    weights = [v.value for layer in layers for v in layer.trainable_variables]
-    x = tf.random.stateless_normal((batch, width), (0, 0))
-    calls = [tf.recompute_grad(layer) if method.startswith("tf.recompute_grad") else layer for layer in layers]
+    def recomputed(self) -> list[Any]:
+        """The layers, each under ``tf.recompute_grad``."""
+        import tensorflow as tf
 
-    def step_within(budget: int | str | None) -> Any:
+        return [tf.recompute_grad(layer) for layer in self.layers]
+
+    def step(self, calls: list[Any], budget: int | str | None) -> Any:
+        """A compiled function from the batch to all gradients.
+
+        Args:
+            calls: the layers, or what stands for them.
+            budget: for remat; without one, the step is TensorFlow's own.
+        """
+        import tensorflow as tf
+
+        import remat.tensorflow
+
         @tf.function(autograph=False)
         def step(x: Any) -> Any:
             tape = tf.GradientTape() if budget is None else remat.tensorflow.GradientTape(budget=budget)
@@ -59,13 +94,9 @@ def run(method: str, small: bool, earlier: dict[str, Any]) -> tuple[dict[str, An
                 for call in calls:
                     x = x + call(x)
                 loss = tf.reduce_mean(tf.square(x))
-            return tape.gradient(loss, weights)
+            return tape.gradient(loss, self._weights)
 
         return step
-
-    step = step_within(budget_of(method, earlier, "tf.recompute_grad, each block", lambda: smallest(step_within, x)))
-    found = remat.tensorflow.measure(step, x, repeats=5)
-    return {"peak_bytes": found.peak_bytes, "step_s": found.time_s}, [tf.convert_to_tensor(g) for g in step(x)]
 
 
 def budget_of(method: str, earlier: dict[str, Any], peer: str, smallest: Any) -> int | str | None:

@@ -29,7 +29,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from remat.running import machine
+from benchmarks.where import here
 
 ROUNDS = 15
 PROCESSES = 3
@@ -329,12 +329,10 @@ def within(context: Any, loss: Callable[[], Any]) -> Any:
 
 def written(tables: list[dict[str, Any]]) -> str:
     """The table as Markdown."""
-    where = machine.described()
-    versions = ", ".join(f"{name} {version}" for name, version in machine.versions().items())
     text = [
         f"# {TITLE}",
         "",
-        f"{where['system']} {where['processor']}, {where['cores']} cores; {versions}.",
+        f"{here()}.",
         "",
         "| model | method | peak MiB | against plain | extra: measured | predicted | operators alone | to the bit "
         "| start, s |",

@@ -18,6 +18,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.where import in_a_line
 from benchmarks.zoo.frame import scatter
 from benchmarks.zoo.frame.subject import environment_of, models_of
 from benchmarks.zoo.frame.table import as_markdown, summary
@@ -89,9 +90,7 @@ def _write(framework: str, table: dict[str, Any], out: Path) -> None:
 
 def _write_tables(framework: str, table: dict[str, Any], out: Path) -> None:
     """The page and the picture; models stand in the zoo's own order, those that it no longer has are left out."""
-    where = table["machine"]
-    versions = ", ".join(f"{name} {version}" for name, version in table["versions"].items())
-    line = f"{where['system']} {where['processor']}, {where['cores']} cores; {versions}."
+    line = f"{in_a_line(table['machine'], table['versions'])}."
     records = [table["records"][name] for name in models_of(framework) if name in table["records"]]
     target = out / f"zoo-{framework}"
     target.with_suffix(".md").write_text(as_markdown(framework, records, line))

@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from benchmarks.peers.tensorflow_methods import RECOMPUTE
+from benchmarks.peers.tensorflow_turns import REMAT, written
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,6 +39,23 @@ def test_tables_are_written_whole(framework: str, tmp_path: Path) -> None:
     text = (tmp_path / f"peers-{framework}.md").read_text()
     assert all(f"| {name} |" in text for name in lines)
     assert (tmp_path / f"peers-{framework}.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_three_steps_take_turns(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.peers.tensorflow_turns", "one", "small"]
+    environment = {**os.environ, "TF_ENABLE_ONEDNN_OPTS": "1"}
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, env=environment)
+    assert done.returncode == 0, done.stderr
+
+    run = json.loads(done.stdout.splitlines()[-1])
+    plain, recomputed, ours = (run["peaks"][name] for name in ("plain", RECOMPUTE, REMAT))
+    assert ours <= recomputed < plain
+    assert run["wall"]["plain"] == run["processor"]["plain"] == 1
+    line = written([run]).splitlines()[-1].split(" | ")
+    assert line[0] == "| 1"
+    assert line[3] == f"{ours / 2**20:.1f}"
+    assert line[-1] == f"{run['processor'][REMAT]:.2f} |"
 
 
 def imports(path: Path) -> list[tuple[str, str]]:

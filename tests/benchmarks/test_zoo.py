@@ -46,6 +46,15 @@ class Model(Subject):
     excess = 0
 
 
+class Captured(Model):
+    """A model whose steps remat runs itself."""
+
+    captures = True
+
+    def planned(self, budget):
+        return self.prepared(PLAIN_BYTES) if budget == "120%" else super().planned(budget)
+
+
 class OverBudget(Model):
     excess = 20  # More than 1 % of each of its budgets.
 
@@ -135,6 +144,20 @@ def test_predicted_and_measured_time_are_compared(tmp_path):
     # Predicted are 10 % each time.
     assert "4 plans of 1 models: -10.0 points in the mean, 10.0 without its sign, -25.0 at worst (a, remat 40%)" in text
     assert "points in the mean" not in as_markdown("jax", [record_of(Failing())], "here")
+
+
+def test_plans_of_a_captured_step_are_compared_with_it_as_it_is():
+    lines = record_of(Captured())["lines"]
+    assert [line["method"] for line in lines][:4] == ["plain", "peer", "broken peer", "remat, nothing recomputed"]
+    for line in lines:
+        if line["method"].startswith("remat"):
+            line["relative_time"] = 0.8 if "nothing" in line["method"] else 0.88
+    record = {"model": "a", "lines": lines}
+
+    # Predicted are 10 % each time, which is what .88 takes more than .8.
+    assert {round(one.error, 9) for one in scatter.predictions([record])} == {0}
+    assert "was measured (1 models)" in as_markdown("torch", [record], "here")
+    assert "in place of the framework" not in as_markdown("jax", [record_of(Model())], "here")
 
 
 def planned_line(method, predicted, relative_time):

@@ -114,7 +114,7 @@ def test_what_runs_are_expected_to_take_is_shown_where_it_is_known(graph: Graph,
     assert not any("Expected" in line for line in rendered(text.plan_table(graph, plan)))
 
     known = replace(plan, expected_time_s=4.0, baseline_expected_time_s=5.0)
-    assert "-20.00% (4 s a step, plain 5 s), memory counted" in row(text.plan_table(graph, known), "Expected")
+    assert "-20.00% (4 s a step, plain 5 s), memory and calls counted" in row(text.plan_table(graph, known), "Expected")
 
 
 def test_timeline_table_names_the_op_at_the_peak(graph: Graph) -> None:

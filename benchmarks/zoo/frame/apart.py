@@ -44,7 +44,7 @@ class Apart(Subject):
             raise RuntimeError("the process ended") from None
         if isinstance(answer, Exception):
             raise answer
-        self.peers, figures = answer
+        self.peers, self.captures, figures = answer
 
         def ask(name: str) -> Any:
             here.send(name)
@@ -63,7 +63,7 @@ def _serve(pipe: Connection, framework: str, name: str, method: str, budget: int
     except Exception as error:  # Frameworks' own errors do not all travel between processes.
         return pipe.send(RuntimeError(f"{type(error).__name__}: {error}"))
     values = {one.name: getattr(prepared, one.name) for one in dataclasses.fields(prepared)}
-    pipe.send((subject.peers, {key: value for key, value in values.items() if key not in _ASKED_FOR}))
+    pipe.send((subject.peers, subject.captures, {key: value for key, value in values.items() if key not in _ASKED_FOR}))
     answers = {"run": prepared.run, "results": prepared.results, "clock": time.process_time}
     while True:
         try:

@@ -17,6 +17,13 @@ from remat.fit.first_step import TOLERANCE
 SHARES: Final = ("60%", "40%")
 SMALLEST: Final = "smallest"
 
+CAPTURED: Final = "remat, nothing recomputed"
+"""A step that remat runs by itself in place of the framework, within a budget that leaves it as it is. What a plan's
+recomputation costs is told beside this one: how the step is run makes it faster or slower, too."""
+
+_ROOM: Final = "120%"
+"""A budget that asks for nothing. At 100 % a plain step may be held to be a little over it."""
+
 _ROUNDS: Final = 7
 """How often each method runs, in turns, so that a busy machine is slow for all of them alike. The median counts."""
 
@@ -48,6 +55,8 @@ def measured(subject: Subject, say: Callable[[str], None]) -> list[dict[str, Any
     if plain is None:
         return [_record(lines[0], {}, None, [])]
     lines += [_tried(peer, None, lambda peer=peer: subject.peer(peer), say) for peer in subject.peers]
+    if subject.captures:
+        lines.append(_planned(subject, CAPTURED, _ROOM, say))
     for share in SHARES:
         lines.append(_planned(subject, f"remat {share}", share, say))
     lines.append(_smallest(subject, say))

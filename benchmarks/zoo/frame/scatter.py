@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.zoo.frame.measure import SMALLEST
+from benchmarks.zoo.frame.measure import CAPTURED, SMALLEST
 
 HEAD: Final = (
     "| budget | plans | models | error in the mean | in the median | without its sign, mean | median | within 3 points "
@@ -33,7 +33,8 @@ class Prediction:
         model: its name.
         method: the budget that the plan keeps.
         predicted: extra time as a share of the plain step.
-        measured: the same, in processor time.
+        measured: the same, in processor time; where remat runs the step itself, as a share of that step with nothing
+            recomputed, if it was measured.
     """
 
     model: str
@@ -55,11 +56,21 @@ class Prediction:
 def predictions(records: Sequence[dict[str, Any]]) -> list[Prediction]:
     """All plans that predict something and were run beside the plain step; refused ones and peers are none."""
     return [
-        Prediction(record["model"], line["method"], line["predicted"], line["relative_time"] - 1)
+        Prediction(record["model"], line["method"], line["predicted"], line["relative_time"] / unplanned - 1)
         for record in records
-        for line in record.get("lines", [])
-        if line["method"].startswith("remat") and line.get("predicted") is not None and "relative_time" in line
+        for lines in [record.get("lines", [])]
+        for unplanned in [_unplanned(lines)]
+        for line in lines
+        if line["method"].startswith("remat") and line["method"] != CAPTURED
+        if line.get("predicted") is not None and "relative_time" in line
     ]
+
+
+def _unplanned(lines: Sequence[dict[str, Any]]) -> float:
+    """What predictions of a model compare with: the time of its step with nothing recomputed, beside the plain one."""
+    return next(
+        (line["relative_time"] for line in lines if line["method"] == CAPTURED and "relative_time" in line), 1.0
+    )
 
 
 def summary(found: Sequence[Prediction]) -> str:

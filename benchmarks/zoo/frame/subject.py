@@ -58,9 +58,11 @@ class Subject(abc.ABC):
     Attributes:
         peers: names of the ways to save memory that this model is compared with.
         clock: the processor seconds so far of the process that plans; None where that is not this one.
+        captures: does remat run the step itself, in place of the framework?
     """
 
     peers: tuple[str, ...] = ()
+    captures: bool = False
     clock: Callable[[], float] | None = None
 
     @abc.abstractmethod

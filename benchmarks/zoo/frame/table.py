@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from benchmarks.zoo.frame import scatter
+from benchmarks.zoo.frame.measure import CAPTURED
 
 HEAD: Final = (
     "| method | peak MiB | of plain | time | predicted | planning s | compiling s | difference |\n"
@@ -16,6 +17,11 @@ HEAD: Final = (
 _LEFT_OUT: Final = (
     "A second figure of MiB is what the framework's counter leaves out (TensorFlow's: blocks below 256 KiB), at most, "
     "and maybe at another moment; budgets and predictions count it, and so do shares of plain."
+)
+
+_BESIDE_CAPTURED: Final = (
+    f'remat runs these steps itself, in place of the framework. Where "{CAPTURED}" was measured ({{models}} models), '
+    "extra time above is that beside it; the times below are beside the framework's own step."
 )
 
 _TELLING: Final = ("more than the budget of", "over its budget", "the allocator's rounding may take it to")
@@ -36,6 +42,8 @@ def as_markdown(framework: str, records: Sequence[dict[str, Any]], where: str) -
     if found := scatter.predictions(records):
         picture = f"([picture](zoo-{framework}.png))"
         parts += [f"{scatter.summary(found)} The same by budget {picture}:", "", *scatter.table(found), ""]
+    if captured := sum(line["method"] == CAPTURED for record in records for line in record.get("lines", [])):
+        parts += [_BESIDE_CAPTURED.format(models=captured), ""]
     if any(line.get("beside_bytes") for record in records for line in record.get("lines", [])):
         parts += [_LEFT_OUT, ""]
     for record in records:
@@ -92,7 +100,7 @@ def _row(line: dict[str, Any], plain_bytes: int) -> str:
     figures = [
         f"{line['peak_bytes'] / 2**20:.2f}{_beside(line)}{_over(line)}",
         f"{_all_bytes(line) / plain_bytes:.0%}",
-        f"{line['relative_time']:.2f}",
+        "" if line.get("relative_time") is None else f"{line['relative_time']:.2f}",
         predicted,
         planning,
         f"{line['compiling_s']:.1f}",

@@ -50,6 +50,7 @@ class KerasModel(Subject):
 
     def __init__(self, make: Callable[[], Any], x: Array | dict[str, Array], y: Array, policy: str = "float32") -> None:
         self._make, self._x, self._y, self._policy = make, x, y, policy
+        self.captures = keras.backend.backend() == "torch"
 
     def peer(self, method: str) -> Prepared:
         """The plain step, or the one of a model that was built in Keras' own scope."""

@@ -72,6 +72,7 @@ class TorchModel(Subject):
         checkpointing: Switch = transformers_checkpointing,
     ) -> None:
         torch.manual_seed(0)
+        self.captures = os.environ[MODE] != "eager"
         self._module = make().train()
         self._batch = dict(batch)
         self._loss = loss
@@ -99,7 +100,7 @@ class TorchModel(Subject):
     def planned(self, budget: int | str) -> Prepared:
         """The step under ``limit_memory`` once it is captured, or the first one under ``apply``."""
         started = time.process_time()
-        if os.environ[MODE] == "eager":
+        if not self.captures:
             plan = remat.torch.plan(self._loss, self._module, self._batch, budget=budget)
             planning_s = time.process_time() - started
             applied = remat.torch.apply(plan)
@@ -132,11 +133,13 @@ class TorchModel(Subject):
             loss_of().backward()
 
         def run() -> None:
-            self._from_the_start(module)
+            # No more than a training loop does: looking for garbage and copying weights took longer than many a step.
+            module.zero_grad(set_to_none=True)
             step()
 
         def results() -> list[Array]:
-            run()
+            self._from_the_start(module)
+            step()
             gradients = (p.grad for p in module.parameters() if p.grad is not None)
             return [value.detach().double().numpy().copy() for value in (*gradients, *module.buffers())]
 
@@ -150,7 +153,7 @@ class TorchModel(Subject):
             run=run,
             results=results,
             planning_s=planning_s,
-            predicted=None if plan is None else plan.overhead,
+            predicted=None if plan is None else plan.expected_overhead,
             predicted_bytes=None if plan is None else plan.peak_bytes,
             budget_bytes=None if plan is None else plan.budget_bytes,
             said=" ".join(said),

@@ -123,8 +123,9 @@ class Plan:
         split: the region that runs in slices, where there is one. The plan's graph is the one with the slices; the
             plain step that the figures are compared with is the one without.
         update: which updates run early, where this was asked for. The order of the plan's graph is the moved one.
-        expected_time_s: seconds that a run of the step is expected to take, with what memory does to it: which bytes
-            are in caches, and which pages the system has to hand out anew. None where a front end does not know that.
+        expected_time_s: seconds that a run of the step is expected to take, with what a front end knows beside its
+            ops: which bytes are in caches, which pages the system has to hand out anew, or what calls take in Python.
+            None where it knows nothing.
         baseline_expected_time_s: the same of the plain step.
     """
 
@@ -151,7 +152,7 @@ class Plan:
 
     @property
     def expected_overhead(self) -> float:
-        """What a run is expected to take more than a plain one, as a fraction of it: ops and memory together.
+        """What a run is expected to take more than a plain one, as a fraction of it: ops, memory and calls together.
 
         Below 0 where the plain step loses more to its memory than the plan to recomputation. ``overhead``, which the
         planner minimises and the bound is proved for, knows the ops only; where nothing else is known the two are one.
@@ -249,7 +250,8 @@ class Plan:
         if ours is None or plain is None:
             return []
         return [
-            f"  expected       {self.expected_overhead:+.2%} ({ours:.4g} s, plain {plain:.4g} s), with memory's part"
+            f"  expected       {self.expected_overhead:+.2%} ({ours:.4g} s, plain {plain:.4g} s), "
+            "memory and calls counted"
         ]
 
 

@@ -218,8 +218,8 @@ def _cards(graph: Graph, plan: Plan) -> list[dict[str, str]]:
 
 
 def _expected(plan: Plan) -> str:
-    """What runs are expected to take, where a front end knows what memory does to them."""
-    return "" if plan.expected_time_s is None else f"; {plan.expected_overhead:+.2%} expected, memory counted"
+    """What runs are expected to take, where a front end knows what memory and calls add to them."""
+    return "" if plan.expected_time_s is None else f"; {plan.expected_overhead:+.2%} expected, memory and calls counted"
 
 
 def _bound_card(plan: Plan) -> dict[str, str]:

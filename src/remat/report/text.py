@@ -37,7 +37,9 @@ def plan_table(graph: Graph, plan: Plan, *, title: str = "Plan") -> Table:
     )
     if plan.expected_time_s is not None and plan.baseline_expected_time_s is not None:
         ours, plain = format_time(plan.expected_time_s), format_time(plan.baseline_expected_time_s)
-        table.add_row("Expected", f"{plan.expected_overhead:+.2%} ({ours} a step, plain {plain}), memory counted")
+        table.add_row(
+            "Expected", f"{plan.expected_overhead:+.2%} ({ours} a step, plain {plain}), memory and calls counted"
+        )
     table.add_row("Lower bound", Text(f"{plan.overhead_lower_bound:.2%} ({plan.lower_bound_meaning})"))
     table.add_row("Gap", f"at most {plan.overhead - plan.overhead_lower_bound:.2%} of a plain step above the best")
     table.add_row("Planner", Text(f"{plan.planner}, in {plan.plan_seconds:.2f} s"))

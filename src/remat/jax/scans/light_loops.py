@@ -70,10 +70,9 @@ def _holds_loops(eqn: JaxprEqn) -> bool:
     return any(one.primitive.name == "scan" or _holds_loops(one) for one in inner)
 
 
-def _holding(equation: Equation, made_by: Mapping[int, Equation], avals: Sequence[Any]) -> Equation:
-    """A loop that makes what it would read of light loops: as a whole where it reads all of it, else slice by slice."""
-    params = equation.eqn.params
-    length, (given, carried) = int(params["length"]), _private.scan_counts(equation.eqn)
+def _light_operands(equation: Equation, made_by: Mapping[int, Equation]) -> dict[int, Equation]:
+    """What a loop would read of light equations and can make itself, by the place among its inputs."""
+    length, (given, carried) = int(equation.eqn.params["length"]), _private.scan_counts(equation.eqn)
     holds_loops = _holds_loops(equation.eqn)
     light: dict[int, Equation] = {}
     for place, atom in enumerate(equation.inputs):
@@ -83,8 +82,12 @@ def _holding(equation: Equation, made_by: Mapping[int, Equation], avals: Sequenc
         is_loop = found.eqn.primitive.name == "scan"
         if (is_loop and found.eqn.params["length"] == length) if place >= given else (is_loop or holds_loops):
             light[place] = found
-    if not light or equation.mapped is not None:
-        return equation
+    return light
+
+
+def _needed(equation: Equation, light: Mapping[int, Equation], made_by: Mapping[int, Equation]) -> list[int]:
+    """The values from outside that a loop needs which makes ``light`` itself."""
+    given, _ = _private.scan_counts(equation.eqn)
     around: list[Atom] = []  # What is read outside of the body, or not light.
     inside: list[int] = []
     for place, atom in enumerate(equation.inputs):
@@ -95,7 +98,17 @@ def _holding(equation: Equation, made_by: Mapping[int, Equation], avals: Sequenc
         around += light[place].inputs[constants:]
         inside += [one for one in light[place].inputs[:constants] if isinstance(one, int)]
     read_around = [atom for atom in around if isinstance(atom, int)]
-    ids = list(dict.fromkeys([*read_around, *_sources(inside, made_by)]))
+    return list(dict.fromkeys([*read_around, *_sources(inside, made_by)]))
+
+
+def _holding(equation: Equation, made_by: Mapping[int, Equation], avals: Sequence[Any]) -> Equation:
+    """A loop that makes what it would read of light loops: as a whole where it reads all of it, else slice by slice."""
+    light = _light_operands(equation, made_by)
+    if not light or equation.mapped is not None:
+        return equation
+    params = equation.eqn.params
+    length, (given, carried) = int(params["length"]), _private.scan_counts(equation.eqn)
+    ids = _needed(equation, light, made_by)
 
     def run(*arrays: Any) -> Any:
         values = dict(zip(ids, arrays, strict=True))
