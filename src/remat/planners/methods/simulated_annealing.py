@@ -70,9 +70,9 @@ that fits in a fifth of the peak."""
 _BOLD_SEEDS: Final = (4, 1)
 _BOLD_HOTS_FROM_BEST: Final = (5e-3, 2e-3)
 _MOST_OPS_BOLD: Final = 1500
-"""Of ``anneal_boldly``, with as many edits for each walk: two new starts, and two from the best, with these temperatures.
-Where one ends is luck: of four new starts on a U-Net at 25 % of its peak, three were 3 points above the fourth. A
-ResNet50 of 1,371 ops takes 3 s for each. On an EfficientNetB0 of 1,629 they took 10 s and found nothing."""
+"""Of ``anneal_boldly``, with as many edits for each walk: two new starts, and two from the best, with these
+temperatures. Where one ends is luck: of four new starts on a U-Net at 25 % of its peak, three were 3 points above the
+fourth. A ResNet50 of 1,371 ops takes 3 s for each. On an EfficientNetB0 of 1,629 they took 10 s and found nothing."""
 
 # Judgements, not measured, the rest.
 _COLD: Final = 1e-5
