@@ -39,7 +39,10 @@ def test_no_choice_of_samples_proves_too_much(graph: Graph, share: float, data: 
     budget_bytes = int(share * simulate(graph, graph.plain_schedule).peak_bytes)
     least = least_time_s(graph, budget_bytes, extra_runs=3)
     chosen = data.draw(st.sets(st.integers(0, len(graph.ops) - 1), min_size=1))
-    model = WindowModel(Problem.of(graph), budget_bytes, len(chosen), chosen=tuple(sorted(chosen)))
+    follows = data.draw(st.booleans())
+    model = WindowModel(
+        Problem.of(graph), budget_bytes, len(chosen), chosen=tuple(sorted(chosen)), follows_gradients=follows
+    )
     if least is not None and len(model.linear.cost):
         multipliers = row_multipliers(model.linear, time_limit_s=10)
         assert multipliers is not None
@@ -123,6 +126,49 @@ def test_a_sample_stays_while_it_binds_and_new_ones_exceed_the_budget() -> None:
     assert all(needed[op] > model.budget_bytes for op in new)
     binding = np.abs(solution[1][model.memory_rows])
     assert int(model.places[binding.argmax()]) in chosen
+
+
+def test_a_gradient_that_is_made_again_needs_what_its_op_reads() -> None:
+    """Nothing stays beside the wide op. The second gradient takes 1 s again, and the first, which only it reads, 9."""
+    ops = (
+        Op("forward", inputs=(0,), outputs=(1,), time_s=1.0),
+        Op("first", inputs=(1,), outputs=(2,), time_s=9.0),
+        Op("second", inputs=(2,), outputs=(3,), time_s=1.0),
+        Op("wide", inputs=(0,), outputs=(4,)),
+        Op("use", inputs=(3,), outputs=(5,)),
+    )
+    tensors = tuple(Tensor(size) for size in (0, 10, 10, 10, 30, 0))
+    graph = Graph(ops, tensors, (0,), (), free_order=False, turning_point=0)
+    model = WindowModel(Problem.of(graph), 30, 1, chosen=(3,), follows_gradients=True)
+    multipliers = row_multipliers(model.linear, time_limit_s=10)
+    assert multipliers is not None
+    assert proven_minimum(model.linear, multipliers) * model.time_unit_s == pytest.approx(10.0)
+
+
+def test_chosen_samples_among_gradients_prove_nothing_false() -> None:
+    """Against exhaustive search, on steps whose forward part is so short that most ops are gradients."""
+    rng, compared, met = random.Random(5), 0, 0
+    while compared < 200:
+        drawn = random_graph(rng, rng.randint(5, 9), free_order=False, max_size_bytes=16)
+        ops = tuple(Op(**{**vars(op), "in_place": ()}) for op in drawn.ops)
+        tensors = tuple(Tensor(t.size_bytes) for t in drawn.tensors)
+        graph = Graph(ops, tensors, drawn.inputs, drawn.outputs, False, turning_point=rng.randint(0, 2))
+        problem = Problem.of(graph)
+        budget_bytes = rng.randint(problem.largest_step_bytes, problem.plain.peak_bytes)
+        found = None if problem.plain.peak_bytes <= budget_bytes else exhaustive(graph, budget_bytes)
+        heaviest = int(np.argmax(problem.plain.bytes))
+        chosen = tuple(sorted({heaviest, *rng.sample(range(len(ops)), rng.randint(1, len(ops)))}))
+        model = WindowModel(problem, budget_bytes, len(chosen), chosen=chosen, follows_gradients=True)
+        if found is None or not len(model.linear.cost):
+            continue
+        multipliers = row_multipliers(model.linear, time_limit_s=10)
+        assert multipliers is not None
+        bound_s = proven_minimum(model.linear, multipliers) * model.time_unit_s
+        extra_s = simulate(graph, found).time_s - graph.time_s
+        assert bound_s <= extra_s + 1e-9
+        compared += 1
+        met += bound_s > 0.99 * extra_s > 0
+    assert met >= 5
 
 
 def test_never_above_exhaustive_search_and_often_equal() -> None:

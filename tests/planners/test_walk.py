@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from remat import Graph, simulate, validate
+from remat import Graph, Op, Tensor, simulate, validate
 from remat.core.schedule import keeps_program_order
 from remat.planners import get_planner
 from remat.planners.view.board import Board, expand
@@ -17,10 +17,10 @@ from remat.planners.walk.edits import _UNKNOWN, Edits
 from remat.testing import chain, layered, random_graph
 
 
-def walked(graph: Graph, share: float, seed: int, steps: int = 400) -> Walk:
+def walked(graph: Graph, share: float, seed: int, steps: int = 400, *, bold: bool = False) -> Walk:
     problem = Problem.of(graph)
     board = Board(problem, whole=graph.free_order)
-    walk = Walk(board, graph.plain_schedule, int(share * problem.plain.peak_bytes), seed)
+    walk = Walk(board, graph.plain_schedule, int(share * problem.plain.peak_bytes), seed, bold=bold)
     walk.run(steps, 1e-1, 1e-3, None)
     return walk
 
@@ -29,7 +29,7 @@ def walked(graph: Graph, share: float, seed: int, steps: int = 400) -> Walk:
 def test_every_state_is_a_legal_schedule(seed: int) -> None:
     rng = random.Random(seed)
     graph = random_graph(rng, rng.randint(5, 40)) if seed % 2 else layered(rng.randint(10, 60), seed)
-    walk = walked(graph, rng.uniform(0.3, 0.95), seed)
+    walk = walked(graph, rng.uniform(0.3, 0.95), seed, bold=seed % 3 == 0)
     counted = walk.slots.bytes.copy()
     walk.slots._count_all()
     np.testing.assert_array_equal(counted, walk.slots.bytes)
@@ -74,6 +74,34 @@ def test_a_walk_that_finds_something_goes_on() -> None:
     assert patient.run(6000, 1e-2, 1e-4, None) == hasty.run(6000, 1e-2, 1e-4, None)
     assert patient.best is not None
     assert patient.best == hasty.best
+
+
+def across_wide_ops(count: int) -> Graph:
+    """A dear tensor is read at the end; before that come wide ops, each with a cheap tensor that is read behind it."""
+    ops, tensors = [Op("dear", inputs=(0,), outputs=(1,), time_s=1000.0)], [Tensor(0), Tensor(10)]
+    for _ in range(count):
+        cheap = len(tensors)
+        tensors += [Tensor(10), Tensor(30), Tensor(0)]
+        ops.append(Op("cheap", inputs=(0,), outputs=(cheap,), time_s=1.0))
+        ops.append(Op("wide", inputs=(0,), outputs=(cheap + 1,)))
+        ops.append(Op("use", inputs=(cheap,), outputs=(cheap + 2,)))
+    ops.append(Op("last", inputs=(1,), outputs=(len(tensors),)))
+    return Graph(tuple(ops), (*tensors, Tensor(0)), (0,), (), free_order=False)
+
+
+@pytest.mark.parametrize(("bold", "found"), [(False, False), (True, True)])
+def test_a_bold_walk_keeps_a_storage_across_many_tight_steps_in_one_edit(bold: bool, found: bool) -> None:
+    graph = across_wide_ops(5)
+    board = Board(Problem.of(graph), whole=False)
+    reached = False
+    for seed in range(20):
+        walk = Walk(board, [*graph.plain_schedule[:-1], 0, len(graph.ops) - 1], 40, seed, bold=bold)
+        assert walk.over_sum == 0
+        assert walk.slots.extra_s == 1000.0
+        walk.slots.mark()
+        if walk.drop_repeat() and walk.repair():
+            reached |= walk.slots.extra_s == 5.0 and walk.slots.bytes.max() <= 40
+    assert reached == found
 
 
 def test_a_fixed_order_stays() -> None:

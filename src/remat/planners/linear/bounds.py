@@ -33,8 +33,8 @@ _CHOICES: Final = 2
 _FIRST_CHOICE: Final = SAMPLES[1]
 """The samples of the model whose solution the first choice rests on: a small one, since the model of the chosen samples
 has a window between every two of them."""
-_MOST_ENTRIES_OF_CHOSEN: Final = 50_000
-"""Of a model of chosen samples. A ResNet50 at a quarter of its peak has 53,000 and 68,000: they took 7 s and proved .4
+_MOST_ENTRIES_OF_CHOSEN: Final = 150_000
+"""Of a model of chosen samples. A ResNet50 at a quarter of its peak has 87,000 and 136,000: they take 9 s, and prove .8
 points more than 16 samples do in 2 s. EfficientNetB0 at a fifth has 36,000, which prove 1.1 points in 2 s."""
 _GAINED: Final = 1e-3
 """Of the plain step: where chosen samples prove so much more than four do, those of ``SAMPLES`` are not tried. For
@@ -156,7 +156,7 @@ def _with_chosen_samples(
         before, chosen = chosen, binding_steps(model, solved.values, solved.multipliers)
         if best_s >= enough_s or chosen in ((), before):
             break
-        model = WindowModel(model.problem, model.budget_bytes, len(chosen), chosen=chosen)
+        model = WindowModel(model.problem, model.budget_bytes, len(chosen), chosen=chosen, follows_gradients=True)
         found = _solved(model, deadline_s, _MOST_ENTRIES_OF_CHOSEN)
         if found is None:
             break

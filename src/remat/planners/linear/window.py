@@ -48,6 +48,8 @@ class WindowModel:
         chosen: the steps to look at instead, rising; then there is a window between every two of them.
         reserved_bytes: for steps among these, what stays free there beside what the rows count.
         whole_numbers: whether storages are kept altogether or not at all; a bound needs no such thing.
+        follows_gradients: whether what gradients are made from is followed beyond its last use, as a better bound
+            needs it; the model is larger then.
         kept: the column of a storage and a sample, where both are in the model.
         memory_rows: for each sample, the row of its memory.
     """
@@ -58,6 +60,7 @@ class WindowModel:
     whole_numbers: bool = False
     chosen: tuple[int, ...] = ()
     reserved_bytes: Mapping[int, int] = field(default_factory=dict)
+    follows_gradients: bool = False
     builder: ModelBuilder = field(default_factory=ModelBuilder, init=False)
     kept: dict[tuple[int, int], int] = field(default_factory=dict, init=False)
     memory_rows: list[int] = field(default_factory=list, init=False)
@@ -113,16 +116,25 @@ class WindowModel:
         """For each followed storage, the op after which its life is not followed any more.
 
         Beyond its last use in program order it may be wanted for recomputations. Those of forward ops are followed to
-        the end, those of backward ops, which are many and rarely pay, are not.
+        the end, those of backward ops, which are many and rarely pay, are not, or only while what a reader makes is in
+        use. Without that a gradient is made again at the price of its last op.
         """
         problem = self.problem
         until: dict[int, int] = {}
         for s in reversed(self.followed):
             until[s] = problem.uses[s][-1]
+            if self.follows_gradients:
+                until[s] = max([until[s], *(problem.uses[m][-1] for m in self._made_from(s))])
             for op in problem.consumers[s]:
                 if op <= problem.turning_point and problem.graph.ops[op].recomputable:
                     until[s] = max([until[s], *(until[m] for m in problem.storages_made[op] if m in until)])
         return until
+
+    def _made_from(self, s: int) -> list[int]:
+        """The followed storages that may be made again from one."""
+        problem = self.problem
+        readers = [op for op in problem.consumers[s] if problem.graph.ops[op].recomputable]
+        return [m for op in readers for m in problem.storages_made[op] if self._counts[m]]
 
     def _add_kept(self) -> None:
         for s in self.followed:
@@ -178,9 +190,13 @@ class WindowModel:
             if column is None:
                 continue
             until = max(self._until[s] for s in made)
+            # Of the samples behind which the column counts runs, the last one.
+            last = int(self.places[np.searchsorted(self.places[: window.stop], until) - 1])
             for u in problem.storages_read[op]:
                 # A read later than u is followed says nothing about u.
-                if (u, window.start) in kept and self._until[u] >= until:
+                if (u, window.start) not in kept:
+                    continue
+                if self._until[u] > last if self.follows_gradients else self._until[u] >= until:
                     self.builder.add_row([(column, 1.0), *self._lacks(u, window)], high=0.0)
 
     def again(self, op: int, sample: int) -> int | None:

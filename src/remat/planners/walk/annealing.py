@@ -29,6 +29,15 @@ _LOOKS: Final = ((3, 0.1),)
 """A walk that may give up does so where, after one part in so many of its edits, the bytes over the budget were never
 less than this; as a share of the budget, summed over positions, and per op that may move. On six steps of JAX's zoo,
 walks that found a schedule had come below .01 by then, or found it; most of those in vain were above .15."""
+_REPAIRS: Final = 2
+_MOST_REPAIRS: Final = 16
+"""Slots over the budget that are relieved after a repeated run was dropped, and how many in a bold walk. What is kept
+again then crosses many tight steps, each of which must give up something else. On a U-Net at 25 % of its peak four
+walks of 60,000 edits came to +34.7 to 35.7 % with 2, and to 30.0 to 32.5 with 16 and ``_BOLD``, in 9 and 11 s."""
+_CALM: Final = (0.6, 0.75, 0.75, 0.9)
+_BOLD: Final = (0.3, 0.45, 0.6, 0.75)
+"""Which edits are drawn. Within the budget: drop a run up to the first number, move one up to the second, else drop one
+and repair the bytes. Over it: relieve a slot up to the third, move a run up to the last, else drop one and repair."""
 _LEAST_LOWERED: Final = 0.99
 """The share of the smallest excess so far below which a new one counts as progress."""
 _LATE_FROM: Final = 0.05
@@ -45,7 +54,8 @@ class Walk(Edits):
     (Glover 1989, doi:10.1287/ijoc.1.3.190). A heuristic without guarantee; one step is O(1) range additions in numpy.
 
     With ``patience`` it gives up where nothing fits yet: where the bytes over the budget have not sunk for so many
-    edits, or are far too many at one of its ``looks``, after a third of the edits say.
+    edits, or are far too many at one of its ``looks``, after a third of the edits say. A ``bold`` walk more often takes
+    out repeated runs and makes up for the bytes at many places at once, as tight budgets need it.
 
     Attributes:
         best: the cheapest order of runs seen that fits, None for none; see ``Slots.order``.
@@ -63,8 +73,10 @@ class Walk(Edits):
         first_fit: bool = False,
         patience: int | None = None,
         looks: Sequence[tuple[int, float]] = _LOOKS,
+        bold: bool = False,
     ) -> None:
-        super().__init__(board, budget_bytes, seed)
+        super().__init__(board, budget_bytes, seed, most_repairs=_MOST_REPAIRS if bold else _REPAIRS)
+        self._mix = _BOLD if bold else _CALM
         self.first_fit = first_fit
         self.patience = patience
         self._looks = tuple(looks)
@@ -151,20 +163,21 @@ class Walk(Edits):
         worst = _HOPELESS * temperature + self.price * self._scale * self.over_sum
         self.limit_s = before_s + worst * self.plain_s
         draw = rng.random()
+        drop, move, relieve, move_over = self._mix
         if self.board.whole and draw < 0.3:
             made = self.move_first()
         elif self.board.whole and draw < 0.4:
             made = self.move_group(self.hot_slot() if self.over_sum else rng.randrange(slots.size))
         elif self.over_sum:
-            if draw < 0.75 or not slots.repeats:
+            if draw < relieve or not slots.repeats:
                 made = self.relieve(self.hot_slot())
-            elif draw < 0.9:
+            elif draw < move_over:
                 made = self.move_repeat()
             else:
                 made = self.drop_repeat() and self.repair()
-        elif draw < 0.6:
+        elif draw < drop:
             made = self.drop_repeat()
-        elif draw < 0.75:
+        elif draw < move:
             made = self.move_repeat()
         else:
             made = self.drop_repeat() and self.repair()

@@ -34,12 +34,13 @@ class Edits:
         over: for each slot, the bytes over the budget before the edit.
         limit_s: extra seconds beyond which an edit need not be finished.
         lost: counts edits that found no empty slot where they needed one.
+        most_repairs: how many slots ``repair`` relieves at most.
     """
 
     slots: Slots
     over: IntArray
 
-    def __init__(self, board: Board, budget_bytes: int, seed: int) -> None:
+    def __init__(self, board: Board, budget_bytes: int, seed: int, most_repairs: int = 2) -> None:
         self.board = board
         self.budget = budget_bytes
         self.rng = random.Random(seed)
@@ -52,6 +53,7 @@ class Edits:
         ]
         self.limit_s = math.inf
         self.lost = 0
+        self.most_repairs = most_repairs
         self._hot: list[int] | None = None
         self._readers: dict[int, list[int]] = {}
 
@@ -252,9 +254,9 @@ class Edits:
                 self._drop_unread_makers(op, slot)
 
     def repair(self) -> bool:
-        """Relieve the highest slot of the edit so far where it is over the budget."""
+        """Relieve the highest slot of the edit so far where it is over the budget, then the next one."""
         slots = self.slots
-        for _ in range(2):
+        for _ in range(self.most_repairs):
             counted = slots.bytes
             low, high = slots.low, min(slots.high, slots.size)
             if low >= high:
