@@ -3,7 +3,7 @@
     python -m benchmarks.demo_runs [--runs 5]   # from the project's root, on a machine that does nothing else
 
 A run is what ``remat demo`` does: each training has a process of its own, in which plain and planned epochs take turns.
-Times are wall time on all cores. Writes ``benchmarks/results/demo-runs.md``.
+Times are wall time on all cores. Writes ``benchmarks/results/demo-runs.md`` after each run.
 """
 
 from __future__ import annotations
@@ -93,11 +93,12 @@ def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=5)
-    runs = []
-    for _ in range(parser.parse_args().runs):
+    count = parser.parse_args().runs
+    runs: list[list[dict[str, Any]]] = []
+    while len(runs) < count:
         runs.append(one_run())
+        RESULT.write_text(written(runs))  # A run takes minutes: none is lost where a later one ends with an error.
         print(written(runs), flush=True)
-    RESULT.write_text(written(runs))
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ def test_an_eager_plan_on_a_cpu_knows_what_calls_take():
         assert plan.baseline_expected_time_s == pytest.approx(plan.baseline_time_s + calls * _CALL_S)
         beside = plan.expected_time_s - plan.time_s
         assert beside == pytest.approx(calls * (_CALL_S + _WATCHED_CALL_S) + plan.recomputed * _RERUN_S)
+        assert plan.with_schedule(plan.schedule).expected_time_s == pytest.approx(plan.expected_time_s)
     # Watching alone takes time, too.
     assert plain.overhead == 0 < plain.expected_overhead < planned.expected_overhead
     assert planned.expected_overhead > planned.overhead

@@ -55,15 +55,17 @@ class Prediction:
 
 def predictions(records: Sequence[dict[str, Any]]) -> list[Prediction]:
     """All plans that predict something and were run beside the plain step; refused ones and peers are none."""
-    return [
-        Prediction(record["model"], line["method"], line["predicted"], line["relative_time"] / unplanned - 1)
-        for record in records
-        for lines in [record.get("lines", [])]
-        for unplanned in [_unplanned(lines)]
-        for line in lines
-        if line["method"].startswith("remat") and line["method"] != CAPTURED
-        if line.get("predicted") is not None and "relative_time" in line
-    ]
+    found: list[Prediction] = []
+    for record in records:
+        lines = record.get("lines", [])
+        unplanned = _unplanned(lines)
+        found += [
+            Prediction(record["model"], line["method"], line["predicted"], line["relative_time"] / unplanned - 1)
+            for line in lines
+            if line["method"].startswith("remat") and line["method"] != CAPTURED
+            if line.get("predicted") is not None and "relative_time" in line
+        ]
+    return found
 
 
 def _unplanned(lines: Sequence[dict[str, Any]]) -> float:

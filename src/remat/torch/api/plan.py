@@ -66,7 +66,7 @@ _RERUN_S: Final = 27e-6
 """What Python and autograd take on a CPU: for each call of the forward pass, forward and backward together, beyond the
 launches that a profile counts; what `apply` adds to each call; and what it adds to each operator that runs again.
 
-Measured by ``benchmarks.torch_host`` on a CPU of 2.5 GHz: 31, 13 and 32 us, of which launches are 5 for each operator.
+Measured by ``benchmarks.torch_host`` on an AMD EPYC: 31, 13 and 32 us, of which launches are 5 for each operator.
 On 18 plans of eight models of 55 to 290 ms a step, the sign and most of what predictions were off by is this: -15.2
 points in the mean without it, -4.4 with it. On a GPU the host runs ahead of the kernels. Too small, steps of many small
 operators are predicted too fast.
@@ -102,7 +102,8 @@ class StepPlan(Plan):
         """The plan of the same step with another schedule, that of another process say."""
         other = plan_for_schedule(self.graph, tuple(schedule), planner=self.planner)
         other = dataclasses.replace(other, baseline_peak_bytes=self.baseline_peak_bytes, budget_bytes=self.budget_bytes)
-        return EagerCandidate.of(self.step).following(other)
+        waits_for_host = self.baseline_expected_time_s is not None
+        return EagerCandidate.of(self.step, waits_for_host=waits_for_host).following(other)
 
 
 @collecting_rarely()
@@ -219,10 +220,10 @@ class EagerCandidate(Candidate):
         self._take(traced_step(recording, profile), waits_for_host=profile.is_cpu and recording.device == "cpu")
 
     @classmethod
-    def of(cls, step: TracedStep) -> EagerCandidate:
-        """The candidate of a step that is traced already."""
+    def of(cls, step: TracedStep, *, waits_for_host: bool) -> EagerCandidate:
+        """The candidate of a step that is traced already; ``waits_for_host`` where its kernels are those of a CPU."""
         made = cls.__new__(cls)
-        made._take(step, waits_for_host=False)
+        made._take(step, waits_for_host=waits_for_host)
         return made
 
     def _take(self, step: TracedStep, *, waits_for_host: bool) -> None:
