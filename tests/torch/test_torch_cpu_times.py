@@ -8,7 +8,6 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
 
 import remat
 from remat.running.cost_model import get_profile
@@ -50,7 +49,15 @@ def test_a_dropout_and_an_approximate_gelu_are_dear_and_a_sum_is_not() -> None:
     assert _flops(_ATEN.gelu.default, x, approximate="tanh")[1] == 170 * 4096
     assert _flops(_ATEN.bernoulli_.float, x.clone(), 0.5)[1] == 580 * 4096
     assert _flops(_ATEN.pow.Tensor_Scalar, x, 1.7)[1] == 260 * 4096
-    for func, args in ((_ATEN.add.Tensor, (x, x)), (_ATEN.pow.Tensor_Scalar, (x, 2)), (_ATEN.relu.default, (x,))):
+    norm = _ATEN.linalg_vector_norm.default
+    assert _flops(norm, x, 2, [0])[1] == 130 * 4096
+    for func, args in (
+        (norm, (x, 2, [1])),
+        (norm, (x, 2, [0, -1])),
+        (_ATEN.add.Tensor, (x, x)),
+        (_ATEN.pow.Tensor_Scalar, (x, 2)),
+        (_ATEN.relu.default, (x,)),
+    ):
         counted, on_cpu = _flops(func, *args)
         assert on_cpu == counted
 
@@ -117,3 +124,18 @@ def test_a_cpu_s_graph_knows_them_and_a_gpu_s_does_not(mode: str) -> None:
         traffic_s = 2 * 4 * 4096 * 64 / (profile.bytes_per_s * profile.bandwidth_efficiency)
         expected_s = traffic_s if times is None else times * 1e-9 * 4096 * 64
         assert tanh[0].time_s - profile.overhead_s == pytest.approx(expected_s)
+
+
+@pytest.mark.parametrize(("groups", "channels"), [(1, 8), (2, 8), (8, 8)])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_each_gradient_of_a_convolution_in_groups_takes_what_the_convolution_takes(
+    groups: int, channels: int, transposed: bool
+) -> None:
+    picture = torch.randn(2, channels, 9, 9)
+    weight = torch.randn(channels, channels // groups, 3, 3)
+    how = ([2, 2], [1, 1], [1, 1], transposed, [0, 0], groups)
+    made = _ATEN.convolution.default(picture, weight, None, *how)
+    forward = op_facts.flops(_ATEN.convolution.default, (picture, weight, None, *how), {}, made)
+    for mask in ([True, True, False], [True, False, True], [False, True, False]):
+        args = (made, picture, weight, [channels], *how, mask)
+        assert op_facts.flops(_ATEN.convolution_backward.default, args, {}, None) == (mask[0] + mask[1]) * forward
