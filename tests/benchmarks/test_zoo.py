@@ -165,7 +165,7 @@ def test_pages_are_left_out_of_what_predictions_compare_with_where_these_do_not_
         predicts_pages = False
 
         def prepared(self, peak_bytes, off=0.0):
-            fetching = lambda: np.ones(16 << 20 >> 3 if peak_bytes == PLAIN_BYTES else 1).sum()  # noqa: E731
+            fetching = lambda: np.ones(48 << 20 >> 3 if peak_bytes == PLAIN_BYTES else 1).sum()  # noqa: E731
             return dataclasses.replace(super().prepared(peak_bytes, off), run=fetching)
 
     record = record_of(Fetching())
