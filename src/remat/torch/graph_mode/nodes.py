@@ -284,6 +284,8 @@ def device_of(node: fx.Node) -> torch.device:
 def flops(node: fx.Node, *, on_cpu: bool) -> float:
     """Floating-point operations of one run, or those of a product that a CPU could do in its time."""
     args, kwargs = arguments(node)
+    if isinstance(node.target, OwnCode):
+        return cpu_times.collective_flops() if on_cpu and node.target.moved_bytes else 0.0
     func = node.target.func if isinstance(node.target, Fill | InLayout) else node.target
     if not isinstance(func, OpOverload):
         return 0.0

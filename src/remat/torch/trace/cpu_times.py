@@ -69,6 +69,10 @@ _PER_WINDOW: Final[dict[str, tuple[float, float]]] = {
 _PRODUCTS_PER_NANOSECOND: Final = 100.0
 """Floating-point operations of a product of two matrices of 512 x 512 on the same core, 92 to 103 for other shapes."""
 
+_NANOSECONDS_OF_A_COLLECTIVE: Final = 250_000.0
+"""What a call takes beside its bytes: one of gloo's between two processes of that machine, which sends 64 KiB. Between
+machines it takes longer. Too low, plans gather small parameters again rather than run an operator again."""
+
 _ATTENTION: Final = 1.35
 """How many times longer than such a product attention's took in its fused kernels: 70 and 78 in a nanosecond."""
 
@@ -96,6 +100,11 @@ def flops(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: 
     if name.startswith("aten::_scaled_dot_product_"):
         return counted * _ATTENTION
     return max(counted, _nanoseconds(name, args, kwargs, out) * _PRODUCTS_PER_NANOSECOND)
+
+
+def collective_flops() -> float:
+    """The same for a call that sends something, without its bytes."""
+    return _NANOSECONDS_OF_A_COLLECTIVE * _PRODUCTS_PER_NANOSECOND
 
 
 def _nanoseconds(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
