@@ -60,6 +60,15 @@ def test_tight_budgets_cost_less_and_more_is_proven_of_it(name: str, share: int,
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize(("name", "share", "most"), [("densenet121", 20, 0.131), ("efficientnetb0", 22, 0.138)])
+def test_repeated_runs_planned_again_exactly_come_near_the_bound(name: str, share: int, most: float) -> None:
+    """Without exact units they cost 13.4 and 14.0 %, 1.9 and 1.8 points above the bound."""
+    plan = remat.plan(remat.load_graph(GRAPHS / f"{name}.json.gz"), budget=f"{share}%")
+    assert plan.peak_bytes <= plan.budget_bytes
+    assert plan.overhead_lower_bound <= plan.overhead <= min(most, plan.overhead_lower_bound + 0.015)
+
+
+@pytest.mark.thorough
 def test_a_step_of_25_000_ops_is_planned_near_its_bound() -> None:
     """Six methods ran on steps of this size where one comes near: on unrolled layers for 78 s in place of 10."""
     graph = residual_blocks(3125)

@@ -69,8 +69,8 @@ and the largest step. On a U-Net's 493 ops it takes 2 s; on GPT-2's 2,290, with 
 that fits in a fifth of the peak."""
 _BOLD_SEEDS: Final = (4, 1)
 _MOST_OPS_BOLD: Final = 1500
-"""Of ``anneal_boldly``, with as many edits for each walk: two new starts. Where one ends is luck: of four new starts on a
-U-Net at 25 % of its peak, three were 3 points above the fourth. A ResNet50 of 1,371 ops takes 3 s for each. On an
+"""Of ``anneal_boldly``, with as many edits for each walk: two new starts. Where one ends is luck: of four new starts on
+a U-Net at 25 % of its peak, three were 3 points above the fourth. A ResNet50 of 1,371 ops takes 3 s for each. On an
 EfficientNetB0 of 1,629 they took 10 s and found nothing."""
 
 # Judgements, not measured, the rest.
