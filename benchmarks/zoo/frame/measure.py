@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import mmap
+import resource
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,6 +15,7 @@ import numpy as np
 import remat
 from benchmarks.zoo.frame.subject import PLAIN, Array, Prepared, Subject
 from remat.fit.first_step import TOLERANCE
+from remat.running.fresh_memory import measured_bytes_per_s
 
 SHARES: Final = ("60%", "40%")
 SMALLEST: Final = "smallest"
@@ -30,6 +33,19 @@ _ROUNDS: Final = 7
 _ROUNDING: Final = 2.0**-23
 """The spacing of float32 at 1. The gradient of the bias of attention's keys is 0, since softmax does not see it, and
 comes out as some 5e-10 beside gradients of .3: without this, its rounding counted as a difference of 1.6."""
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What a step takes, in the median.
+
+    Attributes:
+        seconds: of a processor.
+        pages: that this process fetches from the system anew.
+    """
+
+    seconds: float
+    pages: float
 
 
 @dataclass(frozen=True)
@@ -66,7 +82,13 @@ def measured(subject: Subject, say: Callable[[str], None]) -> list[dict[str, Any
             lines.append(_planned(subject, f"remat, bytes of {peer}", peak_bytes, say))
     wanted = [np.asarray(value) for value in plain.results()]
     times = _in_turns([line for line in lines if line.prepared is not None])
-    return [_record(line, times, plain, wanted) for line in lines]
+    records = [_record(line, times, plain, wanted) for line in lines]
+    if not subject.predicts_pages:
+        page_s = mmap.PAGESIZE / (measured_bytes_per_s() or float("inf"))
+        for line, record in zip(lines, records, strict=True):
+            if line.prepared is not None:
+                record["pages_s"] = times[line.method].pages * page_s
+    return records
 
 
 def _planned(subject: Subject, method: str, budget: int | str, say: Callable[[str], None]) -> Line:
@@ -109,21 +131,25 @@ def _tried(
     return Line(method, budget, prepared)
 
 
-def _in_turns(lines: Sequence[Line]) -> dict[str, float]:
-    """Median processor seconds of each method, relative to the plain step's of the same round."""
+def _in_turns(lines: Sequence[Line]) -> dict[str, Taken]:
+    """What each method's step takes, all of them run in turns."""
     steps = {line.method: line.prepared for line in lines if line.prepared is not None}
     for step in steps.values():
         step.run()
-    seconds: dict[str, list[float]] = {method: [] for method in steps}
+    taken: dict[str, list[tuple[float, int]]] = {method: [] for method in steps}
     for _ in range(_ROUNDS):
         for method, step in steps.items():
-            started = step.clock()
+            started, fetched = step.clock(), _fetched_pages()
             step.run()
-            seconds[method].append(step.clock() - started)
-    return {method: statistics.median(own) for method, own in seconds.items()}
+            taken[method].append((step.clock() - started, _fetched_pages() - fetched))
+    return {method: Taken(*map(statistics.median, zip(*own, strict=True))) for method, own in taken.items()}
 
 
-def _record(line: Line, times: dict[str, float], plain: Prepared | None, wanted: Sequence[Array]) -> dict[str, Any]:
+def _fetched_pages() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def _record(line: Line, times: dict[str, Taken], plain: Prepared | None, wanted: Sequence[Array]) -> dict[str, Any]:
     record: dict[str, Any] = {"method": line.method, "budget": line.budget}
     if line.refusing_s is not None:
         record["refusing_s"] = line.refusing_s
@@ -145,8 +171,8 @@ def _record(line: Line, times: dict[str, float], plain: Prepared | None, wanted:
         "said": prepared.said,
         "mode": prepared.mode,
         "predicted_bytes": prepared.predicted_bytes,
-        "step_s": times[line.method],
-        "relative_time": times[line.method] / times[PLAIN],
+        "step_s": times[line.method].seconds,
+        "relative_time": times[line.method].seconds / times[PLAIN].seconds,
         "predicted": prepared.predicted,
         "planning_s": prepared.planning_s,
         "compiling_s": prepared.compiling_s,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.zoo.frame.measure import CAPTURED, SMALLEST
+from benchmarks.zoo.frame.subject import PLAIN
 
 HEAD: Final = (
     "| budget | plans | models | error in the mean | in the median | without its sign, mean | median | within 3 points "
@@ -34,7 +35,7 @@ class Prediction:
         method: the budget that the plan keeps.
         predicted: extra time as a share of the plain step.
         measured: the same, in processor time; where remat runs the step itself, as a share of that step with nothing
-            recomputed, if it was measured.
+            recomputed, if it was measured. Without what pages take where predictions know nothing of them.
     """
 
     model: str
@@ -60,7 +61,7 @@ def predictions(records: Sequence[dict[str, Any]]) -> list[Prediction]:
         lines = record.get("lines", [])
         unplanned = _unplanned(lines)
         found += [
-            Prediction(record["model"], line["method"], line["predicted"], line["relative_time"] / unplanned - 1)
+            Prediction(record["model"], line["method"], line["predicted"], _predictable(line) / unplanned - 1)
             for line in lines
             if line["method"].startswith("remat") and line["method"] != CAPTURED
             if line.get("predicted") is not None and "relative_time" in line
@@ -69,10 +70,17 @@ def predictions(records: Sequence[dict[str, Any]]) -> list[Prediction]:
 
 
 def _unplanned(lines: Sequence[dict[str, Any]]) -> float:
-    """What predictions of a model compare with: the time of its step with nothing recomputed, beside the plain one."""
-    return next(
-        (line["relative_time"] for line in lines if line["method"] == CAPTURED and "relative_time" in line), 1.0
-    )
+    """What predictions of a model compare with: the time of its step with nothing recomputed, or of the plain one."""
+    timed = {line["method"]: line for line in lines if "relative_time" in line}
+    line = timed.get(CAPTURED) or timed.get(PLAIN)
+    return 1.0 if line is None else _predictable(line)
+
+
+def _predictable(line: dict[str, Any]) -> float:
+    """The time of a method beside the plain step's, without what it takes for pages where that is told apart."""
+    if "pages_s" not in line:
+        return float(line["relative_time"])
+    return float(line["relative_time"] * (1 - line["pages_s"] / line["step_s"]))
 
 
 def summary(found: Sequence[Prediction]) -> str:

@@ -59,10 +59,12 @@ class Subject(abc.ABC):
         peers: names of the ways to save memory that this model is compared with.
         clock: the processor seconds so far of the process that plans; None where that is not this one.
         captures: does remat run the step itself, in place of the framework?
+        predicts_pages: do its plans' predictions know what a step takes for pages that it fetches from the system anew?
     """
 
     peers: tuple[str, ...] = ()
     captures: bool = False
+    predicts_pages: bool = True
     clock: Callable[[], float] | None = None
 
     @abc.abstractmethod

@@ -24,6 +24,12 @@ _BESIDE_CAPTURED: Final = (
     "extra time above is that beside it; the times below are beside the framework's own step."
 )
 
+_WITHOUT_PAGES: Final = (
+    "Of {models} models extra time above is without what a step takes for pages that the C library gives back to the "
+    "system and fetches anew, of which predictions know nothing: {share:.1%} of a plain step in the median, {most:.0%} "
+    "at most. The times below have it."
+)
+
 _TELLING: Final = ("more than the budget of", "over its budget", "the allocator's rounding may take it to")
 """Of remat's warnings, parts of those that say that a budget was broken, or may be."""
 
@@ -44,6 +50,8 @@ def as_markdown(framework: str, records: Sequence[dict[str, Any]], where: str) -
         parts += [f"{scatter.summary(found)} The same by budget {picture}:", "", *scatter.table(found), ""]
     if captured := sum(line["method"] == CAPTURED for record in records for line in record.get("lines", [])):
         parts += [_BESIDE_CAPTURED.format(models=captured), ""]
+    if said := _pages(records):
+        parts += [said, ""]
     if any(line.get("beside_bytes") for record in records for line in record.get("lines", [])):
         parts += [_LEFT_OUT, ""]
     for record in records:
@@ -65,6 +73,15 @@ def summary(records: Sequence[dict[str, Any]]) -> str:
         f"more than 1 %, {silent} of them without a word, "
         f"{refused} refused at the bytes of a peer, {broken} ended by another error."
     )
+
+
+def _pages(records: Sequence[dict[str, Any]]) -> str:
+    """What pages take of plain steps, where that was told apart; nothing where it was not."""
+    plain = [record["lines"][0] for record in records if record.get("lines")]
+    shares = [line["pages_s"] / line["step_s"] for line in plain if "pages_s" in line]
+    if not shares:
+        return ""
+    return _WITHOUT_PAGES.format(models=len(shares), share=statistics.median(shares), most=max(shares))
 
 
 def planning(records: Sequence[dict[str, Any]]) -> str:

@@ -323,7 +323,9 @@ class _Builder:
                 inputs=read,
                 outputs=outputs,
                 time_s=self._seconds.get(node)
-                or op_time_s(self._profile, nodes.flops(node), nodes.moved_bytes(node), dtype),
+                or op_time_s(
+                    self._profile, nodes.flops(node, on_cpu=self._profile.is_cpu), nodes.moved_bytes(node), dtype
+                ),
                 recomputable=repeats,
                 workspace_bytes=nodes.scratch_bytes(node) + nodes.unread_bytes(node),
                 in_place=self._in_place(node, outputs),

@@ -19,7 +19,7 @@ from torch import fx
 from remat.torch._private import OpOverload, is_mutable, tree_leaves
 from remat.torch.graph_mode.collectives import SIZE_BYTES, Gather, GatheredParameter, OwnCode
 from remat.torch.graph_mode.layouts import InLayout, laid_out
-from remat.torch.trace import aot_notes, cpu_scratch, gpu_scratch, op_facts
+from remat.torch.trace import aot_notes, cpu_scratch, cpu_times, gpu_scratch, op_facts
 
 # Operators that hand on the storage of their argument, though their schema does not say so.
 _SILENT_VIEWS: Final = frozenset(
@@ -281,14 +281,15 @@ def device_of(node: fx.Node) -> torch.device:
     return torch.device("cpu")
 
 
-def flops(node: fx.Node) -> float:
-    """Floating-point operations of one run."""
+def flops(node: fx.Node, *, on_cpu: bool) -> float:
+    """Floating-point operations of one run, or those of a product that a CPU could do in its time."""
     args, kwargs = arguments(node)
-    if isinstance(node.target, Fill | InLayout):
-        return op_facts.flops(node.target.func, tuple(args), kwargs, node.meta.get("val"))
-    if not isinstance(node.target, OpOverload):
+    func = node.target.func if isinstance(node.target, Fill | InLayout) else node.target
+    if not isinstance(func, OpOverload):
         return 0.0
-    return op_facts.flops(node.target, tuple(args), kwargs, node.meta.get("val"))
+    call = (func, tuple(args), kwargs, node.meta.get("val"))
+    counted = op_facts.flops(*call)
+    return cpu_times.flops(*call, counted) if on_cpu else counted
 
 
 def scratch_bytes(node: fx.Node) -> int:

@@ -33,6 +33,14 @@ FEWEST_POINTWISE_SAMPLES: Final = 16
 _MOST_PRODUCT_BYTES: Final = 1 << 28
 """Of the matrices of a product that is run. What oneDNN packs them into grows no more in much smaller ones."""
 
+_LARGE_WINDOW: Final = 256
+"""Numbers of a window from which oneDNN may make a weight's gradient as one product of matrices, which it packs in
+memory of its own, past PyTorch's allocator: windows of 14 x 14 took nothing, of 16 x 16 and 32 x 32 up to 1.8 MB."""
+_FEWEST_PACKED: Final = 128
+_MOST_COLUMNS_PACKED: Final = 384
+"""It packs at least so many places of each row, and so many columns at a time. Found by counting the heap of 25 shapes
+on a CPU with AVX-512, PyTorch 2.13; with other shapes oneDNN took another way, and then less than this."""
+
 _Layout = tuple[tuple[int, ...], str]
 """A shape and where its channels are: "first", "last", "last with gaps" (a part of more channels) or "other"."""
 
@@ -87,7 +95,17 @@ def of_convolution_backward(
     dtype, frozen = inputs.dtype, _frozen(how)
     bias = None if bias is None else [int(size) for size in bias]
     key = "backward", gradients[0][1:], gradients[1], images[0][1:], images[1], weights, dtype, bias is None, frozen
-    return _with_samples(key, run, images, weights, frozen)
+    packed = _packed_past_allocator(gradients[0], images, weights) if frozen[6][1] else 0
+    return _with_samples(key, run, images, weights, frozen) + packed
+
+
+def _packed_past_allocator(gradient: tuple[int, ...], images: _Layout, weights: _Layout) -> int:
+    """The most that oneDNN packs of one image and its gradient, beside what it takes from PyTorch's allocator."""
+    (outputs, *window), order = weights
+    if math.prod(window[1:]) < _LARGE_WINDOW or "last" in order or "last" in images[1]:
+        return 0
+    places = max(_FEWEST_PACKED, math.prod(gradient[2:]))
+    return 4 * places * (math.prod(window) + min(outputs, _MOST_COLUMNS_PACKED))
 
 
 def of_product(func: OpOverload, args: Sequence[Any]) -> int:

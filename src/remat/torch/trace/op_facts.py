@@ -189,6 +189,8 @@ def repeatable_call(func: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def flops(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
     """Floating-point operations of one run; a multiplication and an addition count as two."""
+    if base_name(func) == "aten::convolution_backward":
+        return _convolution_backward_flops(*args)
     formula = _private.flop_formula(_WITHOUT_WRITE.get(func, func))
     if formula is not None:
         with suppress(AssertionError):  # That of attention in PyTorch 2.9 knows no groups of heads.
@@ -205,6 +207,13 @@ def flops(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: 
         products = 2.0 * math.prod(query.shape) * int(key.shape[-2])
         return float(products * (5 if "backward" in name else 2))
     return float(_FLOPS_PER_ELEMENT.get(name, 1.0) * elements)
+
+
+def _convolution_backward_flops(gradient: torch.Tensor, inputs: torch.Tensor, weight: torch.Tensor, *how: Any) -> float:
+    """Each gradient of two takes what the forward pass took; PyTorch's formula multiplies a weight's by the groups."""
+    is_transposed, (of_inputs, of_weight, _) = how[4], how[7]
+    places = math.prod((inputs if is_transposed else gradient).shape)
+    return 2.0 * (bool(of_inputs) + bool(of_weight)) * places * math.prod(weight.shape[1:])
 
 
 def _rnn_products(args: tuple[Any, ...]) -> float:

@@ -62,6 +62,7 @@ class RecordedOp:
         makes: storages.
         writes: storages that existed before.
         flops: floating-point operations.
+        flops_on_cpu: those of a product of matrices that a CPU could do in the time that the op takes there.
         moved_bytes: bytes read and written.
         dtype: of the arithmetic.
         repeatable: may it run twice?
@@ -81,6 +82,7 @@ class RecordedOp:
     makes: tuple[int, ...]
     writes: tuple[int, ...]
     flops: float = 0.0
+    flops_on_cpu: float = 0.0
     moved_bytes: int = 0
     dtype: str = "float32"
     repeatable: bool = False

@@ -189,7 +189,8 @@ class _Builder:
         if op.collective and self._network is not None:
             return self._network.seconds(op.collective, op.axis, op.moved_bytes)
         # Nothing is known of the links of a real mesh: a collective takes what reading and writing its tensors takes.
-        return op_time_s(self._profile, op.flops, op.moved_bytes, op.dtype)
+        flops = op.flops_on_cpu if self._profile.is_cpu else op.flops
+        return op_time_s(self._profile, flops, op.moved_bytes, op.dtype)
 
     def _unpacked_at(self) -> dict[int, list[int]]:
         """For each recorded op of the backward pass, the storages that autograd reads just before it."""

@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 
 from remat.torch import _private
-from remat.torch.trace import cpu_scratch, gpu_scratch, op_facts, result_shapes
+from remat.torch.trace import cpu_scratch, cpu_times, gpu_scratch, op_facts, result_shapes
 from remat.torch.trace.gradients import Gradients
 from remat.torch.trace.known_values import are_small
 from remat.torch.trace.origins import RunningModules, source_line
@@ -333,6 +333,7 @@ class StepWatcher(_private.TorchDispatchMode):
         all_strided = all(is_plain(t) for t in (*inputs, *outputs))
         everything = [*inputs, *outputs]
         name, layer, source = self._origin(func)
+        flops = 0.0 if op_facts.is_empty(func) else op_facts.flops(func, args, kwargs, out)
         op = RecordedOp(
             func=func,
             name=name,
@@ -342,7 +343,8 @@ class StepWatcher(_private.TorchDispatchMode):
             reads=tuple(read for read in reads if read[0] not in statistics),
             makes=tuple(made),
             writes=tuple(w for w in writes if w not in statistics),
-            flops=0.0 if op_facts.is_empty(func) else op_facts.flops(func, args, kwargs, out),
+            flops=flops,
+            flops_on_cpu=cpu_times.flops(func, args, kwargs, out, flops),
             moved_bytes=0 if op_facts.is_empty(func) else sum(t.numel() * t.element_size() for t in everything),
             dtype=str((outputs or inputs)[0].dtype).removeprefix("torch.") if everything else "float32",
             repeatable=self.phase == "forward" and all_strided and self._may_repeat(func, args, kwargs, on_gpu),
