@@ -45,12 +45,12 @@ def test_the_smallest_budget_named_for_a_u_net_is_not_above_one_that_is_planned(
 
     plan = remat.plan(graph, budget="30%")
     assert plan.peak_bytes <= plan.budget_bytes
-    assert plan.overhead <= 0.21
+    assert plan.overhead <= 0.193
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("name", "share", "most", "proven"), [("u_net", 25, 0.31, 0.197), ("resnet50", 25, 0.178, 0.153)]
+    ("name", "share", "most", "proven"), [("u_net", 25, 0.30, 0.197), ("resnet50", 25, 0.1755, 0.153)]
 )
 def test_tight_budgets_cost_less_and_more_is_proven_of_it(name: str, share: int, most: float, proven: float) -> None:
     """They cost 31.9 and 18.1 %, of which 19.3 and 14.6 were proven."""
