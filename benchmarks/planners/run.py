@@ -1,6 +1,7 @@
 """Every planner over a suite of graphs: overhead, bound, gap, peak and seconds, as Markdown and JSON.
 
     python -m benchmarks.planners.run [--planners auto,gap_lp] [--cases layered100] [--time-limit 10] [--name full]
+        [--shares 30,25,20]
 
 Writes ``benchmarks/results/planners-NAME.md`` and ``.json``. Needs no framework: traced graphs lie in
 ``benchmarks/graphs`` (see ``trace_models``). Seconds are of one process; processor seconds hardly depend on what else
@@ -65,8 +66,11 @@ def measure(graph: remat.Graph, share: int, planner: str, time_limit_s: float | 
     return row | {"wall_s": time.perf_counter() - wall_s, "cpu_s": time.process_time() - cpu_s}
 
 
-def rows(planners: list[str], wanted: list[str], time_limit_s: float | None) -> Iterator[dict[str, Any]]:
-    for name, (build, shares) in cases().items():
+def rows(
+    planners: list[str], wanted: list[str], time_limit_s: float | None, given: tuple[int, ...] = ()
+) -> Iterator[dict[str, Any]]:
+    for name, (build, own_shares) in cases().items():
+        shares = given or own_shares
         if wanted and not any(name.startswith(prefix) for prefix in wanted):
             continue
         graph = build()
@@ -96,11 +100,13 @@ def main() -> None:
     parser.add_argument("--planners", default=",".join(sorted(set(planner_names()) - {"store_all"})))
     parser.add_argument("--cases", default="", help="beginnings of names, between commas; all if not given")
     parser.add_argument("--time-limit", type=float, default=None, help="seconds for each plan")
+    parser.add_argument("--shares", default="", help="budgets in %% of the plain peak; each case's own if not given")
     parser.add_argument("--name", default="full", help="of the files that are written")
     options = parser.parse_args()
     wanted = [prefix for prefix in options.cases.split(",") if prefix]
     print(HEAD)
-    found = list(rows(options.planners.split(","), wanted, options.time_limit))
+    shares = tuple(int(share) for share in options.shares.split(",") if share)
+    found = list(rows(options.planners.split(","), wanted, options.time_limit, shares))
     results = FOLDER / "results"
     results.mkdir(exist_ok=True)
     (results / f"planners-{options.name}.json").write_text(json.dumps(found, indent=1) + "\n")

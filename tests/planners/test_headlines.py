@@ -45,18 +45,27 @@ def test_the_smallest_budget_named_for_a_u_net_is_not_above_one_that_is_planned(
 
     plan = remat.plan(graph, budget="30%")
     assert plan.peak_bytes <= plan.budget_bytes
-    assert plan.overhead <= 0.21
+    assert plan.overhead <= 0.193
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
-    ("name", "share", "most", "proven"), [("u_net", 25, 0.31, 0.197), ("resnet50", 25, 0.178, 0.153)]
+    ("name", "share", "most", "proven"), [("u_net", 25, 0.30, 0.197), ("resnet50", 25, 0.1755, 0.153)]
 )
 def test_tight_budgets_cost_less_and_more_is_proven_of_it(name: str, share: int, most: float, proven: float) -> None:
     """They cost 31.9 and 18.1 %, of which 19.3 and 14.6 were proven."""
     plan = remat.plan(remat.load_graph(GRAPHS / f"{name}.json.gz"), budget=f"{share}%")
     assert plan.peak_bytes <= plan.budget_bytes
     assert proven <= plan.overhead_lower_bound <= plan.overhead <= most
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("name", "share", "most"), [("densenet121", 20, 0.131), ("efficientnetb0", 22, 0.138)])
+def test_repeated_runs_planned_again_exactly_come_near_the_bound(name: str, share: int, most: float) -> None:
+    """Without exact units they cost 13.4 and 14.0 %, 1.9 and 1.8 points above the bound."""
+    plan = remat.plan(remat.load_graph(GRAPHS / f"{name}.json.gz"), budget=f"{share}%")
+    assert plan.peak_bytes <= plan.budget_bytes
+    assert plan.overhead_lower_bound <= plan.overhead <= min(most, plan.overhead_lower_bound + 0.015)
 
 
 @pytest.mark.thorough

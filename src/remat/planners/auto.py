@@ -9,6 +9,7 @@ from remat.planners.chain.programme import BlockChain
 from remat.planners.linear.bounds import chain_lower_bound_s
 from remat.planners.methods.block_chain import block_chain
 from remat.planners.methods.dtr import dtr
+from remat.planners.methods.exact_units import exact_units
 from remat.planners.methods.exact_windows import exact_windows
 from remat.planners.methods.gap_lp import gap_lp
 from remat.planners.methods.peak_greedy import drop_at_once, peak_greedy
@@ -73,6 +74,9 @@ are planned longer that this cannot make cheaper."""
 _VERY_FAR: Final = 0.03
 """The same for bold walks, which take 6 s on a U-Net and 13 s on a ResNet50. At 40 % of a U-Net's peak, 1.54 points
 above this bound and .6 above the better one, they found nothing; at 25 %, 19 points above, they won 1.7."""
+_FAR_FOR_UNITS: Final = 0.016
+"""The same for exact units, which take 5 s. A U-Net at 40 % of its peak is 1.54 points above this bound and .6 above
+the better one; a DenseNet121 at 22 % is 1.75 and 1.66 above them, and comes nearer."""
 _MOST_OPS_OF_BLOCKS: Final = 8000
 """The largest whole step whose blocks are planned; a judgement. BERT-large has 7,353 ops."""
 _MOST_OPS_OF_BINDING_STEPS: Final = 1000
@@ -92,8 +96,9 @@ def auto(search: Search) -> None:
     First runs stay in program order, unless the graph leaves the order free. In a fixed order the methods end early
     where what was found costs at most 1 % more than a proven bound. Where it costs 1.5 points of a step more, the
     blocks of the whole step are planned, too, and steps that are not too large solved at the steps that bind, and
-    walked anew; three points above it, by bold walks, too. Where there was no time for any method, the first schedule
-    of the greedy one that fits is the answer.
+    walked anew; three points above it, by bold walks, too. Where it is 1.6 points above the bound at last, the
+    repeated runs of a few ops at a time are planned again exactly. Where there was no time for any method, the first
+    schedule of the greedy one that fits is the answer.
 
     Without a time limit each method does a fixed amount of work, so that the result is the same however fast or busy
     the machine is; only for graphs unlike any training step a clock ends it, after two minutes and 2 ms per op, or
@@ -149,6 +154,8 @@ def _search_fixed_order(search: Search) -> None:
         anneal_anew(inner)
     if search.best_time_s > plain_s + bound_s + _VERY_FAR * plain_s:
         anneal_boldly(inner)
+    if search.best_time_s > plain_s + bound_s + _FAR_FOR_UNITS * plain_s:
+        exact_units(inner)
 
 
 def _search_any_order(search: Search) -> None:

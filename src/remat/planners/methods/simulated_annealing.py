@@ -68,11 +68,10 @@ _MOST_OPS_ANEW: Final = 1000
 and the largest step. On a U-Net's 493 ops it takes 2 s; on GPT-2's 2,290, with 60,000 edits and 34 s, it found nothing
 that fits in a fifth of the peak."""
 _BOLD_SEEDS: Final = (4, 1)
-_BOLD_HOTS_FROM_BEST: Final = (5e-3, 2e-3)
 _MOST_OPS_BOLD: Final = 1500
-"""Of ``anneal_boldly``, with as many edits for each walk: two new starts, and two from the best, with these
-temperatures. Where one ends is luck: of four new starts on a U-Net at 25 % of its peak, three were 3 points above the
-fourth. A ResNet50 of 1,371 ops takes 3 s for each. On an EfficientNetB0 of 1,629 they took 10 s and found nothing."""
+"""Of ``anneal_boldly``, with as many edits for each walk: two new starts. Where one ends is luck: of four new starts on
+a U-Net at 25 % of its peak, three were 3 points above the fourth. A ResNet50 of 1,371 ops takes 3 s for each. On an
+EfficientNetB0 of 1,629 they took 10 s and found nothing."""
 
 # Judgements, not measured, the rest.
 _COLD: Final = 1e-5
@@ -121,14 +120,12 @@ def anneal_anew(search: Search) -> None:
 
 
 def anneal_boldly(search: Search) -> None:
-    """The same with bold walks, from the plain step and then from the best schedule: where even that is far off."""
+    """The same with bold walks, from the plain step: where even that is far off."""
     board = Board(search.problem, whole=False)
     if search.expired or search.problem.count > _MOST_OPS_BOLD or not any(board.repeatable):
         return
     for seed in _BOLD_SEEDS:
         _cool(search, board, seed, _ANEW_HOT, _COLD, _ANEW_STEPS, search.deadline_s, fresh=True, bold=True)
-    for seed, hot in enumerate(_BOLD_HOTS_FROM_BEST, start=_ANEW_SEED):
-        _cool(search, board, seed, hot, _COLD, _ANEW_STEPS, search.deadline_s, bold=True)
 
 
 def _anneal_recomputations(search: Search, board: Board) -> None:
