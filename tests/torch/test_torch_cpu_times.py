@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import nn
@@ -14,16 +11,6 @@ from remat.running.cost_model import get_profile
 from remat.torch.trace import cpu_times, op_facts
 
 _ATEN = torch.ops.aten
-
-
-def _seconds(function: Callable[[], object]) -> float:
-    function()
-    times = []
-    for _ in range(7):
-        started = time.process_time()
-        function()
-        times.append(time.process_time() - started)
-    return min(times)
 
 
 def _flops(func: torch._ops.OpOverload, *args: object, **kwargs: object) -> tuple[float, float]:
@@ -75,24 +62,6 @@ def test_convolutions_of_one_channel_each_take_longer_than_their_products() -> N
     weight = torch.randn(16, 16, 3, 3)
     counted, on_cpu = _flops(_ATEN.convolution.default, picture, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
     assert on_cpu == counted
-
-
-def test_what_is_called_dear_takes_longer_than_a_roofline_says() -> None:
-    """Against a product timed beside it, as the table is; the roofline had these at an eighth of their time or less."""
-    square, picture = torch.randn(512, 512), torch.randn(8, 32, 56, 56)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        product_s = _seconds(lambda: square @ square) / (2 * 512**3)
-        for func, args in (
-            (_ATEN.max_pool2d_with_indices.default, (picture, [3, 3], [2, 2], [1, 1])),
-            (_ATEN.native_dropout.default, (square, 0.1, True)),
-        ):
-            taken = _seconds(lambda func=func, args=args: func(*args)) / product_s
-            _, on_cpu = _flops(func, *args)
-            assert taken / 4 < on_cpu < taken * 4
-    finally:
-        torch.set_num_threads(threads)
 
 
 class _Squashed(nn.Module):

@@ -84,10 +84,10 @@ def measured(subject: Subject, say: Callable[[str], None]) -> list[dict[str, Any
     times = _in_turns([line for line in lines if line.prepared is not None])
     records = [_record(line, times, plain, wanted) for line in lines]
     if not subject.predicts_pages:
-        page_s = mmap.PAGESIZE / (measured_bytes_per_s() or float("inf"))
+        bytes_per_s = measured_bytes_per_s()
         for line, record in zip(lines, records, strict=True):
-            if line.prepared is not None:
-                record["pages_s"] = times[line.method].pages * page_s
+            if line.prepared is not None and bytes_per_s is not None:
+                record["pages_s"] = times[line.method].pages * mmap.PAGESIZE / bytes_per_s
     return records
 
 

@@ -75,8 +75,8 @@ _VERY_FAR: Final = 0.03
 """The same for bold walks, which take 6 s on a U-Net and 13 s on a ResNet50. At 40 % of a U-Net's peak, 1.54 points
 above this bound and .6 above the better one, they found nothing; at 25 %, 19 points above, they won 1.7."""
 _FAR_FOR_UNITS: Final = 0.016
-"""The same for exact units, which take 5 s. A U-Net at 40 % of its peak is 1.54 points above this bound and .6 above
-the better one; a DenseNet121 at 22 % is 1.75 and 1.66 above them, and comes nearer."""
+"""The same for exact units, which take 5 to 13 s. A U-Net at 40 % of its peak is 1.54 points above this bound and .6
+above the better one; a DenseNet121 at 22 % is 1.75 and 1.66 above them, and comes nearer."""
 _MOST_OPS_OF_BLOCKS: Final = 8000
 """The largest whole step whose blocks are planned; a judgement. BERT-large has 7,353 ops."""
 _MOST_OPS_OF_BINDING_STEPS: Final = 1000

@@ -19,15 +19,15 @@ from remat.torch.trace import op_facts
 
 # Nanoseconds for each element of the largest tensor, of 512 x 512 float32 numbers, on one core of an AMD EPYC (Zen 4)
 # with PyTorch 2.13, as processor time. Listed where it is more than a roofline says by half; what depends on values was
-# measured with masks of attention, which are quicker than random ones.
+# measured with masks of attention, which are quicker than random ones. ``benchmarks.torch_operators`` measures again.
 _NANOSECONDS_PER_ELEMENT: Final[dict[str, float]] = {
     f"aten::{name}": each
     for each, names in (
         (0.8, ("exp", "log1p", "gelu_backward", "masked_fill")),
         (1.0, ("log", "log2", "log10", "cumsum", "cumprod", "argmax", "argmin", "where", "logsumexp")),
         (1.3, ("erf", "erfinv", "expm1", "exp2", "sin", "cos", "sinh", "cosh", "fmod", "remainder", "elu", "isfinite")),
-        (2.2, ("any", "all")),
         (1.5, ("softplus", "log_sigmoid_forward", "asin", "acos", "erfc", "tan", "atan2")),
+        (2.2, ("any", "all")),
         (2.6, ("tanh", "atan", "pow")),
         (3.8, ("topk", "mish", "mish_backward")),
         (6.0, ("var", "std", "var_mean", "std_mean", "lgamma")),

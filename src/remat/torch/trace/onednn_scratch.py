@@ -35,7 +35,8 @@ _MOST_PRODUCT_BYTES: Final = 1 << 28
 
 _LARGE_WINDOW: Final = 256
 """Numbers of a window from which oneDNN may make a weight's gradient as one product of matrices, which it packs in
-memory of its own, past PyTorch's allocator: windows of 14 x 14 took nothing, of 16 x 16 and 32 x 32 up to 1.8 MB."""
+memory of its own, past PyTorch's allocator: windows of 14 x 14 took nothing, of 16 x 16 and 32 x 32 up to 1.8 MB with
+one thread, and twice as much with two."""
 _FEWEST_PACKED: Final = 128
 _MOST_COLUMNS_PACKED: Final = 384
 """It packs at least so many places of each row, and so many columns at a time. Found by counting the heap of 25 shapes
@@ -100,12 +101,13 @@ def of_convolution_backward(
 
 
 def _packed_past_allocator(gradient: tuple[int, ...], images: _Layout, weights: _Layout) -> int:
-    """The most that oneDNN packs of one image and its gradient, beside what it takes from PyTorch's allocator."""
+    """The most that oneDNN packs beside what it takes from PyTorch's allocator, of one image in each thread."""
     (outputs, *window), order = weights
     if math.prod(window[1:]) < _LARGE_WINDOW or "last" in order or "last" in images[1]:
         return 0
     places = max(_FEWEST_PACKED, math.prod(gradient[2:]))
-    return 4 * places * (math.prod(window) + min(outputs, _MOST_COLUMNS_PACKED))
+    at_once = min(torch.get_num_threads(), gradient[0])
+    return at_once * 4 * places * (math.prod(window) + min(outputs, _MOST_COLUMNS_PACKED))
 
 
 def of_product(func: OpOverload, args: Sequence[Any]) -> int:
