@@ -31,6 +31,8 @@ class Candidate(abc.ABC):
         samples_of_bound: as in ``prove``. With 4 it takes .1 to .3 s of processor time on keras-hub's ViT and GPT-2 and
             on MobileNet in TensorFlow, with 16 .7 to 2.4. The bound of GPT-2 is 7.3 % with 4 and 7.8 with 16, those of
             the others are the same.
+        polishes: how often more work may be done for the plan that the rounds have found: again where what comes of it
+            is over the budget as it would run.
     """
 
     rounds: Rounds = Rounds(6, 4)
@@ -39,6 +41,7 @@ class Candidate(abc.ABC):
     reserve: float = 0.0
     resident_bytes: int = 0
     samples_of_bound: ClassVar[int] = 4
+    polishes: ClassVar[int] = 1
 
     @property
     @abc.abstractmethod
@@ -80,10 +83,10 @@ class Candidate(abc.ABC):
         """
         return {}
 
-    def polished(self, plan: Plan, request: Request) -> Plan | None:
-        """A plan within the planner's budget of a plan of ``find``, found with more work than a round is worth.
+    def polished(self, budget_bytes: int, request: Request) -> Plan | None:
+        """The planner's plan within a budget of the trace, found with more work than a round is worth.
 
-        None where every round does all the work there is.
+        None where every round does all the work there is, or nothing is found.
         """
         return None
 

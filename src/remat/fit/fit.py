@@ -102,13 +102,16 @@ def _searched(candidate: Candidate, request: Request, target_bytes: int) -> Plan
 
 def _polished(found: Plan, candidate: Candidate, request: Request, target_bytes: int) -> Plan:
     """The plan, or a cheaper one that fits, too, and that more work finds than each round of the loop is worth."""
-    better = candidate.polished(found, request)
-    if better is None or better.time_s >= found.time_s:
-        return found
-    peak = candidate.real_peak(better)
-    if peak.highest_bytes > target_bytes:
-        return found
-    return dataclasses.replace(better, peak_bytes=peak.expected_bytes)
+    budget_bytes = found.budget_bytes
+    for _ in range(candidate.polishes):
+        better = candidate.polished(budget_bytes, request)
+        if better is None or better.time_s >= found.time_s:
+            break
+        peak = candidate.real_peak(better)
+        if peak.highest_bytes <= target_bytes:
+            return dataclasses.replace(better, peak_bytes=peak.expected_bytes)
+        budget_bytes -= peak.highest_bytes - target_bytes
+    return found
 
 
 def _with_expected_time(plan: Plan, candidate: Candidate) -> Plan:

@@ -114,12 +114,12 @@ class FunctionCandidate(Candidate):
         """The planner's plan within a budget of the trace, found with little work."""
         return self._found(budget_bytes, request, request.time_limit_s, thorough=not _is_quick(request))
 
-    def polished(self, plan: Plan, request: Request) -> Plan | None:
-        """A plan within the same budget of the trace, found with more work."""
+    def polished(self, budget_bytes: int, request: Request) -> Plan | None:
+        """A plan within a budget of the trace, found with more work."""
         if not _is_quick(request):
             return None
         try:
-            return self._found(plan.budget_bytes, request, _POLISH_S, thorough=True)
+            return self._found(budget_bytes, request, _POLISH_S, thorough=True)
         except InfeasibleBudget:  # Within the time; without a clock there was one.
             return None
 
