@@ -59,7 +59,7 @@ def test_a_broken_budget_is_planned_again_once(blind, caplog):
 
     plan, losses = fitted(21_500_000, epochs=2)
     assert plan.budget_bytes == pytest.approx(kept.budget_bytes, rel=0.1)
-    assert plan.recomputed > kept.recomputed
+    assert plan.peak_bytes - plan.budget_bytes < kept.peak_bytes - kept.budget_bytes, "the second plan leaves more room"
     # Beside other work 23.1 MB were once measured within 22.5; why is not known.
     assert plan.measured_peak_bytes <= 1.04 * plan.budget_bytes < kept.measured_peak_bytes
     np.testing.assert_allclose(losses[0], plain[0], rtol=1e-5)

@@ -247,3 +247,22 @@ def test_variables_that_move_make_steps_differ():
 
     assert EVERYTHING.after_steps(graph, (0, 1), 1, differed=False).shown.varies
     assert not small.after_steps(graph, (0, 1), 1, differed=False).shown.varies
+
+
+def test_a_block_is_handed_a_whole_hole_of_the_heap_as_it_is():
+    graph = step_of((MIB, 0, 1))
+    schedule = graph.plain_schedule
+
+    def highest(*holes):
+        return dataclasses.replace(EVERYTHING, holes=holes).peak_range(graph, schedule).highest_bytes / MIB
+
+    assert highest() == highest(2 * MIB) == pytest.approx(1.03)
+    assert highest(3 * MIB // 2) == pytest.approx(1.03 * 1.5), "less than twice what is asked for"
+    assert highest(MIB // 2, 3 * MIB // 2) == pytest.approx(1.03 * 1.5)
+
+
+def test_a_heap_that_is_known_is_no_reason_to_expect_less_than_the_tensors():
+    graph = step_of((MIB, 0, 2), (2 * MIB, 1, 3), (MIB, 2, 4), pinned=(5 * MIB,))
+    found = dataclasses.replace(EVERYTHING, holes=(MIB,)).peak_range(graph, graph.plain_schedule)
+
+    assert remat.simulate(graph, graph.plain_schedule).peak_bytes == found.expected_bytes < found.highest_bytes

@@ -18,8 +18,9 @@ import remat.testing
 from remat.running.cost_model import get_profile
 from remat.tensorflow import measure
 from remat.tensorflow._traces import call_when_traced
-from remat.tensorflow.emit.emit import emit, span_starts
+from remat.tensorflow.emit.emit import emit
 from remat.tensorflow.peak.device import current_device
+from remat.tensorflow.peak.spans import span_starts
 from remat.tensorflow.trace.func_graph import trace_func_graph
 
 pytestmark = pytest.mark.other_cpu

@@ -57,6 +57,15 @@ class Candidate(abc.ABC):
     def real_peak(self, plan: Plan) -> PeakRange:
         """The real peak under a plan, without what is resident beside it."""
 
+    def looks_around(self, budget_bytes: int | None) -> bool:
+        """Look at what real peaks depend on, before plans for a budget are sought; does it change them?
+
+        Args:
+            budget_bytes: the budget, which looking keeps as well; None to forget what was seen. An error names a budget
+                that holds when it is asked for, and more may be seen within that one.
+        """
+        return False
+
     def expected_time_s(self, plan: Plan | None) -> float | None:
         """Seconds of a run with what memory does to it; None where that is not known.
 

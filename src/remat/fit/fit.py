@@ -47,6 +47,8 @@ def fit(candidate: Candidate, request: Request, *, share_of_bytes: int | None = 
     if not is_plain and "recompute" not in request.levers:
         plain_bytes = candidate.smallest_budget(plain.highest_bytes)
         raise infeasible(budget_bytes, plain_bytes, "the step with nothing recomputed, as levers= asks for")
+    if not is_plain and not request.is_cautious:
+        candidate.looks_around(budget_bytes)
     entry = Entry.of(candidate, request, budget_bytes, share_of_bytes, proves)
     earlier = entry.plan(candidate, budget_bytes)
     if earlier is not None:
@@ -58,7 +60,7 @@ def fit(candidate: Candidate, request: Request, *, share_of_bytes: int | None = 
         found = dataclasses.replace(found, peak_bytes=plain.expected_bytes)
     else:
         try:
-            found = _searched(candidate, request, target_bytes)
+            found = _found_somehow(candidate, request, target_bytes)
         except InfeasibleBudget as error:
             minimum_bytes = candidate.smallest_budget(min(error.minimum_bytes, plain.highest_bytes))
             raise infeasible(budget_bytes, minimum_bytes, error.binding_op) from None
@@ -78,6 +80,15 @@ def fit(candidate: Candidate, request: Request, *, share_of_bytes: int | None = 
     )
     entry.keep(found)
     return _with_expected_time(found, candidate)
+
+
+def _found_somehow(candidate: Candidate, request: Request, target_bytes: int) -> Plan:
+    try:
+        return _searched(candidate, request, target_bytes)
+    except InfeasibleBudget:
+        if not candidate.looks_around(None):
+            raise
+    return _searched(candidate, request, target_bytes)
 
 
 def _searched(candidate: Candidate, request: Request, target_bytes: int) -> Plan:

@@ -40,6 +40,7 @@ class Request:
         known: a plan that was made for the same request before, followed where the step turns out to be the one that
             it is for.
         levers: what the plan may do, of ``FIT_LEVERS``.
+        is_cautious: has a step broken the budget, so that a plan relies on nothing that was seen around it?
     """
 
     budget: int | str | None = None
@@ -50,6 +51,7 @@ class Request:
     options: Mapping[str, Any] = field(default_factory=dict)
     known: Plan | None = None
     levers: tuple[str, ...] = ("recompute",)
+    is_cautious: bool = False
 
     @property
     def plans(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -39,6 +40,19 @@ class Heap:
     _free: list[tuple[int, int, int]] = field(default_factory=list)  # (bin, size, address), sorted
     _end: int = 0
 
+    @classmethod
+    def with_holes(cls, holes: Iterable[int]) -> Heap:
+        """A heap with nothing in use that is known, and these free chunks, no two of which touch one another."""
+        heap = cls(_ALIGNMENT_BYTES)
+        for size in holes:
+            heap.add_hole(size)
+        return heap
+
+    def add_hole(self, size_bytes: int) -> None:
+        """A free chunk more, which touches no other one; the next region is larger."""
+        self.region_bytes = max(self.region_bytes, size_bytes)
+        self._add_region(size_bytes)
+
     def allocate(self, size_bytes: int) -> int:
         """The address of a chunk of at least this size."""
         size = -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
@@ -50,6 +64,16 @@ class Heap:
         chunk = self._chunks[address]
         if chunk.size >= 2 * size or chunk.size - size >= _MAX_UNSPLIT_BYTES:
             self._split(address, size)
+        chunk.used = True
+        self.in_use_bytes += chunk.size
+        return address
+
+    def allocate_alone(self, size_bytes: int) -> int:
+        """The address of a chunk that touches no other one."""
+        address = self._end
+        self.add_hole(size_bytes)
+        chunk = self._chunks[address]
+        self._remove_free(address)
         chunk.used = True
         self.in_use_bytes += chunk.size
         return address
@@ -80,11 +104,14 @@ class Heap:
         grown = self.region_bytes < size
         while self.region_bytes < size:
             self.region_bytes *= 2
-        self._chunks[self._end] = _Chunk(self.region_bytes, False, None, None)
-        self._add_free(self._end)
-        self._end += self.region_bytes + _ALIGNMENT_BYTES  # Regions never join.
+        self._add_region(self.region_bytes)
         if not grown:
             self.region_bytes *= 2
+
+    def _add_region(self, size: int) -> None:
+        self._chunks[self._end] = _Chunk(size, False, None, None)
+        self._add_free(self._end)
+        self._end += size + _ALIGNMENT_BYTES  # Regions never join.
 
     def _split(self, address: int, size: int) -> None:
         chunk = self._chunks[address]

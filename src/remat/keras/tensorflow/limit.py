@@ -319,7 +319,8 @@ class Limit(ModelLimit):
         assert self._promised_bytes is not None
         if self._lowered_bytes is not None:
             try:
-                lowered = rewrite(function, dataclasses.replace(request, budget=self._lowered_bytes, known=None))
+                cautious = dataclasses.replace(request, budget=self._lowered_bytes, known=None, is_cautious=True)
+                lowered = rewrite(function, cautious)
             except InfeasibleBudget:
                 self._lowered_bytes = None
             else:
@@ -395,7 +396,8 @@ class Limit(ModelLimit):
         if self._replans and self._promised_bytes is None and not self._chooses:
             self._promised_bytes = plan.budget_bytes
             self._broken = dataclasses.replace(plan, measured_peak_bytes=None)
-            self._lowered_bytes = max(1, 2 * plan.budget_bytes - measured_bytes)
+            # By what was not predicted, so that the same plan is not found again.
+            self._lowered_bytes = max(1, plan.budget_bytes - (measured_bytes - plan.peak_bytes))
             self._trace_again()
             return
         tell(broken_budget(plan, measured_bytes, None, compared=False), strict=self._strict)

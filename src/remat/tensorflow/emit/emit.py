@@ -10,18 +10,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-import numpy as np
 import tensorflow as tf
 
-from remat.core.graph import Graph
 from remat.core.plan import Plan
-from remat.core.simulator import simulate, storage_lifetimes
 from remat.tensorflow import _private
 from remat.tensorflow.emit import xla_ties
+from remat.tensorflow.peak.spans import span_starts
 from remat.tensorflow.trace import op_facts
 from remat.tensorflow.trace.func_graph import TracedStep
 from remat.tensorflow.trace.sizes import LOOPS
@@ -39,14 +37,6 @@ _LIGHT_TOGETHER: Final = 0.02
 """What tensors that are not held come to together, at most, as a share of the peak.
 
 NASNetMobile has thousands of light tensors, and its steps took 7 % more than predicted while none of them was held.
-"""
-
-_SPARE: Final = 0.05
-"""The share of the peak that a span of several operations leaves unused.
-
-An allocator loses another part of its blocks in every order. A judgement, under which no step in docs/tensorflow.md
-went above its budget; there the order that is left costs 1 to 3 % of a step. Smaller, steps may go above their budget;
-larger, spans are shorter and cores wait.
 """
 
 _KNOWN_VALUES: Final = op_facts.METADATA | {"Const"}
@@ -329,45 +319,3 @@ class _XlaEmitter(_Emitter):
                     self.zero = xla_ties.late_zero(self.trigger)
                 self.tied[tensor.name] = xla_ties.tie(tensor, self.zero)
         return self.tied[tensor.name]
-
-
-def span_starts(graph: Graph, schedule: Sequence[int]) -> list[int]:
-    """Where the spans of a schedule begin: whatever stands behind such a position waits for all that stands before it.
-
-    Spans are as long as they can be, from the first operation on. Near the schedule's peak each operation is a span of
-    its own, and the order is the schedule's.
-
-    Args:
-        graph: the step.
-        schedule: op indices.
-
-    Returns:
-        Rising positions in the schedule, the first 0; empty for an empty schedule. In O(operations + storages).
-    """
-    if not len(schedule):
-        return []
-    held, made = _held_and_made(graph, schedule)
-    limit = (1 - _SPARE) * simulate(graph, schedule).peak_bytes - graph.pinned_bytes
-    starts = [0]
-    in_span = 0
-    for position in range(len(schedule)):
-        in_span += made[position]
-        if position > starts[-1] and held[starts[-1]] + in_span > limit:
-            starts.append(position)
-            in_span = made[position]
-    return starts
-
-
-def _held_and_made(graph: Graph, schedule: Sequence[int]) -> tuple[list[int], list[int]]:
-    """For each position: bytes that live on from before it, and bytes that its operation makes or works with.
-
-    What an operation may write in place is counted as new: in another order it may find its input still in use.
-    """
-    lives = storage_lifetimes(graph, schedule)
-    change = np.zeros(len(schedule) + 1, dtype=np.int64)
-    np.add.at(change, lives.birth + 1, lives.size_bytes)
-    ends = ~lives.kept
-    np.subtract.at(change, lives.last[ends] + 1, lives.size_bytes[ends])
-    made = np.array([graph.ops[index].workspace_bytes for index in schedule], dtype=np.int64)
-    np.add.at(made, lives.birth, lives.size_bytes)
-    return np.cumsum(change)[:-1].tolist(), made.tolist()

@@ -26,6 +26,7 @@ from remat.tensorflow.loops.variants import Variant
 from remat.tensorflow.peak.allocator import AllocatorModel
 from remat.tensorflow.peak.compiled_memory import program_memory
 from remat.tensorflow.peak.device import current_device, profile_here
+from remat.tensorflow.peak.sounding import free_chunks
 from remat.tensorflow.trace.func_graph import FunctionToPlan, TracedStep
 
 _UNSEEN: Final = 0.04
@@ -142,6 +143,7 @@ class ExecutedFunction(FunctionCandidate):
     """
 
     rounds = Rounds(6, 4, close_enough=_CLOSE)
+    polishes = 2
 
     def __init__(self, variants: Variants[Variant], allocator: AllocatorModel, resident_bytes: int) -> None:
         super().__init__(variants[0].step, allocator, resident_bytes)
@@ -182,6 +184,15 @@ class ExecutedFunction(FunctionCandidate):
     def real_peak(self, plan: Plan) -> PeakRange:
         """The peak of the function under a plan."""
         return self._allocator.peak_range(self.graph_of(plan), plan.schedule)
+
+    def looks_around(self, budget_bytes: int | None) -> bool:
+        """Look which holes the heap has now; without that, plans are for heaps with any past."""
+        before, holes = self._allocator.holes, None
+        if budget_bytes is not None and self._allocator.shown is None:
+            device = current_device()
+            holes = free_chunks(device, int(budget_bytes / (1 + self.reserve)) - device.in_use_bytes)
+        self._allocator = dataclasses.replace(self._allocator, holes=holes)
+        return holes != before
 
     def expected_time_s(self, plan: Plan | None) -> float | None:
         """On a CPU, seconds with what is in caches; TensorFlow keeps its heap, so that no page is fetched anew.

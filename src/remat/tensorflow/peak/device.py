@@ -78,6 +78,16 @@ class Device:
         return self._statistics("current")
 
     @property
+    def counted_bytes(self) -> int:
+        """Bytes in use by this device's own counter, garbage included.
+
+        Raises:
+            UnsupportedStep: where there is no counter.
+        """
+        self._check_counter()
+        return self._statistics("current")
+
+    @property
     def peak_bytes(self) -> int:
         """The largest number of bytes in use since the last reset.
 

@@ -1,0 +1,117 @@
+"""Which operations of a planned step may run in any order, and the orders in which they may run.
+
+A schedule is cut into spans: between two barriers operations run as soon as their inputs are there, and even if all of
+them run at once, and nothing is freed before the last has ended, they hold less than the schedule's own peak. The sum
+of the tensors is the same then. What the heap makes of their coming and going is not.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from remat.core.graph import Graph
+from remat.core.simulator import simulate, storage_lifetimes
+
+_SPARE: Final = 0.05
+"""The share of the peak that a span of several operations leaves unused.
+
+An allocator loses another part of its blocks in every order. A judgement, under which no step in docs/tensorflow.md
+went above its budget; there the order that is left costs 1 to 3 % of a step. Smaller, steps may go above their budget;
+larger, spans are shorter and cores wait.
+"""
+
+
+def span_starts(graph: Graph, schedule: Sequence[int]) -> list[int]:
+    """Where the spans of a schedule begin: whatever stands behind such a position waits for all that stands before it.
+
+    Spans are as long as they can be, from the first operation on. Near the schedule's peak each operation is a span of
+    its own, and the order is the schedule's.
+
+    Args:
+        graph: the step.
+        schedule: op indices.
+
+    Returns:
+        Rising positions in the schedule, the first 0; empty for an empty schedule. In O(operations + storages).
+    """
+    if not len(schedule):
+        return []
+    held, made = _held_and_made(graph, schedule)
+    limit = (1 - _SPARE) * simulate(graph, schedule).peak_bytes - graph.pinned_bytes
+    starts = [0]
+    in_span = 0
+    for position in range(len(schedule)):
+        in_span += made[position]
+        if position > starts[-1] and held[starts[-1]] + in_span > limit:
+            starts.append(position)
+            in_span = made[position]
+    return starts
+
+
+def _held_and_made(graph: Graph, schedule: Sequence[int]) -> tuple[list[int], list[int]]:
+    """For each position: bytes that live on from before it, and bytes that its operation makes or works with.
+
+    What an operation may write in place is counted as new: in another order it may find its input still in use.
+    """
+    lives = storage_lifetimes(graph, schedule)
+    change = np.zeros(len(schedule) + 1, dtype=np.int64)
+    np.add.at(change, lives.birth + 1, lives.size_bytes)
+    ends = ~lives.kept
+    np.subtract.at(change, lives.last[ends] + 1, lives.size_bytes[ends])
+    made = np.array([graph.ops[index].workspace_bytes for index in schedule], dtype=np.int64)
+    np.add.at(made, lives.birth, lives.size_bytes)
+    return np.cumsum(change)[:-1].tolist(), made.tolist()
+
+
+def another_order(graph: Graph, schedule: Sequence[int], starts: Sequence[int], seed: int) -> list[int]:
+    """A schedule whose spans run in an order of chance, in which each operation finds what it found before.
+
+    Args:
+        graph: the step.
+        schedule: op indices.
+        starts: where its spans begin.
+        seed: of the draws.
+    """
+    draw = random.Random(seed)
+    order: list[int] = []
+    for start, end in itertools.pairwise((*starts, len(schedule))):
+        span = schedule[start:end]
+        order += span if end - start == 1 else _shuffled(graph, span, draw)
+    return order
+
+
+def _shuffled(graph: Graph, span: Sequence[int], draw: random.Random) -> list[int]:
+    waits = [0] * len(span)
+    behind: list[list[int]] = [[] for _ in span]
+    made: dict[int, int] = {}  # tensor -> the position of its newest instance
+    read: dict[int, list[int]] = {}  # tensor -> the positions that read this instance
+    ran: dict[int, int] = {}
+    for position, index in enumerate(span):
+        op = graph.ops[index]
+        before = {made[tensor] for tensor in op.inputs if tensor in made}
+        before |= {ran[other] for other in (*op.after, index) if other in ran}
+        for tensor in op.outputs:
+            before.update(read.pop(tensor, ()))
+            made[tensor] = position
+        for tensor in op.inputs:
+            read.setdefault(tensor, []).append(position)
+        ran[index] = position
+        before.discard(position)
+        waits[position] = len(before)
+        for other in before:
+            behind[other].append(position)
+    ready = [position for position, count in enumerate(waits) if not count]
+    order = []
+    while ready:
+        position = ready.pop(draw.randrange(len(ready)))
+        order.append(span[position])
+        for other in behind[position]:
+            waits[other] -= 1
+            if not waits[other]:
+                ready.append(other)
+    return order

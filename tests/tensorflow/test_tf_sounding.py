@@ -1,0 +1,81 @@
+"""Which holes TensorFlow's heap has: in a process of its own, whose heap nobody else has used."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from remat.tensorflow.peak.device import Device
+from remat.tensorflow.peak.sounding import free_chunks
+
+MIB = 1 << 20
+
+HOLES = """
+import tensorflow as tf
+from remat.tensorflow.peak.device import current_device
+from remat.tensorflow.peak.sounding import free_chunks
+device = current_device()
+def block(mib):
+    return tf.raw_ops.Empty(shape=[mib << 20], dtype=tf.uint8, init=False)
+held = [block(mib) for mib in (64, 3, 5, 2, 7, 4)]
+before = free_chunks(device, 40 << 20)
+del held[4], held[2]  # Of 7 and of 5 MiB, with others around them.
+device.reset_peak()
+in_use = device.counted_bytes
+after = free_chunks(device, 40 << 20)
+print([before, after, in_use, device.counted_bytes, device.peak_bytes])
+"""
+
+BUDGET = """
+import tensorflow as tf
+import remat.tensorflow
+from small_steps import Chain, inputs
+from remat.tensorflow.peak.device import current_device
+chain, x = Chain(), inputs()
+tapes = []
+@tf.function
+def step(x):
+    with remat.tensorflow.GradientTape(budget="70%") as tape:
+        loss = tf.reduce_mean(tf.square(chain(x)))
+    tapes.append(tape)
+    return tape.gradient(loss, chain.weights)
+device = current_device()
+device.reset_peak()
+step.get_concrete_function(x)
+print([device.counted_bytes, device.peak_bytes, tapes[-1].plan.budget_bytes])
+"""
+
+
+def printed_by(code):
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return ast.literal_eval(done.stdout)
+
+
+@pytest.mark.skipif(not Device("CPU:0").has_counter, reason="there is no heap without a counter")
+def test_holes_of_a_heap_are_found():
+    before, after, in_use, left, peak = printed_by(HOLES)
+
+    assert {5 * MIB, 7 * MIB} <= set(after)
+    assert not {5 * MIB, 7 * MIB} & set(before)
+    assert left == in_use, "all is given back"
+    assert in_use + 38 * MIB < peak <= in_use + 40 * MIB
+
+
+@pytest.mark.skipif(not Device("CPU:0").has_counter, reason="there is no heap without a counter")
+def test_looking_for_holes_keeps_the_budget():
+    """A trace is in what others measure, such as a function that calls this one."""
+    in_use, peak, budget = printed_by(BUDGET)
+
+    assert in_use < peak <= budget
+
+
+def test_nothing_is_known_of_heaps_that_cannot_be_looked_into():
+    assert free_chunks(Device("GPU:0"), MIB) is None
+    assert free_chunks(Device("CPU:0", shared_by=2), MIB) is None
