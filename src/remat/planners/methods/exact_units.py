@@ -20,10 +20,10 @@ _FEW_ROUNDS: Final = 100
 _FEW_IN_VAIN: Final = 40
 _UNITS: Final = 9
 """Rounds at most, how many in a row may bring nothing, the same of the first few, and units of each round. On 26 steps
-at tight budgets 900 rounds brought something: on 16 of them the first 100 brought more than half of it, and on 21 no pause
-between two gains was longer than 400. With 30 in place of 40 of the few in vain a Whisper ended at 39.3 % in place of
-34.5. With 8, 9 and 11 units a U-Net at 25 % of its peak came to the same figure in the same time; with 14 a round takes
-ten times as long, and found nothing more in 40 s."""
+at tight budgets 900 rounds brought something: on 16 of them the first 100 brought more than half of it, and on 21 no
+pause between two gains was longer than 400. With 30 in place of 40 of the few in vain a Whisper ended at 39.3 % in
+place of 34.5. With 8, 9 and 11 units a U-Net at 25 % of its peak came to the same figure in the same time; with 14 a
+round takes ten times as long, and found nothing more in 40 s."""
 _NEAR_A_PLACE: Final = 0.4
 """The share of rounds that look at what is in memory at one place. With all of them a DenseNet121 in 11.1 % of its
 peak came from 24.7 to 23.9 % in 300 rounds, with none to 22.9; the U-Net ended lower with half of them."""
