@@ -93,6 +93,11 @@ _FARTHEST: Final = 0.05
 """The same there for annealing and for the blocks of the whole step. In Keras' GPT-2 right above its smallest peak
 annealing won 13 points in .3 s, and the blocks of a GPT-2 small in a fifth of its peak won 6 in .3; nearer to the bound
 each won less than .1 a second."""
+_MANY: Final = 2500
+_FAR_FOR_EVICTION_OF_MANY: Final = 0.2
+"""Ops of a reduced step from which on such a search leaves annealing out, asks eviction from so many points on, and
+exact units from five: there these take .7 to 2.5 s each. BERT-large right above its smallest peak, 34 points above the
+bound, got 30 by eviction; a DenseNet121 in a fifth, 2.5 above, .7 by eviction and exact units in 2.5 s."""
 _MOST_OPS_OF_MORE: Final = 5000
 _MOST_OPS_OF_BLOCKS_QUICKLY: Final = 4000
 """The largest reduced step for which a search that is not thorough asks for more, and the largest whole step whose
@@ -177,22 +182,25 @@ def _search_further(search: Search, inner: Search, least_s: float) -> None:
     def is_beyond(share: float) -> bool:
         return search.best_time_s > least_s + share * plain_s
 
+    far_for_units = _FAR_FOR_UNITS
     if not search.thorough:
         if search.best is None or inner.problem.count > _MOST_OPS_OF_MORE:
             return
+        has_many = inner.problem.count > _MANY
         if is_beyond(_FAR):
             window_milp_of_other_budgets(inner)
-        if is_beyond(_FAR_FOR_EVICTION):
+        if is_beyond(_FAR_FOR_EVICTION_OF_MANY if has_many else _FAR_FOR_EVICTION):
             dtr(inner)
-        if is_beyond(_FARTHEST):
+        if is_beyond(_FARTHEST) and not has_many:
             simulated_annealing(inner)
+        far_for_units = _FARTHEST if has_many else _FAR_FOR_UNITS
     most_ops, blocks_from = (_MOST_OPS_OF_BLOCKS, _FAR) if search.thorough else (_MOST_OPS_OF_BLOCKS_QUICKLY, _FARTHEST)
     if is_beyond(blocks_from) and search.problem.count <= most_ops:
         # The reduced step's menus have fewer options, and count small storages as if they were always there: GPT-2 in
         # a fifth of its peak costs 33.6 % by it and 27.4 by the whole step.
         block_chain(search)
         _adopt(inner, search)
-    if is_beyond(_FAR_FOR_UNITS):
+    if is_beyond(far_for_units):
         few_exact_units(inner)
     if not search.thorough:
         return
