@@ -93,10 +93,10 @@ _FARTHEST: Final = 0.05
 """The same there for annealing and for the blocks of the whole step. In Keras' GPT-2 right above its smallest peak
 annealing won 13 points in .3 s, and the blocks of a GPT-2 small in a fifth of its peak won 6 in .3; nearer to the bound
 each won less than .1 a second."""
-_MANY: Final = 2500
+_MANY: Final = 2000
 _FAR_FOR_EVICTION_OF_MANY: Final = 0.2
 """Ops of a reduced step from which on such a search leaves annealing out, asks eviction from so many points on, and
-exact units from five: there these take .7 to 2.5 s each. BERT-large right above its smallest peak, 34 points above the
+exact units from five: there these take .5 to 2.5 s each. BERT-large right above its smallest peak, 34 points above the
 bound, got 30 by eviction; a DenseNet121 in a fifth, 2.5 above, .7 by eviction and exact units in 2.5 s."""
 _MOST_OPS_OF_MORE: Final = 5000
 _MOST_OPS_OF_BLOCKS_QUICKLY: Final = 4000
