@@ -200,8 +200,7 @@ def _search_further(search: Search, inner: Search, least_s: float) -> None:
         # a fifth of its peak costs 33.6 % by it and 27.4 by the whole step.
         block_chain(search)
         _adopt(inner, search)
-    if is_beyond(far_for_units):
-        few_exact_units(inner)
+    begun = few_exact_units(inner) if is_beyond(far_for_units) else None
     if not search.thorough:
         return
     if is_beyond(_FAR) and inner.problem.count <= _MOST_OPS_OF_BINDING_STEPS:
@@ -213,7 +212,7 @@ def _search_further(search: Search, inner: Search, least_s: float) -> None:
         if is_beyond(_VERY_FAR) and not _walk_afresh(inner, walk):
             break
     if is_beyond(_FAR_FOR_UNITS):
-        exact_units(inner)
+        exact_units(inner, begun)
 
 
 def _adopt(inner: Search, search: Search) -> None:

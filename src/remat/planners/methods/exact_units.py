@@ -42,12 +42,20 @@ _SAME: Final = 1e-12
 """Of the plain step: rounding of sums of seconds."""
 
 
-def few_exact_units(search: Search) -> None:
-    """The first rounds of ``exact_units``, which bring most for their seconds: for a search that has few of these."""
-    _replan(search, _FEW_ROUNDS, _FEW_IN_VAIN)
+def few_exact_units(search: Search) -> Rounds | None:
+    """The first rounds of ``exact_units``, which bring most for their seconds; None where there are none.
+
+    Returns:
+        What ``exact_units`` may go on with.
+    """
+    if search.best is None or search.problem.count > _MOST_OPS:
+        return None
+    rounds = Rounds(search)
+    rounds.run(_FEW_ROUNDS, _FEW_IN_VAIN)
+    return rounds
 
 
-def exact_units(search: Search) -> None:
+def exact_units(search: Search, begun: Rounds | None = None) -> None:
     """Offer the best schedule with all repeated runs of a few units planned again exactly, round after round.
 
     Where exact windows plan a stretch of the schedule again, this plans a few storages again over the whole step: when
@@ -55,38 +63,64 @@ def exact_units(search: Search) -> None:
     at one heavy place, or that read one another. A schedule of the same cost is gone on from, too. Large neighbourhood
     search (Shaw 1998, doi:10.1007/3-540-49481-2_30); nothing is done where no schedule is known that fits. Complexity:
     at most 900 rounds of O(places k^2 2^k) for k = 9 units.
+
+    Args:
+        search: what is offered to.
+        begun: the first rounds, which this goes on with where nothing cheaper was found since.
     """
-    _replan(search, _ROUNDS, _ROUNDS_IN_VAIN)
-
-
-def _replan(search: Search, rounds: int, rounds_in_vain: int) -> None:
-    problem = search.problem
-    if search.best is None or problem.count > _MOST_OPS:
+    if search.best is None or search.problem.count > _MOST_OPS:
         return
-    choice = _Choice(problem)
-    now, budget_bytes, time_s = Occupancy(problem, search.best), search.budget_bytes, search.best_time_s
-    gained = 0  # The last round that brought something.
-    for number in range(rounds if choice.units else 0):
-        if search.expired or number - gained >= rounds_in_vain:
-            return
-        runs = replanned(now, choice.draw(now), budget_bytes)
+    rounds = begun if begun is not None and begun.left_s == search.best_time_s else Rounds(search)
+    rounds.run(_ROUNDS, _ROUNDS_IN_VAIN)
+
+
+class Rounds:
+    """Rounds of exact units, from the best schedule of a search on.
+
+    Attributes:
+        left_s: seconds of the best schedule after the last round.
+    """
+
+    def __init__(self, search: Search) -> None:
+        assert search.best is not None, "nothing is known that fits"
+        self._search = search
+        self._choice = _Choice(search.problem)
+        self._now = Occupancy(search.problem, search.best)
+        self._budget_bytes, self._time_s = search.budget_bytes, search.best_time_s
+        self._number = 0
+        self._gained = 0  # The last round that brought something.
+        self.left_s = search.best_time_s
+
+    def run(self, rounds: int, rounds_in_vain: int) -> None:
+        """Go on to so many rounds in all, unless so many in a row bring nothing or the time is used up."""
+        while self._choice.units and self._number < rounds and self._number - self._gained < rounds_in_vain:
+            if self._search.expired:
+                break
+            self._run_once()
+            self._number += 1
+        self.left_s = self._search.best_time_s
+
+    def _run_once(self) -> None:
+        search, problem, now = self._search, self._search.problem, self._now
+        runs = replanned(now, self._choice.draw(now), self._budget_bytes)
         if runs is None or runs == now.runs:
-            continue
+            return
         bare = without_idle_runs(problem, runs)
         timeline = simulate(problem.graph, bare)
-        is_dearer = timeline.time_s > time_s + _SAME * problem.graph.time_s
-        if timeline.peak_bytes > budget_bytes or is_dearer or list(bare) == now.runs:
-            continue
+        is_dearer = timeline.time_s > self._time_s + _SAME * problem.graph.time_s
+        if timeline.peak_bytes > self._budget_bytes or is_dearer or list(bare) == now.runs:
+            return
         if timeline.time_s < search.best_time_s:
             before_s = search.best_time_s
             search.offer(bare)
-            gained = number if search.best_time_s < before_s else gained
-            if search.best_time_s > timeline.time_s:
+            if search.best_time_s < before_s:
+                self._gained = self._number
+            if search.best is not None and search.best_time_s > timeline.time_s:
                 # It misses the whole step's budget: go back to what does not, and leave so many bytes free.
-                now, time_s = Occupancy(problem, search.best), search.best_time_s
-                budget_bytes = max(search.budget_bytes, int(now.bytes.max()))
-                continue
-        now, time_s = Occupancy(problem, bare, timeline), timeline.time_s
+                self._now, self._time_s = Occupancy(problem, search.best), search.best_time_s
+                self._budget_bytes = max(search.budget_bytes, int(self._now.bytes.max()))
+                return
+        self._now, self._time_s = Occupancy(problem, bare, timeline), timeline.time_s
 
 
 class _Choice:
