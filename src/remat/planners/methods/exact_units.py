@@ -15,13 +15,13 @@ from remat.planners.view.problem import Problem
 _MOST_OPS: Final = 5000
 """A judgement: a reduced BERT-large has 4,366 ops, and a round takes 15 ms there, 4 on steps of 500 to 1,000."""
 _ROUNDS: Final = 900
-_ROUNDS_IN_VAIN: Final = 400
+_ROUNDS_IN_VAIN: Final = 450
 _FEW_ROUNDS: Final = 100
 _FEW_IN_VAIN: Final = 40
 _UNITS: Final = 9
 """Rounds at most, how many in a row may bring nothing, the same of the first few, and units of each round. On 26 steps
-at tight budgets 900 rounds brought something: on 16 of them the first 100 brought more than half of it, and on 21 no
-pause between two gains was longer than 400. With 30 in place of 40 of the few in vain a Whisper ended at 39.3 % in
+at tight budgets 900 rounds brought something: on 16 of them the first 100 brought more than half of it, and on 22 no
+pause between two gains was longer than 450. With 30 in place of 40 of the few in vain a Whisper ended at 39.3 % in
 place of 34.5. With 8, 9 and 11 units a U-Net at 25 % of its peak came to the same figure in the same time; with 14 a
 round takes ten times as long, and found nothing more in 40 s."""
 _NEAR_A_PLACE: Final = 0.4
