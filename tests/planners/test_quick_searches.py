@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from remat import simulate
-from remat.planners import get_planner, smallest_peak
+from remat import load_graph, simulate
+from remat.planners import auto, get_planner, smallest_peak
 from remat.planners.methods.dtr import dtr
 from remat.planners.methods.gap_lp import gap_lp
 from remat.planners.methods.peak_greedy import peak_greedy
 from remat.planners.registry import Strategy
 from remat.planners.search import Search
 from remat.planners.smallest_peak import smallest_peak_schedules
-from remat.planners.view.board import Board
+from remat.planners.view.board import Board, Condensed
 from remat.planners.view.problem import Problem
 from remat.planners.walk.annealing import Walk
-from remat.testing import chain, layered
+from remat.testing import chain, layered, residual_blocks
 
 STEP = chain(40, size_bytes=1000, free_order=False)
 
@@ -89,3 +91,74 @@ def test_a_quick_search_finds_schedules_that_fit(name: str) -> None:
     planner: Any = get_planner(name)
     budget_bytes = Problem.of(STEP).plain.peak_bytes // 2
     assert simulate(STEP, planner(STEP, budget_bytes, thorough=False)).peak_bytes <= budget_bytes
+
+
+@pytest.mark.parametrize(
+    ("points_above", "asked"),
+    [
+        (0.4, []),
+        (1.55, ["window_milp_of_other_budgets"]),
+        (1.8, ["window_milp_of_other_budgets", "few_exact_units"]),
+        (2.5, ["window_milp_of_other_budgets", "dtr", "few_exact_units"]),
+        (
+            6.0,
+            ["window_milp_of_other_budgets", "dtr", "simulated_annealing", "block_chain", "few_exact_units"],
+        ),
+    ],
+)
+def test_a_quick_search_asks_for_more_the_further_it_is_from_the_bound(
+    points_above: float, asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = Problem.of(chain(40, free_order=False))
+    search = Search(problem, problem.plain.peak_bytes // 2, thorough=False)
+    peak_greedy(search)
+    calls: list[str] = []
+    for name in (
+        "window_milp_of_other_budgets",
+        "dtr",
+        "simulated_annealing",
+        "block_chain",
+        "few_exact_units",
+        "anneal_anew",
+        "exact_units",
+    ):
+        monkeypatch.setattr(auto, name, lambda _search, name=name: calls.append(name))
+    plain_s = problem.graph.time_s
+    auto._search_further(search, search.reduced(), search.best_time_s - points_above / 100 * plain_s)
+    assert calls == asked
+
+
+def test_a_quick_search_of_a_u_net_in_little_memory_costs_less() -> None:
+    """It cost 32.5 % at 30 % of its peak, where a thorough search comes to 19.1."""
+    graph = load_graph(Path(__file__).parents[2] / "benchmarks" / "graphs" / "u_net.json.gz")
+    budget_bytes = Problem.of(graph).plain.peak_bytes * 3 // 10
+    planner: Any = get_planner("auto")
+    found = simulate(graph, planner(graph, budget_bytes, thorough=False))
+    assert found.peak_bytes <= budget_bytes
+    assert found.time_s <= 1.24 * graph.time_s
+
+
+def test_a_search_afresh_offers_to_the_whole_step() -> None:
+    problem = Problem.of(STEP)
+    search = Search(problem, problem.plain.peak_bytes // 2)
+    inner = search.reduced()
+    peak_greedy(inner)
+    afresh = inner.afresh()
+    assert afresh.best is None
+    peak_greedy(afresh)
+    assert afresh.best == inner.best
+    assert afresh.whole is search
+
+
+@pytest.mark.parametrize("count", [2, 5])
+def test_a_schedule_of_the_whole_step_is_known_to_the_search_over_the_reduced_one(count: int) -> None:
+    problem = Problem.of(residual_blocks(count))
+    search = Search(problem, problem.plain.peak_bytes * 7 // 10)
+    inner = search.reduced()
+    peak_greedy(inner)
+    assert inner.best is not None
+    known = inner.best
+    assert Condensed.of(problem).contract(inner.translate(known)) == known
+    inner.best, inner.best_time_s = None, math.inf
+    auto._adopt(inner, search)
+    assert inner.best == known

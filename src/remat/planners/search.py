@@ -77,6 +77,10 @@ class Search:
         condensed = Condensed.of(self.problem)
         return Search(condensed.problem, self.budget_bytes, self.deadline_s, self, condensed.expand, self.thorough)
 
+    def afresh(self) -> Search:
+        """A search over the same step that knows no schedule yet, and offers what it finds to the whole step's, too."""
+        return Search(self.problem, self.budget_bytes, self.deadline_s, self.whole, self.translate, self.thorough)
+
     def reordered(self, order: Sequence[int]) -> Search:
         """A search over schedules whose first runs stand in another order than the program's."""
 

@@ -63,15 +63,19 @@ _LAST_SEED: Final = 3
 _ANEW_SEED: Final = 7
 _ANEW_HOT: Final = 2e-2
 _ANEW_STEPS: Final = 36_000
+_ANEW_PATIENCE: Final = _ANEW_STEPS // 3
 _MOST_OPS_ANEW: Final = 1000
 """Of the walk under a tight budget, see ``anneal_anew``: its first temperature as a share of the plain step, its edits,
-and the largest step. On a U-Net's 493 ops it takes 2 s; on GPT-2's 2,290, with 60,000 edits and 34 s, it found nothing
-that fits in a fifth of the peak."""
-_BOLD_SEEDS: Final = (4, 1)
+after how many without progress it gives up where nothing fits yet, and the largest step. On a U-Net's 493 ops it takes
+2 s; on GPT-2's 2,290, with 60,000 edits and 34 s, it found nothing that fits in a fifth of the peak."""
+_PART_OF_WALK: Final = 0.75
+"""Of the time left under a limit, what such a walk may use; the rest is for exact units after it. A judgement."""
+BOLD_SEEDS: Final = (4, 1)
 _MOST_OPS_BOLD: Final = 1500
 """Of ``anneal_boldly``, with as many edits for each walk: two new starts. Where one ends is luck: of four new starts on
 a U-Net at 25 % of its peak, three were 3 points above the fourth. A ResNet50 of 1,371 ops takes 3 s for each. On an
-EfficientNetB0 of 1,629 they took 10 s and found nothing."""
+EfficientNetB0 of 1,629 they took 10 s and found nothing. With patience the first walk gives up right above the smallest
+peak of a residual network, where it came to 69 % and the second to 56."""
 
 # Judgements, not measured, the rest.
 _COLD: Final = 1e-5
@@ -116,16 +120,23 @@ def anneal_anew(search: Search) -> None:
         return
     board = Board(search.problem, whole=False)
     if any(board.repeatable):
-        _cool(search, board, _ANEW_SEED, _ANEW_HOT, _COLD, _ANEW_STEPS, search.deadline_s, fresh=True)
+        limit_s = _part(search, _PART_OF_WALK)
+        _cool(search, board, _ANEW_SEED, _ANEW_HOT, _COLD, _ANEW_STEPS, limit_s, fresh=True, patience=_ANEW_PATIENCE)
 
 
-def anneal_boldly(search: Search) -> None:
-    """The same with bold walks, from the plain step: where even that is far off."""
+def anneal_boldly(search: Search, seed: int, *, impatient: bool = False) -> None:
+    """The same with a bold walk, from the plain step: where even that is far off.
+
+    Args:
+        search: what is offered to.
+        seed: one of ``BOLD_SEEDS``.
+        impatient: does the walk give up where it stays far above the budget?
+    """
     board = Board(search.problem, whole=False)
     if search.expired or search.problem.count > _MOST_OPS_BOLD or not any(board.repeatable):
         return
-    for seed in _BOLD_SEEDS:
-        _cool(search, board, seed, _ANEW_HOT, _COLD, _ANEW_STEPS, search.deadline_s, fresh=True, bold=True)
+    limit_s, patience = _part(search, _PART_OF_WALK), _ANEW_PATIENCE if impatient else None
+    _cool(search, board, seed, _ANEW_HOT, _COLD, _ANEW_STEPS, limit_s, fresh=True, bold=True, patience=patience)
 
 
 def _anneal_recomputations(search: Search, board: Board) -> None:

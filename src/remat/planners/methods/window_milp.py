@@ -74,8 +74,17 @@ def window_milp(search: Search) -> None:
     coarser model than Checkmate's (Jain et al. 2020, arXiv:1910.02653) with a few hundred columns for thousands of ops;
     optimal within it up to 0.5 %. Models of more than 15,000 columns are left out.
     """
+    _solve(search, _DEFLATIONS if search.thorough else _QUICK_DEFLATIONS)
+
+
+def window_milp_of_other_budgets(search: Search) -> None:
+    """The same for the budgets that a search which is not thorough leaves out."""
+    _solve(search, tuple(sorted({*_DEFLATIONS} - {*_QUICK_DEFLATIONS}, reverse=True)))
+
+
+def _solve(search: Search, deflations: Sequence[float]) -> None:
     pinned = search.problem.graph.pinned_bytes
-    for deflation in _DEFLATIONS if search.thorough else _QUICK_DEFLATIONS:
+    for deflation in deflations:
         left_s = search.left_s(_MOST_S)
         if left_s <= 0:
             return

@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 
 from remat.planners.replay.units import Occupancy, Unit
-from remat.planners.view.problem import FloatArray, IntArray
+from remat.planners.view.problem import BoolArray, FloatArray, IntArray
 
 _SAME: Final = 1e-12
 """Of the plain step: rounding of sums of seconds."""
@@ -63,6 +63,21 @@ class _Point:
     is_removed: bool = False
 
 
+def _halves(count: int) -> tuple[FloatArray, list[tuple[FloatArray, FloatArray]]]:
+    """Room for a value of each state of so many units; for each unit, the states with its storage and without."""
+    room: FloatArray = np.zeros(1 << count)
+    pairs = [room.reshape(-1, 2, 1 << number) for number in range(count)]
+    return room, [(halves[:, 1], halves[:, 0]) for halves in pairs]
+
+
+def _closed(values: FloatArray, room: FloatArray, views: Sequence[tuple[FloatArray, FloatArray]]) -> FloatArray:
+    """Values where storages may be dropped first, worked out in the room and its views that ``_halves`` gives."""
+    room[:] = values
+    for with_it, without_it in views:
+        np.minimum(with_it, without_it, out=with_it)
+    return room.copy()
+
+
 class _Programme:
     """The programme. A state is a number with a bit for each unit: whether its storage is there."""
 
@@ -81,12 +96,20 @@ class _Programme:
         for number, unit in enumerate(units):
             self._bytes += np.where(self._states >> number & 1, now.problem.size[unit.storage], 0)
         self._needs = [sum(1 << self._bit[s] for s in unit.reads if s in self._bit) for unit in units]
-        # For each unit, the states without its storage; those of them in which it cannot run; and for each storage
-        # that it may take over, those in which it can, with the states behind.
+        # For each unit, the states without its storage, and their bytes.
         self._without = [self._states[self._states >> number & 1 == 0] for number in range(count)]
-        self._blocked = [(states & need) != need for states, need in zip(self._without, self._needs, strict=True)]
         self._bytes_without = [self._bytes[states] for states in self._without]
+        # The seconds of running a unit in each of these states, without end where it lacks what it reads.
+        self._run_s = [
+            np.where((states & need) == need, unit.time_s, np.inf)
+            for states, need, unit in zip(self._without, self._needs, units, strict=True)
+        ]
+        self._least_extra = [min([unit.extra_bytes, *unit.extra_bytes_taking_over.values()]) for unit in units]
+        self._closing, self._views = _halves(count)
+        self._closing_without, self._views_without = _halves(max(0, count - 1))
         self._points = self._all_points()
+        self._units_before = self._all_units_before()
+        self._bare: list[FloatArray] = []  # Values right before each point's runs, the last point first.
 
     def _count_others(self) -> None:
         """The bytes of everything but the units' storages, at each run and before it."""
@@ -137,24 +160,44 @@ class _Programme:
         required = sum(1 << bit[s] for s in problem.storages_read[op] if s in bit)
         return _Point(place, place + 1, required, made, tuple(lends))
 
+    def _all_units_before(self) -> list[list[int]]:
+        """For each point the units that may run again right before it, the last in program order first."""
+        now = self._now
+        places = np.array([point.place for point in self._points])
+        alive: dict[int, BoolArray] = {}
+        may = np.zeros((len(self._units), len(places)), dtype=bool)
+        for number, unit in enumerate(self._units):
+            may[number] = places > now.places[unit.ops[-1]][0]
+            for s in unit.reads:
+                if s not in self._bit:
+                    if s not in alive:
+                        alive[s] = now.alive_before(s, places)
+                    may[number] &= alive[s]
+        return [np.flatnonzero(column)[::-1].tolist() for column in may.T]
+
     def values(self) -> list[FloatArray]:
         """For each point, and the end, the least seconds of all units that run again from there on, by state."""
         result = [np.zeros(len(self._states))]
-        for point in reversed(self._points):
-            result.append(self._before_units(point, self._closed(self._before_point(point, result[-1])), None))
+        for number in reversed(range(len(self._points))):
+            point = self._points[number]
+            bare = self._before_point(point, result[-1])
+            self._bare.append(bare)
+            result.append(self._before_units(number, self._closed_before_point(point, bare), None))
         return result[::-1]
 
-    def _closed(self, values: FloatArray) -> FloatArray:
-        """Values where storages may be dropped first, in place."""
-        for number in range(len(self._units)):
-            halves = values.reshape(-1, 2, 1 << number)
-            np.minimum(halves[:, 1], halves[:, 0], out=halves[:, 1])
-        return values
+    def _closed_before_point(self, point: _Point, values: FloatArray) -> FloatArray:
+        """Values before a point's runs where storages may be dropped first."""
+        if point.is_removed:
+            return values
+        room = self._budget - int(self._held[point.place : point.stop].max())
+        if point.made < 0 and not point.lends and room >= self._bytes[-1]:
+            return values  # They were so behind the runs, and where something is read it still is.
+        return _closed(values, self._closing, self._views)
 
     def _before_point(self, point: _Point, later: FloatArray) -> FloatArray:
         """Values right before a point's runs, from those behind them."""
         if point.is_removed:
-            return later.copy()
+            return later
         if point.required == 0 and point.made < 0:
             room = self._budget - int(self._held[point.place : point.stop].max())
             return np.where(self._bytes <= room, later, np.inf)
@@ -182,50 +225,52 @@ class _Programme:
             return min([unit.extra_bytes, *(unit.extra_bytes_taking_over[s] for s in ends)])
         return unit.extra_bytes
 
-    def _may_run(self, number: int, place: int) -> bool:
-        unit, now = self._units[number], self._now
-        return place > now.places[unit.ops[-1]][0] and all(s in self._bit or now.is_alive(s, place) for s in unit.reads)
-
     def _before_units(
-        self, point: _Point, values: FloatArray, trace: list[tuple[int, FloatArray, FloatArray]] | None
+        self, at: int, values: FloatArray, trace: list[tuple[int, FloatArray, FloatArray]] | None
     ) -> FloatArray:
         """Values before the units that run again right before a point, in program order, each once at most.
 
         The trace notes each unit that may, with the values if nothing is dropped before it and those behind it.
         """
+        point = self._points[at]
         room = self._budget - int(self._idle[point.place])
-        for number in reversed(range(len(self._units))):
-            if not self._may_run(number, point.place):
+        for number in self._units_before[at]:
+            unit, without, bytes_ = self._units[number], self._without[number], self._bytes_without[number]
+            halves = values.reshape(-1, 2, 1 << number)
+            unchanged = halves[:, 0].ravel()
+            run = halves[:, 1].ravel() + self._run_s[number]
+            # What it takes over is gone behind it, which costs no less.
+            if not ((run < unchanged) & (bytes_ <= room - self._least_extra[number])).any():
                 continue
-            unit, without = self._units[number], self._without[number]
-            bytes_, blocked = self._bytes_without[number], self._blocked[number]
-            extra = self._extra_bytes(number, point)
-            run = values[without | 1 << number] + unit.time_s
-            run[blocked | (bytes_ > room - extra)] = np.inf
+            run[bytes_ > room - self._extra_bytes(number, point)] = np.inf
             for s, lent_extra in unit.extra_bytes_taking_over.items():
                 if s in self._bit:
                     bit = 1 << self._bit[s]
-                    lent = values[(without | 1 << number) & ~bit] + unit.time_s
-                    lent[blocked | (bytes_ > room - lent_extra)] = np.inf
+                    lent = values[(without | 1 << number) & ~bit] + self._run_s[number]
+                    lent[bytes_ > room - lent_extra] = np.inf
                     np.minimum(run, lent, out=run)
-            if not (run < values[without]).any():
+            if not (run < unchanged).any():
                 continue
-            before = values.copy()
-            before[without] = np.minimum(run, values[without])
+            np.minimum(run, unchanged, out=run)
             if trace is not None:
-                trace.append((number, before.copy(), values))
-            values = self._closed(before)
+                before = values.copy()
+                before[without] = run
+                trace.append((number, before, values))
+            # Where the unit's storage is there, nothing has changed.
+            values = values.copy()
+            closed = _closed(run, self._closing_without, self._views_without)
+            values.reshape(-1, 2, 1 << number)[:, 0] = closed.reshape(-1, 1 << number)
         return values
 
     def runs(self, values: list[FloatArray]) -> list[int] | None:
         """The runs of least cost; None where rounding hides them."""
         now, state = self._now, 0
         found: list[int] = []
-        for point, here, later in zip(self._points, values, values[1:], strict=False):
+        for at, point in enumerate(self._points):
             trace: list[tuple[int, FloatArray, FloatArray]] = []
-            bare = self._before_point(point, later)
-            self._before_units(point, self._closed(bare.copy()), trace)
-            target = here[state]
+            bare, target = self._bare[-1 - at], values[at][state]
+            if bare[state] > target:
+                self._before_units(at, self._closed_before_point(point, bare), trace)
             for number, before, behind in reversed(trace):
                 state = self._dropped(state, before, target)
                 if behind[state] > target:
@@ -237,7 +282,7 @@ class _Programme:
             state = self._dropped(state, bare, target)
             if not point.is_removed:
                 found += now.runs[point.place : point.stop]
-                state = self._behind_point(point, state, later)
+                state = self._behind_point(point, state, values[at + 1])
         return found
 
     def _dropped(self, state: int, values: FloatArray, target: float) -> int:

@@ -8,8 +8,8 @@ from functools import cached_property
 
 import numpy as np
 
-from remat.core.simulator import simulate, storage_lifetimes
-from remat.planners.view.problem import IntArray, Problem
+from remat.core.simulator import Timeline, simulate, storage_lifetimes
+from remat.planners.view.problem import BoolArray, IntArray, Problem
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,10 +111,11 @@ class Occupancy:
         dying: the storages and runs where an instance is used for the last time.
     """
 
-    def __init__(self, problem: Problem, runs: Sequence[int]) -> None:
+    def __init__(self, problem: Problem, runs: Sequence[int], timeline: Timeline | None = None) -> None:
         self.problem = problem
         self.runs = list(runs)
-        self.bytes: IntArray = np.array(simulate(problem.graph, runs).bytes, dtype=np.int64)
+        timeline = simulate(problem.graph, runs) if timeline is None else timeline
+        self.bytes: IntArray = np.array(timeline.bytes, dtype=np.int64)
         lives = storage_lifetimes(problem.graph, runs)
         self.birth, self.last, self.source = lives.birth.tolist(), lives.last.tolist(), lives.taken_over.tolist()
         self.storage = lives.tensor.tolist()
@@ -137,9 +138,12 @@ class Occupancy:
         """The instance of a storage that a run makes."""
         return {(s, self.birth[i]): i for i, s in enumerate(self.storage)}
 
-    def is_alive(self, s: int, place: int) -> bool:
-        """Whether a storage is there before a run, and used by it or later."""
-        return any(self.birth[i] < place <= self.last[i] for i in self.instances.get(s, ()))
+    def alive_before(self, s: int, places: IntArray) -> BoolArray:
+        """Whether a storage is there before each of these runs, and used by it or later."""
+        result = np.zeros(len(places), dtype=bool)
+        for i in self.instances.get(s, ()):
+            result |= (self.birth[i] < places) & (places <= self.last[i])
+        return result
 
     def alive_at(self, place: int) -> list[int]:
         """The storages in memory during a run, in the order of their births."""

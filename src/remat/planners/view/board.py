@@ -214,6 +214,11 @@ class Condensed:
         """The schedule of the whole step that follows one of the reduced step."""
         return expand(self.board, [self.ops[op] for op in schedule])
 
+    def contract(self, schedule: Sequence[int]) -> tuple[int, ...]:
+        """The schedule of the reduced step that one of the whole step follows, as far as ops take part."""
+        number = {op: i for i, op in enumerate(self.ops)}
+        return tuple(number[op] for op in schedule if op in number)
+
 
 def _condense(problem: Problem) -> Condensed:
     board = Board(problem, whole=False)
