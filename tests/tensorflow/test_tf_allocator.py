@@ -254,15 +254,16 @@ def test_a_block_is_handed_a_whole_hole_of_the_heap_as_it_is():
     schedule = graph.plain_schedule
 
     def highest(*holes):
-        return dataclasses.replace(EVERYTHING, holes=holes).peak_range(graph, schedule).highest_bytes / MIB
+        return dataclasses.replace(EVERYTHING, holes=holes).peak_range(graph, schedule).highest_bytes
 
-    assert highest() == highest(2 * MIB) == pytest.approx(1.03)
-    assert highest(3 * MIB // 2) == pytest.approx(1.03 * 1.5), "less than twice what is asked for"
-    assert highest(MIB // 2, 3 * MIB // 2) == pytest.approx(1.03 * 1.5)
+    assert highest() == highest(2 * MIB)
+    assert highest(3 * MIB // 2) == highest(MIB // 2, 3 * MIB // 2) > highest(), "less than twice what is asked for"
 
 
 def test_a_heap_that_is_known_is_no_reason_to_expect_less_than_the_tensors():
     graph = step_of((MIB, 0, 2), (2 * MIB, 1, 3), (MIB, 2, 4), pinned=(5 * MIB,))
-    found = dataclasses.replace(EVERYTHING, holes=(MIB,)).peak_range(graph, graph.plain_schedule)
+    schedule = graph.plain_schedule
+    found = dataclasses.replace(EVERYTHING, holes=(MIB,)).peak_range(graph, schedule)
 
-    assert remat.simulate(graph, graph.plain_schedule).peak_bytes == found.expected_bytes < found.highest_bytes
+    assert remat.simulate(graph, schedule).peak_bytes == found.expected_bytes
+    assert found.expected_bytes < found.highest_bytes <= 1.03 * EVERYTHING.peak_range(graph, schedule).highest_bytes

@@ -53,6 +53,8 @@ class Rounds:
         by_share: where the first plan needs far more than its tensors say, does the next guess fall by the share by
             which the real peak is to fall, and not by the bytes? Right for a compiler that makes copies.
         close_enough: a plan that leaves less than this share of the target unused ends the search.
+        between: how many more between budgets that failed, once a plan fits that is much dearer than what failed: an
+            allocator adds more to one plan than to its neighbours.
     """
 
     first: int
@@ -61,6 +63,7 @@ class Rounds:
     aim: float = 1.0
     by_share: bool = False
     close_enough: float = _CLOSE_ENOUGH
+    between: int = 0
 
 
 def plan_within(
@@ -116,6 +119,8 @@ def plan_within(
             smallest = search.try_the_smallest(error.minimum_bytes)
         if not tried.fitting:
             search.undercut(itertools.chain(likely(), suggestions(), _remembered(tried.all)), smallest)
+    if tried.fitting:
+        search.look_between()
     if fits := tried.fitting:
         return fastest_of(fits, expected_s).with_real_peak()
     if likely_to_fit := [one for one in tried.all if one.peak.likely_bytes <= target_bytes]:
@@ -221,6 +226,16 @@ class _Search:
             if not self.tried.may_gain(self._rounds.least_gain):
                 break
             self._try(self._next_guess())
+
+    def look_between(self) -> None:
+        """Try budgets in the middle of the widest gaps that are left above the cheapest plan that fits."""
+        asked = [one.guess_bytes for one in self.tried.all]
+        for _ in range(self._rounds.between):
+            gap = self.tried.widest_gap(asked)
+            if gap is None:
+                break
+            asked.append(sum(gap) // 2)
+            self._try(asked[-1])
 
     def undercut(self, plans: Iterable[Plan], smallest: list[TriedPlan]) -> None:
         """Where nothing fits, try what may need less than the smallest plans do: the error names the smallest budget.

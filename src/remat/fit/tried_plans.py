@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ _FAR_ABOVE: Final = 1.5
 # step in less memory may save more than it recomputes. Of a scanned decoder in 88 MiB, two plans were tried that fit,
 # +3 % in 82 MiB and +14 % in 44; the second one took .82 of the first one's time. Predictions are off by some points.
 _MUCH_FASTER: Final = 0.05
+_MUCH_DEARER: Final = 0.03  # Than a plan that failed: what fits is then looked for once more between the failed ones.
 _MOST_OF_THE_WAY: Final = 0.8  # Between a guess that fits and one that does not, the next is never closer to either.
 
 
@@ -131,6 +133,24 @@ class TriedPlans:
         if not above:
             return best.overhead > least_gain
         return best.time_s - min(above, key=lambda one: one.guess_bytes).plan.time_s > least_gain * best.time_s
+
+    def widest_gap(self, asked: Sequence[int]) -> tuple[int, int] | None:
+        """Two neighbours of the budgets that were asked for, between which much cheaper plans than those that fit lie.
+
+        Args:
+            asked: budgets of the planner; at least one plan fits.
+
+        Returns:
+            None where there are none, or the budgets lie close together.
+        """
+        best = min(self.fitting, key=lambda one: one.plan.time_s)
+        dearest_s = best.plan.time_s / (1 + _MUCH_DEARER)
+        above = [one.guess_bytes for one in self.all if one.plan.time_s < dearest_s]
+        ends = sorted(
+            {best.guess_bytes, *(guess for guess in asked if best.guess_bytes < guess <= max(above, default=0))}
+        )
+        gaps = [pair for pair in itertools.pairwise(ends) if pair[1] - pair[0] > _SMALLEST_STEP * self.target_bytes]
+        return max(gaps, key=lambda pair: pair[1] - pair[0], default=None)
 
     def next_guess(self, aim: float, by_share: bool) -> int:
         """The planner's budget to try next. The real peak grows with it, by leaps and not at the same rate.

@@ -142,7 +142,7 @@ class ExecutedFunction(FunctionCandidate):
         resident_bytes: device memory in use that the function does not know of.
     """
 
-    rounds = Rounds(6, 4, close_enough=_CLOSE)
+    rounds = Rounds(6, 4, close_enough=_CLOSE, between=6)
     polishes = 2
 
     def __init__(self, variants: Variants[Variant], allocator: AllocatorModel, resident_bytes: int) -> None:
