@@ -63,10 +63,11 @@ _AUTO_PLANNER: Final = "auto"  # The only one that can be told to search less th
 _POLISH_S: Final = 4.0
 """Seconds for a cheaper plan in place of the one that the rounds have found, without a time limit of the user's.
 
-A round itself is a quick search that no clock ends: .1 to 1.6 s of processor time on ten steps of 1,645 to 6,200
+A round itself is a quick search that no clock ends: .1 to 2.4 s of processor time on eleven steps of 971 to 7,247
 operations. With a clock of one second each, as before, a machine with three more things to do planned a Transformer of
 4 blocks in a quarter of its peak at 121 % of extra time in place of 45, and GPT-2 at 40 % at 23.5 in place of 18.4. The
-polish takes a residual network at 25 % from 30.6 to 27.3, and the others by .0 to .3 points. With less, plans like that
+polish took a residual network at 25 % from 30.6 to 27.3, and the others by .0 to .3 points, while rounds asked for
+less. With less, plans like that
 one get dearer; with more, the user waits.
 """
 
