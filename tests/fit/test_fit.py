@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
 
 import pytest
 
@@ -69,36 +69,57 @@ def test_what_is_resident_leaves_less_than_nothing() -> None:
     assert 2 * PLAIN_BYTES < caught.value.minimum_bytes < 3 * PLAIN_BYTES
 
 
-class Quick(Counted):
-    """One whose real peak is above the planner's, and which is planned quickly near the smallest budget."""
+class Rounded(Counted):
+    """An allocator adds a fifth to the plans of more work; what is seen around adds as much to all others, too."""
 
     is_exact = False
+    polishes = 2
 
-    def __init__(self) -> None:
+    def __init__(self, grows: float = 1.0) -> None:
         super().__init__()
-        self.searches: list[bool] = []
+        self.polished_for: list[int] = []
+        self.seen: list[int | None] = []
+        self._grows, self._grown = grows, 1.0
 
     def real_peak(self, plan: Plan) -> PeakRange:
-        return PeakRange.exactly(plan.peak_bytes + 500)
+        share = 1.2 if plan.planner == "more work" else self._grown
+        return PeakRange.exactly(int(share * plan.peak_bytes))
 
-    def quick_options(self, request: Request) -> dict[str, Any]:
-        return {"thorough": False}
+    def polished(self, budget_bytes: int, request: Request) -> Plan | None:
+        self.polished_for.append(budget_bytes)
+        plan = super().find(budget_bytes, request)
+        return dataclasses.replace(plan, planner="more work", time_s=0.99 * plan.baseline_time_s)
 
-    def find(self, budget_bytes: int, request: Request) -> Plan:
-        found = super().find(budget_bytes, request)
-        self.searches.append(request.options.get("thorough", True))
-        return found
+    def looks_around(self, budget_bytes: int | None) -> bool:
+        before, self._grown = self._grown, 1.0 if budget_bytes is None else self._grows
+        self.seen.append(budget_bytes)
+        return before != self._grown
 
 
-def test_near_the_smallest_budget_quick_plans_are_enough_for_a_refusal_and_not_for_a_plan() -> None:
-    step = Quick()
+def test_more_work_is_done_again_where_its_plan_is_over_the_budget() -> None:
+    step = Rounded()
+    plan = fit(step, Request(budget="60%"))
+
+    first, second = step.polished_for
+    assert second < first
+    assert plan.planner == "more work"
+    assert plan.peak_bytes <= PLAIN_BYTES * 60 // 100
+
+
+def test_before_a_budget_is_refused_what_was_seen_around_is_forgotten() -> None:
     with pytest.raises(InfeasibleBudget) as caught:
-        fit(step, Request(budget="1%"))
-    assert step.searches
-    assert not any(step.searches)
+        fit(Counted(), Request(budget="1%"))
+    smallest = caught.value.minimum_bytes
+    step = Rounded(grows=1.5)
+    plan = fit(step, Request(budget=smallest), proves=False)
 
-    named = caught.value.minimum_bytes
-    step = Quick()
-    plan = fit(step, Request(budget=named))
-    assert plan.peak_bytes <= named
-    assert any(step.searches)
+    assert step.seen == [smallest, None]
+    assert plan.peak_bytes <= smallest
+
+
+def test_a_cautious_request_is_planned_without_a_look_around() -> None:
+    step = Rounded(grows=1.5)
+    plan = fit(step, Request(budget="60%", is_cautious=True), proves=False)
+
+    assert step.seen == []
+    assert plan.peak_bytes <= PLAIN_BYTES * 60 // 100

@@ -374,37 +374,24 @@ def test_nothing_is_searched_for_below_the_smallest_budget_that_was_named():
     assert budget_bytes < named_bytes
 
 
-@pytest.mark.parametrize(("target_bytes", "cheapest_fits"), [(30, True), (40, True), (40, False)])
-def test_near_the_minimum_a_cheaper_plan_is_looked_for_where_a_quick_one_fits(target_bytes: int, cheapest_fits: bool):
-    """The quick one runs an op once more. A target of 30 bytes has no plan, one of 40 bytes both or the quick one."""
-    thorough = []
+@pytest.mark.parametrize(("between", "found_bytes"), [(0, 60), (1, 72), (4, 78)])
+def test_where_an_allocator_adds_more_to_one_plan_than_to_its_neighbours_the_gaps_are_looked_into(between, found_bytes):
+    """Of plans from 60 to 95 bytes, each cheaper than the one before, three fit a target of 100."""
+    asked = []
 
     def find(budget_bytes: int) -> Plan:
-        plan = SmoothPlanner().plan(budget_bytes)
-        thorough.append(budget_bytes)
-        return plan
-
-    def find_quickly(budget_bytes: int) -> Plan:
-        plan = SmoothPlanner().plan(budget_bytes)
-        return dataclasses.replace(plan, schedule=(0, *plan.schedule), time_s=plan.time_s + 1)
+        asked.append(budget_bytes)
+        if budget_bytes < 60:
+            raise InfeasibleBudget("too small", minimum_bytes=60, budget_bytes=budget_bytes, binding_op="op 0")
+        size = min(95, budget_bytes)
+        made = plan_for_schedule(GRAPH, KEEP, planner="by hand", budget_bytes=budget_bytes)
+        return dataclasses.replace(made, fingerprint=str(size), peak_bytes=size, time_s=200.0 - size)
 
     def real_peak(plan: Plan) -> PeakRange:
-        is_thorough = len(plan.schedule) == 200 - plan.peak_bytes + len(KEEP)
-        return PeakRange.exactly(plan.peak_bytes + (is_thorough and not cheapest_fits))
+        return PeakRange.exactly(99 if plan.peak_bytes in (60, 72, 78) else 110)
 
-    def searched() -> Plan:
-        return plan_within(target_bytes, 35, find, real_peak, Rounds(6, 4), find_quickly=find_quickly)
-
-    if target_bytes < 40:
-        with pytest.raises(InfeasibleBudget) as caught:
-            searched()
-        assert caught.value.minimum_bytes == 40
-        assert not thorough
-    else:
-        found = searched()
-        assert 40 in thorough
-        assert found.peak_bytes == 40
-        assert found.time_s == SmoothPlanner().plan(40).time_s + (not cheapest_fits)
+    found = plan_within(100, 95, find, real_peak, Rounds(2, 4, least_gain=1.0, between=between))
+    assert int(found.fingerprint) == found_bytes, asked
 
 
 def test_far_above_that_minimum_the_search_goes_on():

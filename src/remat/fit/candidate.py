@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from remat.core.graph import Graph
 from remat.core.plan import Plan
@@ -83,14 +83,6 @@ class Candidate(abc.ABC):
         return find_again(
             self.graph, budget_bytes, request.planner, self.time_limit_of_a_round_s(request), **request.options
         )
-
-    def quick_options(self, request: Request) -> dict[str, Any]:
-        """Options for the planner with which it works less, for budgets near the smallest.
-
-        Whether the real peak of such a plan fits is asked first there, and what it costs only then. Empty where all
-        plans are found alike.
-        """
-        return {}
 
     def polished(self, budget_bytes: int, request: Request) -> Plan | None:
         """The planner's plan within a budget of the trace, found with more work than a round is worth.

@@ -60,7 +60,7 @@ def fit(candidate: Candidate, request: Request, *, share_of_bytes: int | None = 
         found = dataclasses.replace(found, peak_bytes=plain.expected_bytes)
     else:
         try:
-            found = _found_somehow(candidate, request, target_bytes)
+            found = _found_here(candidate, request, target_bytes)
         except InfeasibleBudget as error:
             minimum_bytes = candidate.smallest_budget(min(error.minimum_bytes, plain.highest_bytes))
             raise infeasible(budget_bytes, minimum_bytes, error.binding_op) from None
@@ -82,7 +82,8 @@ def fit(candidate: Candidate, request: Request, *, share_of_bytes: int | None = 
     return _with_expected_time(found, candidate)
 
 
-def _found_somehow(candidate: Candidate, request: Request, target_bytes: int) -> Plan:
+def _found_here(candidate: Candidate, request: Request, target_bytes: int) -> Plan:
+    """What is found for what was seen around, or else without that."""
     try:
         return _searched(candidate, request, target_bytes)
     except InfeasibleBudget:
@@ -95,8 +96,6 @@ def _searched(candidate: Candidate, request: Request, target_bytes: int) -> Plan
     if candidate.is_exact:
         # To plan for the smallest budget, too, would find no smaller one, and take twice as long as this search.
         return candidate.find(max(1, target_bytes), request)
-    options = candidate.quick_options(request)
-    quick = dataclasses.replace(request, options={**options, **request.options})
     return plan_within(
         target_bytes,
         candidate.first_guess(target_bytes),
@@ -107,7 +106,6 @@ def _searched(candidate: Candidate, request: Request, target_bytes: int) -> Plan
         candidate.likely,
         # Elsewhere it was not compared with runs in this place.
         candidate.expected_time_s if candidate.is_compiled else None,
-        (lambda planner_budget: candidate.find(planner_budget, quick)) if options else None,
     )
 
 

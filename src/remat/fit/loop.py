@@ -75,7 +75,6 @@ def plan_within(
     suggestions: Callable[[], Iterable[Plan]] = tuple,
     likely: Callable[[], Iterable[Plan]] = tuple,
     expected_s: Callable[[Plan], float | None] | None = None,
-    find_quickly: Callable[[int], Plan] | None = None,
 ) -> Plan:
     """The cheapest plan found whose highest real peak is at most ``target_bytes``.
 
@@ -93,8 +92,6 @@ def plan_within(
         suggestions: plans that do not depend on the budget; asked for where nothing fits, or to be had at less time.
         likely: the same, asked for as soon as a round fails: one that fits spares the search below it.
         expected_s: what a run of a plan is expected to take, memory's part included, or None; None for nobody to ask.
-        find_quickly: as ``find``, for budgets near the smallest, whose plans are asked for their peaks at first; where
-            one fits, ``find`` looks for a cheaper one. None for ``find`` itself.
 
     Returns:
         The plan, its ``peak_bytes`` being the real one that is expected.
@@ -102,7 +99,7 @@ def plan_within(
     Raises:
         InfeasibleBudget: no plan is even likely to fit; ``minimum_bytes`` is the smallest target that can be held.
     """
-    search = _Search(target_bytes, find, find_quickly, real_peak, rounds)
+    search = _Search(target_bytes, find, real_peak, rounds)
     tried = search.tried
     search.begin(max(1, first_guess_bytes), likely)
     found_none = not tried.fitting
@@ -148,7 +145,6 @@ class _Search:
     Args:
         target_bytes: what the real peak may be.
         find: planner's budget -> plan.
-        find_quickly: the same for budgets near the smallest; None for ``find``.
         real_peak: plan -> what the device will show.
         rounds: how many plans may be tried.
     """
@@ -157,14 +153,12 @@ class _Search:
         self,
         target_bytes: int,
         find: Callable[[int], Plan],
-        find_quickly: Callable[[int], Plan] | None,
         real_peak: Callable[[Plan], PeakRange],
         rounds: Rounds,
     ) -> None:
         self.tried = TriedPlans(target_bytes, real_peak)
         # The smallest plan is asked for several times, and so are budgets that have none.
         self.find = _asked_once(find)
-        self._find_quickly = self.find if find_quickly is None else _asked_once(find_quickly)
         self._rounds = rounds
 
     def begin(self, guess_bytes: int, likely: Callable[[], Iterable[Plan]]) -> None:
@@ -211,7 +205,7 @@ class _Search:
             guess_bytes = int(minimum_bytes * factor)
             if factor in _FARTHER and smallest_of(smallest) is not smallest[-1]:
                 break
-            one = self.tried.add(guess_bytes, self._near_the_smallest(guess_bytes))
+            one = self.tried.add(guess_bytes, self.find(guess_bytes))
             if not any(one.is_of(other.plan) for other in smallest):
                 smallest.append(one)
             if one.peak.highest_bytes <= self.tried.target_bytes:
@@ -257,16 +251,8 @@ class _Search:
             plan = self.find(guess_bytes)
         except InfeasibleBudget as error:
             guess_bytes = error.minimum_bytes
-            plan = self._near_the_smallest(guess_bytes)
+            plan = self.find(guess_bytes)
         return None if self.tried.knows(plan) else self.tried.add(guess_bytes, plan)
-
-    def _near_the_smallest(self, guess_bytes: int) -> Plan:
-        """A plan of which hardly more than the real peak matters: a cheaper one is looked for only where it fits."""
-        plan = self._find_quickly(guess_bytes)
-        if self._find_quickly is self.find or not self.tried.fits(plan):
-            return plan
-        cheaper = self.find(guess_bytes)
-        return cheaper if self.tried.fits(cheaper) else plan
 
     def _narrow(self, guess_bytes: int) -> bool:
         try:

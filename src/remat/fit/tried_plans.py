@@ -79,10 +79,6 @@ class TriedPlans:
         """Those whose highest real peak is within the target."""
         return [one for one in self.all if one.peak.highest_bytes <= self.target_bytes]
 
-    def fits(self, plan: Plan) -> bool:
-        """Is the highest real peak of a plan within the target, tried or not?"""
-        return self._real_peak(plan).highest_bytes <= self.target_bytes
-
     def knows(self, plan: Plan) -> bool:
         """Was it tried?"""
         return any(one.is_of(plan) for one in self.all)
