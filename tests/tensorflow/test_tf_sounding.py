@@ -79,3 +79,4 @@ def test_looking_for_holes_keeps_the_budget():
 def test_nothing_is_known_of_heaps_that_cannot_be_looked_into():
     assert free_chunks(Device("GPU:0"), MIB) is None
     assert free_chunks(Device("CPU:0", shared_by=2), MIB) is None
+    assert free_chunks(Device("CPU:0"), -MIB) is None

@@ -29,17 +29,22 @@ def free_chunks(device: Device, most_bytes: int) -> tuple[int, ...] | None:
         most_bytes: that may be asked for, in all.
 
     Returns:
-        None where it cannot be told: on a GPU, on a CPU without a counter or one that several devices share, and where
+        None where it cannot be told: with fewer bytes than a block has, on a GPU, on a CPU without a counter or one that several devices share, and where
         TensorFlow makes graphs only.
     """
-    if device.is_gpu or not device.has_counter or device.shared_by > 1:
+    if (
+        device.is_gpu
+        or not device.has_counter
+        or device.shared_by > 1
+        or most_bytes < device.allocator.min_counted_bytes
+    ):
         return None
     block_bytes = max(device.allocator.min_counted_bytes, most_bytes // _MOST_BLOCKS)
     with tf.init_scope():
         if not tf.executing_eagerly():
             return None
         with tf.device(device.name):
-            return tuple(_joined(_blocks(device, block_bytes, max(0, most_bytes) // block_bytes)))
+            return tuple(_joined(_blocks(device, block_bytes, most_bytes // block_bytes)))
 
 
 def _blocks(device: Device, block_bytes: int, count: int) -> Iterator[tuple[int, int]]:
