@@ -29,8 +29,8 @@ def free_chunks(device: Device, most_bytes: int) -> tuple[int, ...] | None:
         most_bytes: that may be asked for, in all.
 
     Returns:
-        None where it cannot be told: with fewer bytes than a block has, on a GPU, on a CPU without a counter or one that several devices share, and where
-        TensorFlow makes graphs only.
+        None where it cannot be told: with fewer bytes than a block has, on a GPU, on a CPU without a counter or one
+        that several devices share, and where TensorFlow makes graphs only.
     """
     if (
         device.is_gpu
