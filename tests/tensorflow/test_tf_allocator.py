@@ -254,7 +254,7 @@ def test_a_block_is_handed_a_whole_hole_of_the_heap_as_it_is():
     schedule = graph.plain_schedule
 
     def highest(*holes):
-        return dataclasses.replace(EVERYTHING, holes=holes).peak_range(graph, schedule).highest_bytes
+        return dataclasses.replace(EVERYTHING, holes=(*holes, MIB)).peak_range(graph, schedule).highest_bytes
 
     assert highest() == highest(2 * MIB)
     assert highest(3 * MIB // 2) == highest(MIB // 2, 3 * MIB // 2) > highest(), "less than twice what is asked for"
