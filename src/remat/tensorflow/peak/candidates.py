@@ -67,8 +67,7 @@ A round itself is a quick search that no clock ends: .1 to 2.4 s of processor ti
 operations. With a clock of one second each, as before, a machine with three more things to do planned a Transformer of
 4 blocks in a quarter of its peak at 121 % of extra time in place of 45, and GPT-2 at 40 % at 23.5 in place of 18.4. The
 polish took a residual network at 25 % from 30.6 to 27.3, and the others by .0 to .3 points, while rounds asked for
-less. With less, plans like that
-one get dearer; with more, the user waits.
+less. With less time, plans like that one get dearer; with more, the user waits.
 """
 
 _AROUND_A_LOOP: Final = 0.01
