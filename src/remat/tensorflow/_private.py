@@ -423,23 +423,23 @@ def building_freely(graph: tf.Graph) -> Iterator[None]:
 
 
 def awaiting(tensor: tf.Tensor, before: Sequence[tf.Operation]) -> tf.Tensor:
-    """``tensor`` itself, in the same buffer, for a reader that is to run after all of ``before``."""
+    """``tensor`` itself, in the same buffer, for readers that are to run after all of ``before``.
+
+    The graph optimizer takes an ``Identity`` out, and hands its control inputs to one of its readers. It leaves this
+    operation alone, and does not know what makes its input.
+    """
     op = tensor.op
     with op.graph.control_dependencies(None), op.graph.control_dependencies(list(before)):
-        return tf.identity(tensor, name=f"{op.name}/awaiting")
-
-
-def opaque(tensor: tf.Tensor) -> tf.Tensor:
-    """``tensor`` itself, in the same buffer, of which the graph optimizer does not know where it comes from."""
-    op = tensor.op
-    with op.graph.control_dependencies(None):
-        return tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=tensor.shape, name=f"{op.name}/held")
+        late = tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=tensor.shape, name=f"{op.name}/awaiting")
+    if op.device:
+        late.op._set_device(op.device)
+    return late
 
 
 def computed(tensor: tf.Tensor) -> tf.Tensor:
     """A copy of a constant that is made at each run: the graph optimizer makes no larger constants of it.
 
-    ``opaque`` does not do: TensorFlow's second optimizer, which runs after grappler, sees through it.
+    A ``PlaceholderWithDefault`` does not do: TensorFlow's second optimizer, which runs after grappler, sees through it.
     """
     op = tensor.op
     with op.graph.control_dependencies(None):

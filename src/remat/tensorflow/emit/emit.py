@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Final
 
 import tensorflow as tf
 
@@ -23,8 +22,6 @@ from remat.tensorflow.peak.spans import span_starts
 from remat.tensorflow.trace import op_facts
 from remat.tensorflow.trace.func_graph import TracedStep
 from remat.tensorflow.trace.sizes import LOOPS
-
-_Cover: TypeAlias = Callable[[tf.Tensor], tf.Tensor]  # A tensor -> the same values under another name.
 
 _LIGHT: Final = 1e-3
 """Tensors below this share of the peak are not held in order: it would cost edges and gain nothing.
@@ -98,20 +95,21 @@ class _Emitter:
         self.loose: list[tuple[tf.Operation, frozenset[int]]] = []
         self.control_edges = 0
         self.constant: dict[str, bool] = {}  # By name, whether an operation makes what the graph optimizer knows.
-        # What stands in for tensors that the graph optimizer must not see through: by name, and by how it is made.
-        self.hidden: dict[tuple[str, _Cover], tf.Tensor] = {}
+        self.late: dict[str, tf.Tensor] = {}  # By name, what stands in for tensors of earlier spans in this one.
+        self.computed: dict[str, tf.Tensor] = {}  # By name, copies of constants that are made at each run.
         self.merges = _private.uses_onednn()
-        pinned = {self.graph.roots[t] for t in self.graph.inputs}
-        light = self._light_bytes(pinned)
+        self.pinned = {self.graph.roots[t] for t in self.graph.inputs}
+        self.light_bytes = self._light_bytes()
         self.large = [
-            self.graph.roots[number] not in pinned and self.graph.tensors[self.graph.roots[number]].size_bytes > light
+            self.graph.roots[number] not in self.pinned
+            and self.graph.tensors[self.graph.roots[number]].size_bytes > self.light_bytes
             for number in range(len(self.graph.tensors))
         ]
 
-    def _light_bytes(self, pinned: set[int]) -> int:
+    def _light_bytes(self) -> int:
         """The size up to which tensors are not held in order."""
         peak_bytes = max(1, self.plan.peak_bytes)
-        sizes = Counter(self.graph.tensors[root].size_bytes for root in set(self.graph.roots) - pinned)
+        sizes = Counter(self.graph.tensors[root].size_bytes for root in set(self.graph.roots) - self.pinned)
         together, light = 0, 0
         for size, count in sorted(sizes.items()):
             together += size * count
@@ -130,7 +128,7 @@ class _Emitter:
                 if self.merges and self.graph.ops[index].kind in op_facts.MERGED_BY_ONEDNN:
                     self.loose.append((operation, self._merged_with(index)))
                 else:
-                    self._keep_in_order(operation)
+                    self._keep_in_order(index, operation)
             self.runs[index] += 1
         return Rewritten(self.plan, self.step, tuple(self.copies), self.control_edges)
 
@@ -164,36 +162,54 @@ class _Emitter:
         operation = self.step.operations[index]
         op = self.graph.ops[index]
         inputs = [self.newest[t] for t in op.inputs] if op.inputs else list(operation.inputs)
-        copy = self._held_copy(operation, inputs, f"{operation.name}/recomputed_{self.runs[index]}")
+        copy = self._held_copy(index, inputs, f"{operation.name}/recomputed_{self.runs[index]}")
         for number, output in zip(op.outputs, copy.outputs, strict=True):
             self.newest[number] = output
         self.copies.append(copy)
         return copy
 
-    def _held_copy(self, operation: tf.Operation, inputs: list[tf.Tensor], name: str) -> tf.Operation:
-        """A copy of ``operation`` that runs no sooner than the schedule says."""
+    def _held_copy(self, index: int, inputs: list[tf.Tensor], name: str) -> tf.Operation:
+        """A copy of an op that runs no sooner than the schedule says."""
+        operation = self.step.operations[index]
+        if operation.type in op_facts.REGROUPED and self._heavy(index):
+            return _private.copy_operation(operation, inputs, [], name)  # What it reads waits.
         self.control_edges += len(self.barrier)
-        if self.barrier and operation.type in op_facts.NOT_SIMPLIFIED_WHILE_WAITING:
-            inputs = [_private.awaiting(inputs[0], self.barrier), *inputs[1:]]
-            return _private.copy_operation(operation, inputs, [], name)
         return _private.copy_operation(operation, inputs, self.barrier, name)
 
-    def _keep_in_order(self, operation: tf.Operation) -> None:
-        self._shield_from_optimizer(operation)
+    def _keep_in_order(self, index: int, operation: tf.Operation) -> None:
+        self._keep_from_being_constant(operation)
+        if operation.type in op_facts.REGROUPED:
+            self._read_late(index, operation)
         before = {op.name for op in operation.control_inputs} | {t.op.name for t in operation.inputs}
-        # Who waits for another operation of the span waits for the barrier, too; not so where the graph optimizer may
-        # put other operands in the place of that operation.
-        if self.span.isdisjoint(before) or operation.type in op_facts.PUSHES_CONSTANTS_DOWN:
+        # Who waits for another operation of the span waits for the barrier, too.
+        if self.span.isdisjoint(before):
             missing = [op for op in self.barrier if op.name not in before]
-            if missing and operation.type in op_facts.NOT_SIMPLIFIED_WHILE_WAITING:
-                _private.update_input(operation, 0, _private.awaiting(operation.inputs[0], missing))
-            else:
-                _private.add_control_inputs(operation, missing)
+            _private.add_control_inputs(operation, missing)
             self.control_edges += len(missing)
         for name in before:
             self.unawaited.pop(name, None)
         self.unawaited[operation.name] = operation
         self.span.add(operation.name)
+
+    def _read_late(self, index: int, operation: tf.Operation) -> None:
+        """Let an operation read what earlier spans made only once the barrier is behind it.
+
+        Whatever the graph optimizer makes of the operations of this span, it finds nothing of these earlier. Small
+        tensors are meant, too, since (x * row) * column may become x * (row * column), and large ones that are there
+        from the beginning. A constant is a number, mostly, of which the optimizer may make quicker operations.
+        """
+        for position, number in enumerate(self.graph.ops[index].inputs):
+            root = self.graph.roots[number]
+            source = operation.inputs[position]
+            if not self.barrier or self.newest[root].op.name in self.span or self._is_constant(source.op):
+                continue
+            if root in self.pinned and self.graph.tensors[root].size_bytes <= self.light_bytes:
+                continue  # A bias, or the like.
+            if source.name not in self.late:
+                self.late[source.name] = _private.awaiting(source, self.barrier)
+                self.span.add(self.late[source.name].op.name)
+                self.control_edges += len(self.barrier)
+            _private.update_input(operation, position, self.late[source.name])
 
     def _end_span(self) -> None:
         # What may be merged with a later op is waited for once that op has run; early it does no harm.
@@ -205,34 +221,22 @@ class _Emitter:
             last = [_private.after_all(last)]
         if last:
             self.barrier = last
+        self.late.clear()
         self.span.clear()
         self.unawaited.clear()
 
-    def _shield_from_optimizer(self, operation: tf.Operation) -> None:
-        """Keep the graph optimizer from making other operations of this one and one of an earlier span.
-
-        Nor may it make a constant of this one: that would be in memory for as long as the function is.
-        """
+    def _keep_from_being_constant(self, operation: tf.Operation) -> None:
+        """Let the graph optimizer not make a constant of a large tensor, which would never be freed."""
         makers = [source.op for source in operation.inputs]
-        if makers and all(self._is_constant(maker) for maker in makers):
-            # On a GPU, TensorFlow copies no integers of 32 bits, which are mostly sizes.
-            values = [n for n, source in enumerate(operation.inputs) if source.dtype != tf.int32]
-            self._hide(operation, values[0] if values else 0, _private.computed)
+        if not makers or not all(self._is_constant(maker) for maker in makers):
             return
-        earlier = [op for op in makers if op.type != "Const" and op.name not in self.span]
-        for position, maker in enumerate(makers):
-            # Operands may be exchanged with those of a maker in this span, too: a * (b * c) of this span becomes
-            # (a * b) * c, and the product of two earlier ones waits for nothing.
-            if earlier and op_facts.is_merged(operation.type, maker.type):
-                self._hide(operation, position, _private.opaque)
-
-    def _hide(self, operation: tf.Operation, position: int, cover: _Cover) -> None:
-        """Let the graph optimizer not see what makes an input."""
+        # On a GPU, TensorFlow copies no integers of 32 bits, which are mostly sizes.
+        values = [n for n, source in enumerate(operation.inputs) if source.dtype != tf.int32]
+        position = values[0] if values else 0
         source = operation.inputs[position]
-        key = source.name, cover
-        if key not in self.hidden:
-            self.hidden[key] = cover(source)
-        _private.update_input(operation, position, self.hidden[key])
+        if source.name not in self.computed:
+            self.computed[source.name] = _private.computed(source)
+        _private.update_input(operation, position, self.computed[source.name])
 
     def _is_constant(self, operation: tf.Operation) -> bool:
         """Does the graph optimizer know what the operation makes?"""
@@ -252,7 +256,7 @@ class _XlaEmitter(_Emitter):
         super().__init__(plan, step)
         self.zero: tf.Tensor | None = None
         self.trigger: tf.Tensor | None = None
-        self.late: set[str] = set()
+        self.made_late: set[str] = set()
         self.tied: dict[str, tf.Tensor] = {}
         self.kept = frozenset(self.graph.outputs)
         # The batch dimension may be unknown in the function; the trace knows it.
@@ -284,23 +288,24 @@ class _XlaEmitter(_Emitter):
     def _end_span(self) -> None:
         """The compiler decides what runs side by side."""
 
-    def _keep_in_order(self, operation: tf.Operation) -> None:
+    def _keep_in_order(self, index: int, operation: tf.Operation) -> None:
         if self.copies and operation is self.copies[-1]:
             return
         made = [t for t in operation.outputs if xla_ties.can_be_tied_to(t) and self.elements.get(t.name)]
         if made:
             self.trigger, self.zero = made[0], None
-            self.late.clear()
+            self.made_late.clear()
             self.tied.clear()
 
-    def _held_copy(self, operation: tf.Operation, inputs: list[tf.Tensor], name: str) -> tf.Operation:
-        if self.trigger is not None and not any(t.name in self.late for t in inputs):
+    def _held_copy(self, index: int, inputs: list[tf.Tensor], name: str) -> tf.Operation:
+        operation = self.step.operations[index]
+        if self.trigger is not None and not any(t.name in self.made_late for t in inputs):
             tieable = [(self.elements[t.name], n) for n, t in enumerate(inputs) if self._may_tie(t)]
             if tieable:
                 number = min(tieable)[1]
                 inputs[number] = self._tie(inputs[number])
         copy = _private.copy_operation(operation, inputs, [], name)
-        self.late.update(t.name for t in copy.outputs)
+        self.made_late.update(t.name for t in copy.outputs)
         for output, original in zip(copy.outputs, operation.outputs, strict=True):
             if original.name in self.elements:
                 self.elements[output.name] = self.elements[original.name]

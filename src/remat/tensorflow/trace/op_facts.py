@@ -48,10 +48,6 @@ MERGED_BY_ONEDNN = {
     )
 }
 
-# The graph optimizer makes quicker operations of these, a product of a third power, but not where one waits for others.
-# A Gelu in tanh's form took 1.6 of a GPT-2's plain time with its power as it is.
-NOT_SIMPLIFIED_WHILE_WAITING = frozenset({"Pow"})
-
 # Not operations of the step: their value is resident while the step's function exists.
 RESIDENT = frozenset({"Const", "Placeholder", "VarHandleOp"})
 
@@ -199,26 +195,15 @@ def may_repeat(op: tf.Operation) -> bool:
     return not any(t.dtype.base_dtype in _HANDLES or t.dtype._is_ref_dtype for t in [*op.inputs, *op.outputs])
 
 
-# A constant factor or summand of one of these is pushed down into the operand that makes its other input:
-# c * (a * b) becomes a * (c * b).
-PUSHES_CONSTANTS_DOWN = frozenset({"Add", "AddV2", "Div", "Mul", "RealDiv", "Sub"})
-# Sums and products of more than two are regrouped: a * (b * c) becomes (a * b) * c.
-_REGROUPED = {"Mul": "product", "Add": "sum", "AddN": "sum", "AddV2": "sum"}
-# The largest of f(x) becomes f of the largest x, where f is monotonic.
-_LARGEST = frozenset({"ArgMax", "ArgMin", "Max", "MaxPool", "Min"})
-
-
-def is_merged(reader: str, source: str) -> bool:
-    """Does the graph optimizer make other operations of a ``reader`` and the operation that makes its input?
-
-    Both are kinds of operations. It does so where no control edge stands between the two and nobody else reads that
-    input. The result is the same to rounding, but it is another tensor, at another time, than a schedule says.
-    """
-    if source == "Const":
-        return reader in PUSHES_CONSTANTS_DOWN
-    if reader in _LARGEST:
-        return source in _UNARY
-    return reader in _REGROUPED and _REGROUPED[reader] == _REGROUPED.get(source)
+# The graph optimizer makes other operations of these and of their neighbours: c * (a * b) becomes a * (c * b), and
+# (a * b) / c becomes a * (1/c * b), sums and products of more than two are regrouped, a power of three is x * (x * x),
+# and the largest of f(x) is f of the largest x where f is monotonic. The result is the same to rounding, but it is
+# another tensor, at another time, than a schedule says. A control edge does not last: of several operations made of one
+# only one keeps it, and it is dropped where an input waits for as much, which the next exchange may take away. And it
+# keeps a power from becoming a product: a Gelu in tanh's form took 1.6 of a GPT-2's plain time.
+REGROUPED = frozenset(
+    {"Add", "AddN", "AddV2", "ArgMax", "ArgMin", "Div", "Max", "MaxPool", "Min", "Mul", "Pow", "RealDiv", "Sub"}
+)
 
 
 def in_place(op: tf.Operation) -> tuple[tuple[int, ...], int]:
