@@ -10,7 +10,7 @@ from small_steps import BATCH, WIDTH, Chain, inputs
 from tensorflow.python.eager import context
 
 from remat.core.plan import plan_for_schedule
-from remat.tensorflow import GradientTape
+from remat.tensorflow import GradientTape, recompute
 from remat.tensorflow.peak.device import current_device
 from remat.tensorflow.trace import op_facts
 
@@ -51,7 +51,10 @@ def cubed(x, weight):
 
 def gelu_of_tanh(x, weight):
     """A power that one product reads: of a constant, the power's base and its square, any two may be multiplied."""
-    y = x @ weight
+    return of_tanh(x @ weight)
+
+
+def of_tanh(y):
     return y * (1 + tf.tanh(0.8 * (y + 0.04 * tf.pow(y, 3.0))))
 
 
@@ -61,7 +64,13 @@ def hard_swish(x, weight):
     return y * tf.nn.relu6(y + 3.0) / 6.0
 
 
-LAYERS = [gelu, residual, root_mean_square_normed, pooled, cubed, gelu_of_tanh, hard_swish]
+def scaled_by_a_cube(x, weight):
+    """A power of a small tensor, which nothing holds in its place."""
+    y = x @ weight
+    return y * tf.pow(tf.reduce_mean(y, -1, keepdims=True), 3.0)
+
+
+LAYERS = [gelu, residual, root_mean_square_normed, pooled, cubed, gelu_of_tanh, hard_swish, scaled_by_a_cube]
 AGAIN = ("Add", "AddV2", "Mul", "Pow", "RealDiv", "Relu", "Relu6")
 SPAN = 6
 
@@ -98,13 +107,18 @@ def optimized_step(layer, monkeypatch, span):
 
     graph = trace(budget="100%").tape._rewritten.step.graph
     function = trace(plan=plan_for_schedule(graph, again_before_every_reader(graph), planner="by hand"))
+    return function.tape._rewritten, optimized_graph(function)
+
+
+def optimized_graph(function):
+    """A function's graph as the executor gets it."""
     context.enable_run_metadata()
     try:
         function(inputs())
         graphs = context.export_run_metadata().function_graphs
     finally:
         context.disable_run_metadata()
-    return function.tape._rewritten, max((g.post_optimization_graph for g in graphs), key=lambda g: len(g.node))
+    return max((g.post_optimization_graph for g in graphs), key=lambda g: len(g.node))
 
 
 def again_before_every_reader(graph):
@@ -166,11 +180,28 @@ def test_a_span_waits_for_the_span_before_it(optimized_in_spans):
             assert is_ancestor(before, after, parents), f"{after} no longer waits for {before}"
 
 
-def test_powers_become_products_as_in_the_plain_step(monkeypatch):
-    """A power takes ten times a product's time; the optimizer leaves one alone that waits for others itself."""
-    written, graph = optimized_step(cubed, monkeypatch, 1)
+@pytest.mark.parametrize("layer", [cubed, scaled_by_a_cube], ids=lambda layer: layer.__name__)
+def test_powers_become_products_as_in_the_plain_step(layer, monkeypatch):
+    """A power takes ten times a product's time, and one with control inputs ends the optimizer's work altogether."""
+    written, graph = optimized_step(layer, monkeypatch, 1)
     assert sum(op.type == "Pow" for op in written.copies) > 2
     assert sum(op.type == "Pow" for op in written.step.operations if op is not None) > 2
+    assert not [node.name for node in graph.node if node.op == "Pow"]
+
+
+def test_powers_that_a_region_makes_again_become_products():
+    weights = Chain().weights
+
+    @tf.function(autograph=False)
+    def function(x):
+        with tf.GradientTape() as tape:
+            for weight in weights:
+                x = recompute(of_tanh)(x @ weight)
+            loss = tf.reduce_mean(tf.square(x))
+        return tape.gradient(loss, weights)
+
+    graph = optimized_graph(function)
+    assert [node.name for node in graph.node if "recompute/" in node.name and node.op == "Tanh"]
     assert not [node.name for node in graph.node if node.op == "Pow"]
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -152,10 +153,7 @@ class _Emitter:
         if operation.type in LOOPS:
             _private.run_iterations_one_by_one(operation)
         # An op that reads only shapes has no inputs in the graph: it keeps reading the first instance.
-        for position, number in enumerate(self.graph.ops[index].inputs):
-            source = self.newest[number]
-            if operation.inputs[position] is not source:
-                _private.update_input(operation, position, source)
+        self._read_from(operation, [self.newest[number] for number in self.graph.ops[index].inputs])
         return operation
 
     def _copy(self, index: int) -> tf.Operation:
@@ -171,45 +169,59 @@ class _Emitter:
     def _held_copy(self, index: int, inputs: list[tf.Tensor], name: str) -> tf.Operation:
         """A copy of an op that runs no sooner than the schedule says."""
         operation = self.step.operations[index]
-        if operation.type in op_facts.REGROUPED and self._heavy(index):
-            return _private.copy_operation(operation, inputs, [], name)  # What it reads waits.
+        if operation.type in op_facts.REGROUPED:
+            return _private.copy_operation(operation, self._late(index, inputs), [], name)
         self.control_edges += len(self.barrier)
         return _private.copy_operation(operation, inputs, self.barrier, name)
 
     def _keep_in_order(self, index: int, operation: tf.Operation) -> None:
         self._keep_from_being_constant(operation)
         if operation.type in op_facts.REGROUPED:
-            self._read_late(index, operation)
+            self._read_from(operation, self._late(index, operation.inputs))
         before = {op.name for op in operation.control_inputs} | {t.op.name for t in operation.inputs}
         # Who waits for another operation of the span waits for the barrier, too.
         if self.span.isdisjoint(before):
             missing = [op for op in self.barrier if op.name not in before]
-            _private.add_control_inputs(operation, missing)
-            self.control_edges += len(missing)
+            if missing and operation.type in op_facts.BROKEN_BY_CONTROL_INPUTS:
+                self._read_from(operation, [self._waiting(operation.inputs[0]), *operation.inputs[1:]])
+            else:
+                _private.add_control_inputs(operation, missing)
+                self.control_edges += len(missing)
         for name in before:
             self.unawaited.pop(name, None)
         self.unawaited[operation.name] = operation
         self.span.add(operation.name)
 
-    def _read_late(self, index: int, operation: tf.Operation) -> None:
-        """Let an operation read what earlier spans made only once the barrier is behind it.
+    def _late(self, index: int, inputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """The inputs of an op, but what earlier spans made only once the barrier is behind it.
 
         Whatever the graph optimizer makes of the operations of this span, it finds nothing of these earlier. Small
         tensors are meant, too, since (x * row) * column may become x * (row * column), and large ones that are there
         from the beginning. A constant is a number, mostly, of which the optimizer may make quicker operations.
         """
+        late = list(inputs)
         for position, number in enumerate(self.graph.ops[index].inputs):
             root = self.graph.roots[number]
-            source = operation.inputs[position]
-            if not self.barrier or self.newest[root].op.name in self.span or self._is_constant(source.op):
-                continue
-            if root in self.pinned and self.graph.tensors[root].size_bytes <= self.light_bytes:
-                continue  # A bias, or the like.
-            if source.name not in self.late:
-                self.late[source.name] = _private.awaiting(source, self.barrier)
-                self.span.add(self.late[source.name].op.name)
-                self.control_edges += len(self.barrier)
-            _private.update_input(operation, position, self.late[source.name])
+            source = inputs[position]
+            is_bias = root in self.pinned and self.graph.tensors[root].size_bytes <= self.light_bytes
+            is_of_span = self.newest[root].op.name in self.span or source.op.name in self.span
+            if self.barrier and not is_bias and not is_of_span and not self._is_constant(source.op):
+                late[position] = self._waiting(source)
+        return late
+
+    def _waiting(self, source: tf.Tensor) -> tf.Tensor:
+        """A tensor of an earlier span for this one."""
+        if source.name not in self.late:
+            self.late[source.name] = _private.awaiting(source, self.barrier)
+            self.span.add(self.late[source.name].op.name)
+            self.control_edges += len(self.barrier)
+        return self.late[source.name]
+
+    @staticmethod
+    def _read_from(operation: tf.Operation, inputs: Sequence[tf.Tensor]) -> None:
+        for position, source in enumerate(inputs):
+            if operation.inputs[position] is not source:
+                _private.update_input(operation, position, source)
 
     def _end_span(self) -> None:
         # What may be merged with a later op is waited for once that op has run; early it does no harm.

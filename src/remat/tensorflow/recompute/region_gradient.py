@@ -25,6 +25,7 @@ from remat.tensorflow import _private
 from remat.tensorflow.emit import xla_ties
 from remat.tensorflow.recompute import call_values
 from remat.tensorflow.recompute.region import Region, is_differentiable, needed_for, pieces_of, region_of
+from remat.tensorflow.trace import op_facts
 
 _REGION = "RematRegion"
 _ARRIVAL = "RematArrival"
@@ -185,7 +186,9 @@ class _Backward:
         attributes = {}
         if key := _private.string_attribute(op, REGION_KEY):
             attributes[REGION_KEY] = _register(self._inner(key), self.graph).encode()
-        held = self.held if early and op.type != "Const" else []
+        # What is read waits, too; and a power must not wait by itself.
+        waits = early and op.type not in ("Const", *op_facts.BROKEN_BY_CONTROL_INPUTS)
+        held = self.held if waits else []
         copy = _private.copy_into(self.graph, op, inputs, held, attributes)
         for source, target in zip(op.outputs, copy.outputs, strict=True):
             self.copies[source.name] = target
