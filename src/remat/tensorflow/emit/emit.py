@@ -179,8 +179,10 @@ class _Emitter:
         if operation.type in op_facts.REGROUPED:
             self._read_from(operation, self._late(index, operation.inputs))
         before = {op.name for op in operation.control_inputs} | {t.op.name for t in operation.inputs}
-        # Who waits for another operation of the span waits for the barrier, too.
-        if self.span.isdisjoint(before):
+        # Who waits for another operation of the span waits for the barrier, too; but a product that is waited for and
+        # not read may become one of two numbers.
+        lasting = {op.name for op in operation.control_inputs if op.type not in op_facts.REGROUPED}
+        if self.span.isdisjoint(lasting | {t.op.name for t in operation.inputs}):
             missing = [op for op in self.barrier if op.name not in before]
             if missing and operation.type in op_facts.BROKEN_BY_CONTROL_INPUTS:
                 self._read_from(operation, [self._waiting(operation.inputs[0]), *operation.inputs[1:]])
