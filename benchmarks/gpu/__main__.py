@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--limit-s", type=float, default=600, help="seconds a part may take")
     parser.add_argument("--name", help="of the result; the name of the device where none is given")
     parser.add_argument("--jobs", type=int, default=4, help="cases at a time, in parts where nothing is timed")
-    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--only", default="", help="cases whose name contains one of these, between commas")
     parser.add_argument("--fresh", action="store_true", help="measure again what is there already")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
@@ -58,7 +58,7 @@ def main() -> None:
         due = [
             case
             for case in cases_of(part, options.frameworks.split(","))
-            if options.only in case.key and not is_whole(found.get(case.key))
+            if any(one in case.key for one in options.only.split(",")) and not is_whole(found.get(case.key))
         ]
         run = partial(run_until, ends, options.device, options.small)
         with ThreadPoolExecutor(options.jobs if part in UNTIMED else 1) as pool:
@@ -99,7 +99,7 @@ def lines_of(case: Case, device: str, small: bool, limit_s: float) -> Iterator[d
     if code is None:
         yield {"name": "stopped", "error": f"it took more than the {limit_s:.0f} s that were left"}
     elif code:
-        last = [line for line in said.splitlines() if line.strip()]
+        last = [line for line in said.splitlines() if line.strip() and not line.startswith("frame #")]
         yield {"name": "stopped", "error": last[-1][:300] if last else f"exit code {code}"}
 
 

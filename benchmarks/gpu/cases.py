@@ -11,6 +11,7 @@ from remat.running.cost_model import DeviceProfile
 PARTS: Final = {
     "exact": "with kernels that always give the same numbers: are those of planned steps equal to the bit?",
     "budgets": "plain, then planned to shares of it: exactness, predicted and measured bytes and time",
+    "library": "models that we did not write: what their peaks are under limit_memory and under apply; no times",
     "training": "whole steps of AdamW under autocast, after four of them; is every weight equal to the bit?",
     "room": "how much of the device a step needs, with what the allocator cannot hand out",
     "peers": "what the frameworks ship, and remat in the same bytes",
@@ -20,9 +21,9 @@ PARTS: Final = {
 }
 MODELS: Final = ("resnet50", "gpt2", "llama")
 DTYPES: Final = ("float32", "bfloat16")
-SHARES: Final = {"budgets": (0.7, 0.5, 0.3), "exact": (0.6,), "room": (0.6,)}
+SHARES: Final = {"budgets": (0.7, 0.5, 0.3), "exact": (0.6,), "room": (0.6,), "library": (0.6, 0.4)}
 """Of the plain step's measured peak; the smallest budget comes after them."""
-UNTIMED: Final = frozenset({"exact"})
+UNTIMED: Final = frozenset({"exact", "library"})
 """Parts without times, so that several cases may run side by side."""
 
 
@@ -33,9 +34,9 @@ class Case:
     Attributes:
         part: one of ``PARTS``.
         framework: "torch" or "jax".
-        engine: how the step runs: "eager", "compiled", "graph"; "jit" in JAX; "expandable" is "graph" with segments of
-            the allocator that can grow.
-        model: one of ``MODELS``, "" for a part without one.
+        engine: how the step runs: "eager", "compiled", "graph"; "limit" is ``limit_memory``, graph mode where a model
+            can be captured; "jit" in JAX; "expandable" is "graph" with segments of the allocator that can grow.
+        model: one of ``MODELS``, in "library" one of PyTorch's zoo; "" for a part without one.
         dtype: of weights and activations, or of autocast in training; "" for a part without one.
     """
 
@@ -65,6 +66,10 @@ def cases_of(part: str, frameworks: Sequence[str]) -> Iterator[Case]:
                 for dtype in (("bfloat16", "float16") if (part, model) == ("training", "gpt2") else ("bfloat16",))
             )
         return
+    if part == "library":
+        if "torch" in frameworks:
+            yield from (Case(part, "torch", engine, model) for engine in ("limit", "eager") for model in _library())
+        return
     if part in ("host", "calibration", "laptop"):
         if part == "calibration":
             yield from (Case(part, framework, "") for framework in frameworks)
@@ -76,6 +81,13 @@ def cases_of(part: str, frameworks: Sequence[str]) -> Iterator[Case]:
             for framework in frameworks:
                 for engine in engines[framework]:
                     yield Case(part, framework, engine, model, dtype)
+
+
+def _library() -> Sequence[str]:
+    """Models of PyTorch's zoo."""
+    from benchmarks.zoo.torch import MODELS as ZOO  # It imports PyTorch and the libraries.
+
+    return list(ZOO)
 
 
 def speed_of(profile: DeviceProfile) -> dict[str, Any]:

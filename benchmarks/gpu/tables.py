@@ -37,6 +37,9 @@ def _page(results: dict[str, Any]) -> Sequence[str]:
         if not cases:
             continue
         page += ["", f"## {part.capitalize()}: {meaning}"]
+        if part == "library":
+            page += ["", *_library(cases)]
+            continue
         for key, lines in cases.items():
             page += ["", f"**{key.partition('/')[2]}**", "", *_table(part, lines)]
     if results["skipped"]:
@@ -71,6 +74,45 @@ def _table(part: str, lines: Sequence[dict[str, Any]]) -> list[str]:
         "|---|---|---|---|---|---|---|---|---|",
     ]
     return [*head, *(_row(line) for line in lines if "error" not in line), *_errors(lines, 9)]
+
+
+def _library(cases: dict[str, Sequence[dict[str, Any]]]) -> list[str]:
+    """One table of all models: what each budget's peak is of it, and of what was predicted."""
+    plain = "Bits of 'plain' say whether a second plain step gives the numbers of the first."
+    head = ["| model | step | budget MiB | peak MiB | of budget | of predicted | difference | bits | mode |"]
+    rows = []
+    for key, lines in cases.items():
+        model = " ".join(reversed(key.split("/")[2:]))
+        for line in lines:
+            if line["name"] != "plain":  # The second one says more.
+                rows.append(_library_row(model, line))
+    return [plain, "", *head, "|---|---|---|---|---|---|---|---|---|", *rows]
+
+
+def _library_row(model: str, line: dict[str, Any]) -> str:
+    if "error" in line:
+        smallest = f": smallest {line['smallest_bytes'] / MIB:.1f} MiB" if "smallest_bytes" in line else ""
+        return f"| {model} | {line['name']} | {line['error']}{smallest} |||||||".replace("||", "| |")
+    peak, budget, predicted = line["peak_bytes"], line.get("budget_bytes"), line.get("predicted_bytes")
+    cells = [
+        model,
+        line["name"].replace("plain again", "plain"),
+        _figure(budget and budget / MIB, ".1f"),
+        f"{peak / MIB:.1f}",
+        _figure(budget and peak / budget, ".3f"),
+        _figure(predicted and peak / predicted, ".3f"),
+        f"{line['difference']:.1e}",
+        "equal" if line["equal_bits"] else "",
+        f"{line.get('mode') or ''}{_told(line)}",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def _told(line: dict[str, Any]) -> str:
+    """Does a step that takes more than 1 % above its budget say so?"""
+    if "budget_bytes" not in line or line["peak_bytes"] <= 1.01 * line["budget_bytes"]:
+        return ""
+    return "; it says so" if "more than was predicted" in line["said"] else "; without a word"
 
 
 def _room(lines: Sequence[dict[str, Any]]) -> list[str]:

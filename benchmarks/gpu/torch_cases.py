@@ -18,8 +18,10 @@ import remat
 import remat.torch
 from benchmarks.gpu import laptop, room, training
 from benchmarks.gpu.cases import DTYPES, MODELS, SHARES, UNTIMED, Case, speed_of
+from benchmarks.gpu.library import library_step, limited
 from benchmarks.gpu.torch_models import Step, step_of
 from benchmarks.torch_host import table as host_table
+from benchmarks.zoo.frame.listening import listening
 from remat.running.calibration import op_samples
 from remat.running.cost_model import calibrate
 from remat.torch.timed_ops import TimedOps
@@ -53,9 +55,12 @@ def run(case: Case, device: str, small: bool) -> Iterator[Line]:
 
 def budgets(case: Case, device: str, small: bool) -> Iterator[Line]:
     """Plain, plain once more (what of a difference is the kernels' own), and shares of its measured peak."""
-    if case.part == "exact":
-        torch.use_deterministic_algorithms(True)
-    step = step_of(case.model, case.dtype, device, small)
+    if case.part in UNTIMED:  # What libraries call has no such kernel everywhere: plain steps that differ say so.
+        torch.use_deterministic_algorithms(True, warn_only=case.part == "library")
+    if case.part == "library":
+        step = library_step(case.model, device, small)
+    else:
+        step = step_of(case.model, case.dtype, device, small)
     bench = Bench(step, device, is_timed=case.part not in UNTIMED)
     plain = compiled_plain(case.engine, step)
     line = bench.line("plain", plain)
@@ -139,15 +144,16 @@ def planned_line(bench: Bench, engine: str, name: str, budget: int, *, smallest:
     """The step within a budget; an infeasible one is a line that names the smallest."""
     started = time.perf_counter()
     try:
-        found, least = planned_or_refused(engine, bench.step, budget)
-        if found is None and smallest:
-            budget = least
+        with listening() as said:
             found, least = planned_or_refused(engine, bench.step, budget)
-        if found is None:
-            return {"name": name, "budget_bytes": budget, "error": "refused", "smallest_bytes": least}
-        ours, plan_of = found
-        planning_s = time.perf_counter() - started
-        line = bench.line(name, ours)
+            if found is None and smallest:
+                budget = least
+                found, least = planned_or_refused(engine, bench.step, budget)
+            if found is None:
+                return {"name": name, "budget_bytes": budget, "error": "refused", "smallest_bytes": least}
+            ours, plan_of = found
+            planning_s = time.perf_counter() - started
+            line = bench.line(name, ours)
     except Exception as error:
         return failed(name, error)
     plan = plan_of()
@@ -158,6 +164,8 @@ def planned_line(bench: Bench, engine: str, name: str, budget: int, *, smallest:
         "predicted_time": 1 + plan.overhead,
         "recomputed": plan.recomputed,
         "planning_s": planning_s,
+        "mode": plan.mode,
+        "said": " ".join(said),
     }
 
 
@@ -191,6 +199,9 @@ def planned(engine: str, step: Step, budget: int) -> Planned:
                 return step.loss(*args)
 
         return replace(step, loss=loss), lambda: plan
+    if engine == "limit":
+        found, ours = limited(step, budget)
+        return found, lambda: ours.plans[-1]
     chosen = {"backend": "aten"} if engine == "graph" else {}
     ours = remat.torch.compile(step.loss, budget=budget, time_limit_s=TIME_LIMIT_S, **chosen)
     ours(*step.args).backward()
@@ -278,6 +289,7 @@ class Bench:
         beside = 0 if self._plain is None or step.parameters is self._plain.parameters else self._plain.own_bytes
         return {
             "peak_bytes": torch.cuda.max_memory_allocated() - beside,
+            "requested_bytes": torch.cuda.memory_stats()["requested_bytes.all.peak"] - beside,
             "reserved_bytes": torch.cuda.max_memory_reserved() - beside,
         }
 

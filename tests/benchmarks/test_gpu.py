@@ -8,6 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from benchmarks.gpu.library import repeated
+from benchmarks.gpu.tables import write
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,6 +47,49 @@ def test_what_is_whole_is_not_measured_again(tmp_path: Path) -> None:
     assert results(tmp_path)["cases"] == {"host/torch/eager": whole}
     assert "| plain | 1.0 | 2.0 |" in (tmp_path / "gpu-here.md").read_text()
     assert (tmp_path / "gpu-here.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_sample_is_repeated_and_what_belongs_to_none_stays() -> None:
+    places = torch.zeros(4, 3)
+    batch = {"ids": torch.tensor([[1], [2]]), "labels": torch.tensor([5, 6]), "places": places, "return_loss": True}
+    found = repeated(batch, 2, "cpu")
+    assert found["ids"].tolist() == [[1], [1], [2], [2]]
+    assert found["labels"].tolist() == [5, 5, 6, 6]
+    assert torch.equal(found["places"], places)
+    assert found["return_loss"] is True
+
+
+def test_a_step_above_its_budget_is_told_from_one_that_says_so(tmp_path: Path) -> None:
+    def line(peak: int, said: str) -> dict:
+        sizes = {"budget_bytes": 1000, "predicted_bytes": 990, "peak_bytes": peak}
+        return {"name": "remat, 60%", **sizes, "difference": 0.0, "equal_bits": True, "mode": "graph", "said": said}
+
+    told = "The first step took 3 MiB more than was predicted"
+    lines = [line(1000, told), line(1020, told), line(1020, "")]
+    machine = {"system": "Linux", "processor": "x86_64", "cores": 2}
+    results = {"device": "x", "date": "", "machine": machine, "versions": {}, "small": True, "skipped": []}
+    write(tmp_path / "x", results | {"cases": {"library/torch/limit/GPT-2": lines}})
+    rows = [row for row in (tmp_path / "x.md").read_text().splitlines() if row.startswith("| GPT-2 limit")]
+    assert [row.split("|")[-2].strip() for row in rows] == ["graph", "graph; it says so", "graph; without a word"]
+
+
+@pytest.mark.slow
+def test_models_of_libraries(tmp_path: Path) -> None:
+    run(tmp_path, "--device", "cpu", "--small", "--frameworks", "torch", "--parts", "library", "--only", "/DistilBERT")
+    cases = results(tmp_path)["cases"]
+    assert sorted(cases) == ["library/torch/eager/DistilBERT", "library/torch/limit/DistilBERT"]
+    for key, lines in cases.items():
+        assert [line["name"] for line in lines] == [
+            "plain",
+            "plain again",
+            "remat, 60%",
+            "remat, 40%",
+            "remat, smallest",
+        ]
+        for line in lines[2:]:
+            assert line["equal_bits"], (key, line)
+            assert line["peak_bytes"] <= 1.01 * line["budget_bytes"], (key, line)
+    assert "| DistilBERT limit | remat, 60% |" in (tmp_path / "gpu-here.md").read_text()
 
 
 @pytest.mark.slow

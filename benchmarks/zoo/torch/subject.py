@@ -59,6 +59,11 @@ class TorchModel(Subject):
 
     Its plans' predictions know nothing of the pages that glibc gives back and fetches anew, up to 13 % of a plain step.
 
+    Attributes:
+        module: with its random weights, in training mode.
+        batch: what the loss reads.
+        loss: of the module and the batch.
+
     Args:
         make: builds the module; random weights come from a fixed seed.
         batch: what the loss reads, the labels among it.
@@ -77,14 +82,14 @@ class TorchModel(Subject):
     ) -> None:
         torch.manual_seed(0)
         self.captures = os.environ[MODE] != "eager"
-        self._module = make().train()
-        self._batch = dict(batch)
-        self._loss = loss
+        self.module = make().train()
+        self.batch = dict(batch)
+        self.loss = loss
         self._switch = checkpointing
-        self._start = {name: value.clone() for name, value in self._module.state_dict().items()}
+        self._start = {name: value.clone() for name, value in self.module.state_dict().items()}
         try:
-            checkpointing(self._module, True)
-            checkpointing(self._module, False)
+            checkpointing(self.module, True)
+            checkpointing(self.module, False)
         except (ValueError, AssertionError):  # A model without checkpointing says so, each library in its own way.
             self.peers = ()
         else:
@@ -96,8 +101,8 @@ class TorchModel(Subject):
         Modules hold what checkpoints them, so that one module turned to and fro is another to graph mode each time.
         """
         if method != CHECKPOINTING:
-            return self._prepared(self._module)
-        module = copy.deepcopy(self._module)
+            return self._prepared(self.module)
+        module = copy.deepcopy(self.module)
         self._switch(module, True)
         return self._prepared(module)
 
@@ -105,23 +110,23 @@ class TorchModel(Subject):
         """The step under ``limit_memory`` once it is captured, or the first one under ``apply``."""
         started = time.process_time()
         if not self.captures:
-            plan = remat.torch.plan(self._loss, self._module, self._batch, budget=budget)
+            plan = remat.torch.plan(self.loss, self.module, self.batch, budget=budget)
             planning_s = time.process_time() - started
             applied = remat.torch.apply(plan)
 
             def loss_under_plan() -> torch.Tensor:
                 with applied:
-                    return self._loss(self._module, self._batch)
+                    return self.loss(self.module, self.batch)
 
-            return self._prepared(self._module, loss_under_plan, plan, planning_s)
-        step = remat.torch.limit_memory(functools.partial(self._loss, self._module, self._batch), budget)
+            return self._prepared(self.module, loss_under_plan, plan, planning_s)
+        step = remat.torch.limit_memory(functools.partial(self.loss, self.module, self.batch), budget)
         with listening() as said:
             for number in range(_FIRST_STEPS):
-                self._from_the_start(self._module)
+                self._from_the_start(self.module)
                 step().backward()
                 if number == 0:
                     planning_s = time.process_time() - started
-        prepared = self._prepared(self._module, step, step.plans[-1], planning_s)
+        prepared = self._prepared(self.module, step, step.plans[-1], planning_s)
         return dataclasses.replace(prepared, said=" ".join([*said, prepared.said]).strip())
 
     def _prepared(
@@ -131,7 +136,7 @@ class TorchModel(Subject):
         plan: remat.Plan | None = None,
         planning_s: float = 0.0,
     ) -> Prepared:
-        loss_of = loss_of or functools.partial(self._loss, module, self._batch)
+        loss_of = loss_of or functools.partial(self.loss, module, self.batch)
 
         def step() -> None:
             loss_of().backward()
@@ -175,7 +180,7 @@ class TorchModel(Subject):
 
     def _resident_bytes(self, module: Any) -> int:
         """Parameters, buffers and the batch, which were there before the step."""
-        held = [*module.parameters(), *module.buffers(), *self._batch.values()]
+        held = [*module.parameters(), *module.buffers(), *self.batch.values()]
         storages = {
             tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
             for tensor in held
