@@ -11,7 +11,7 @@ import pytest
 from remat import Graph, Op, Tensor, simulate
 from remat.core.simulator import storage_lifetimes
 from remat.core.validator import validate
-from remat.tensorflow.peak.spans import another_order, span_starts
+from remat.tensorflow.peak.spans import another_order, share_alone, span_starts
 from remat.testing import chain, random_graph, random_schedule
 
 RESERVE = 0.05
@@ -54,6 +54,24 @@ def test_where_memory_is_short_each_operation_waits_for_the_one_before():
 
 def test_an_empty_schedule_has_no_span():
     assert span_starts(chain(1), ()) == []
+
+
+def test_what_runs_alone_on_two_cores():
+    """Two branches of 1 and 3 s, then 2 s that read both: a second core has work in 1 s of 5."""
+    tensors = (Tensor(4),) * 4
+    ops = (
+        Op("start", outputs=(0,)),
+        Op("short", inputs=(0,), outputs=(1,), time_s=1.0),
+        Op("long", inputs=(0,), outputs=(2,), time_s=3.0),
+        Op("both", inputs=(1, 2), outputs=(3,), time_s=2.0),
+    )
+    graph = Graph(ops, tensors, outputs=(3,))
+    schedule = graph.plain_schedule
+
+    assert share_alone(graph, schedule, (0,)) == pytest.approx((2 * 5 - 6) / 6)
+    assert share_alone(graph, schedule, (0, 2)) == 1.0
+    assert share_alone(graph, schedule, (0, 1, 2, 3)) == 1.0
+    assert share_alone(graph, (), ()) == 0.0
 
 
 @pytest.mark.parametrize("seed", range(40))

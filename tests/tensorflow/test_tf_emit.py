@@ -15,10 +15,14 @@ from small_steps import BATCH, WIDTH, Chain, copies_in, inputs
 
 import remat
 import remat.testing
+from remat.fit.variants import Variants
 from remat.running.cost_model import get_profile
 from remat.tensorflow import measure
 from remat.tensorflow._traces import call_when_traced
 from remat.tensorflow.emit.emit import emit
+from remat.tensorflow.loops.variants import Variant
+from remat.tensorflow.peak.allocator import AllocatorModel
+from remat.tensorflow.peak.candidates import ExecutedFunction
 from remat.tensorflow.peak.device import current_device
 from remat.tensorflow.peak.spans import span_starts
 from remat.tensorflow.trace.func_graph import trace_func_graph
@@ -103,6 +107,21 @@ def test_large_operations_wait_for_the_span_before(written):
         for operation in later:
             for before in set(earlier) - ancestors(operation):
                 pytest.fail(f"{operation.name} may run before {before.name}")
+
+
+def test_an_order_takes_time_where_several_threads_would_share_it(written, monkeypatch):
+    """Recomputation apart: on one thread a plan takes what its operations take."""
+    candidate = ExecutedFunction(Variants([lambda: Variant(written.step)]), AllocatorModel(min_counted_bytes=0), 0)
+
+    def seconds(kernel, executor, plan):
+        monkeypatch.setattr("remat.tensorflow.peak.candidates.kernel_threads", lambda: kernel)
+        monkeypatch.setattr("remat.tensorflow.peak.candidates.executor_threads", lambda: executor)
+        return candidate.expected_time_s(plan)
+
+    for plan in (None, written.plan):
+        assert seconds(1, 2, plan) == seconds(2, 1, plan) == seconds(1, 1, plan)
+    plain, planned = (seconds(2, 2, plan) / seconds(1, 1, plan) for plan in (None, written.plan))
+    assert 1 < plain < planned < 1.18 + 1e-9
 
 
 def ancestors(operation):

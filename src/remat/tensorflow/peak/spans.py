@@ -68,6 +68,32 @@ def _held_and_made(graph: Graph, schedule: Sequence[int]) -> tuple[list[int], li
     return np.cumsum(change)[:-1].tolist(), made.tolist()
 
 
+def share_alone(graph: Graph, schedule: Sequence[int], starts: Sequence[int]) -> float:
+    """The share of a schedule's time in which an operation has none beside it, though two may run at a time.
+
+    In a span that is by how much twice its longest chain of operations, each of which reads what another makes, exceeds
+    all its operations together.
+
+    Args:
+        graph: the step.
+        schedule: op indices.
+        starts: where its spans begin.
+    """
+    alone_s = all_s = 0.0
+    for start, end in itertools.pairwise((*starts, len(schedule))):
+        span_s = longest_s = 0.0
+        done_s: dict[int, float] = {}  # tensor -> when its newest instance is there, at the earliest
+        for index in schedule[start:end]:
+            op = graph.ops[index]
+            now_s = max((done_s[tensor] for tensor in op.inputs if tensor in done_s), default=0.0) + op.time_s
+            done_s.update(dict.fromkeys(op.outputs, now_s))
+            span_s += op.time_s
+            longest_s = max(longest_s, now_s)
+        alone_s += max(0.0, 2 * longest_s - span_s)
+        all_s += span_s
+    return alone_s / all_s if all_s else 0.0
+
+
 def another_order(graph: Graph, schedule: Sequence[int], starts: Sequence[int], seed: int) -> list[int]:
     """A schedule whose spans run in an order of chance, in which each operation finds what it found before.
 

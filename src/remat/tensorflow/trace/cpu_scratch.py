@@ -10,13 +10,13 @@ compared with a counter of the heap around single operations (docs/tensorflow.md
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from typing import Final, TypeAlias
 
 import tensorflow as tf
 
 from remat.tensorflow.trace.op_facts import MATRIX_PRODUCTS
+from remat.tensorflow.trace.threads import kernel_threads
 
 Shape: TypeAlias = tuple[int, ...]
 
@@ -118,7 +118,7 @@ def _of_gradient(op: tf.Operation, result: Shape, filters: Shape, size: int) -> 
     if op.type == "Conv2DBackpropFilter":
         product = size * window * channels + _packed(window, pixels * together, channels)
     else:
-        if result[0] == 1 or of_one // _threads() >= _THREAD_BYTES // size:
+        if result[0] == 1 or of_one // kernel_threads() >= _THREAD_BYTES // size:
             together = 1
         product = _packed(window, channels, pixels)
     return size * together * pixels * window + product
@@ -137,9 +137,3 @@ def _converted(op: tf.Operation, elements: int) -> int:
 
 def _is_channels_last(op: tf.Operation) -> bool:
     return bool(op.get_attr("data_format") == b"NHWC")
-
-
-def _threads() -> int:
-    return tf.config.threading.get_intra_op_parallelism_threads() or int(
-        os.environ.get("TF_NUM_INTRAOP_THREADS", 0) or os.cpu_count() or 1
-    )
