@@ -18,4 +18,11 @@ def executor_threads() -> int:
 
 
 def _said_or_all(variable: str) -> int:
-    return int(os.environ.get(variable, 0) or os.cpu_count() or 1)
+    return int(os.environ.get(variable) or 0) or _cores()
+
+
+def _cores() -> int:
+    """Those that this process may use; TensorFlow makes no more threads than that."""
+    if hasattr(os, "sched_getaffinity"):  # Not on macOS.
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
