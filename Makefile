@@ -65,7 +65,7 @@ dist: $(STAMP) ## Build the wheel and the source archive in dist/
 test-dist: $(STAMP) ## Try the wheel with each extra in an environment of its own (downloads gigabytes)
 	$(BIN)/python -m pytest -q tests/release
 
-gpu: $(STAMP) ## Check and measure on the CUDA device at hand (up to 80 minutes); writes benchmarks/results/gpu-*
+gpu: $(STAMP) ## Check and measure on the CUDA device at hand (up to 90 minutes); writes benchmarks/results/gpu-*
 	$(BIN)/python -m benchmarks.gpu $(ARGS)
 
 versions: $(STAMP) ## Try other versions of the frameworks (hours); ARGS=torch-2.9.0 for one; writes docs/versions.md

@@ -45,6 +45,15 @@ Measured: docs/tensorflow.md. Too small, the plan after them goes above its budg
 share of the budget stays unused.
 """
 
+_LONGER_ALONE: Final = 0.18
+"""How much longer an operation takes alone, cut into pieces for two cores, than beside another one of its size.
+
+Measured: on two cores, six plans of the demo, five runs each, took 7 points more than predicted without this in the
+mean, at most 11, and 2 with it, at most 5; on one thread they took what was predicted (docs/tensorflow.md). Too small,
+plans that hold an order seem cheaper than they are; too large, dearer. It decides no more than whether a second plan is
+worth its trace.
+"""
+
 _CLOSE: Final = 0.02
 """A plan that leaves less than this share of its target unused ends the search. A judgement: a round takes a second,
 and peaks of plans that differ by less are chance."""
@@ -133,15 +142,6 @@ class FunctionCandidate(Candidate):
     def smallest_budget(self, peak_bytes: int) -> int:
         """The budget that has to be asked for so that a real peak fits, with what varies from trace to trace."""
         return int((peak_bytes + self.resident_bytes) * (1 + self.reserve + _RESIDENT_VARIES)) + 2
-
-
-_LONGER_ALONE: Final = 0.18
-"""How much longer an operation takes alone, cut into pieces for two cores, than beside another one of its size.
-
-Measured: on two cores, six plans of the demo, five runs each, took 7 points more than predicted without this in the
-mean, at most 11, and 2 with it, at most 5; on one thread they took what was predicted (docs/tensorflow.md). Too small,
-plans that hold an order seem cheaper than they are; too large, dearer. No plan is chosen by it.
-"""
 
 
 class ExecutedFunction(FunctionCandidate):
