@@ -5,7 +5,8 @@
 
 Writes ``benchmarks/results/gpu-NAME.md``, ``.json`` and ``.png``. Each case is a process of its own, and its lines
 are kept as they come: a run that was cut off goes on where it stopped, unless ``--fresh`` is given. A part ends after
-``--limit-s`` seconds; what it had no time for is listed as skipped.
+``--limit-s`` seconds; what it had no time for is listed as skipped. The part "library" has models of timm, torchvision
+and diffusers: ``benchmarks/zoo/torch`` says which packages, and without one its models are lines that say so.
 """
 
 from __future__ import annotations

@@ -16,9 +16,6 @@ from benchmarks.gpu.torch_models import Step
 REPEATS: Final = 16
 """Of a batch: a step of the zoo takes 50 to 100 MiB, of which cuBLAS' workspaces on a GPU alone would be the most."""
 
-_FIRST_STEPS: Final = 2
-"""One that captures and plans, one that plans again where the first took more than its budget."""
-
 
 def library_step(name: str, device: str, small: bool) -> Step:
     """A model of the zoo, as it is trained there.
@@ -28,11 +25,10 @@ def library_step(name: str, device: str, small: bool) -> Step:
         device: as PyTorch names it.
         small: keep the zoo's batch, for a machine without a GPU.
     """
+    from benchmarks.zoo.torch import MODELS  # It imports the libraries, which other parts do without.
     from benchmarks.zoo.torch.subject import MODE, TorchModel
 
     os.environ.setdefault(MODE, "auto")
-    from benchmarks.zoo.torch import MODELS
-
     subject = MODELS[name]()
     assert isinstance(subject, TorchModel)
     module = subject.module.to(device)
@@ -68,8 +64,10 @@ def limited(step: Step, budget: int) -> tuple[Step, Any]:
     Raises:
         InfeasibleBudget: if nothing fits.
     """
+    from benchmarks.zoo.torch.subject import FIRST_STEPS
+
     ours = remat.torch.limit_memory(step.loss, budget)
-    for _ in range(_FIRST_STEPS):
+    for _ in range(FIRST_STEPS):
         ours(*step.args).backward()
         for parameter in step.parameters:
             parameter.grad = None

@@ -91,8 +91,7 @@ def _library(cases: dict[str, Sequence[dict[str, Any]]]) -> list[str]:
 
 def _library_row(model: str, line: dict[str, Any]) -> str:
     if "error" in line:
-        smallest = f": smallest {line['smallest_bytes'] / MIB:.1f} MiB" if "smallest_bytes" in line else ""
-        return f"| {model} | {line['name']} | {line['error']}{smallest} |||||||".replace("||", "| |")
+        return f"| {' | '.join([model, line['name'], _error(line), *[''] * 6])} |"
     peak, budget, predicted = line["peak_bytes"], line.get("budget_bytes"), line.get("predicted_bytes")
     cells = [
         model,
@@ -160,10 +159,15 @@ def _errors(lines: Sequence[dict[str, Any]], columns: int) -> list[str]:
     found = []
     for line in lines:
         if "error" in line:
-            smallest = f": smallest {line['smallest_bytes'] / MIB:.1f} MiB" if "smallest_bytes" in line else ""
-            cells = [line["name"], f"{line['error']}{smallest}".replace("|", "/"), *[""] * (columns - 2)]
+            cells = [line["name"], _error(line), *[""] * (columns - 2)]
             found.append(f"| {' | '.join(cells)} |")
     return found
+
+
+def _error(line: dict[str, Any]) -> str:
+    """What stopped a step; of a refusal with the smallest budget."""
+    smallest = f": smallest {line['smallest_bytes'] / MIB:.1f} MiB" if "smallest_bytes" in line else ""
+    return f"{line['error']}{smallest}".replace("|", "/")
 
 
 def _figure(value: float | None, form: str) -> str:

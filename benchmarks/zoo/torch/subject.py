@@ -23,7 +23,7 @@ CHECKPOINTING: Final = "the library's checkpointing"
 MODE: Final = "REMAT_ZOO_MODE"
 """The variable that says how plans are carried out: "auto" or "eager"."""
 
-_FIRST_STEPS: Final = 2
+FIRST_STEPS: Final = 2
 """Steps before the one that is measured: one that captures and plans, one that plans again where the first took more
 than its budget."""
 
@@ -121,7 +121,7 @@ class TorchModel(Subject):
             return self._prepared(self.module, loss_under_plan, plan, planning_s)
         step = remat.torch.limit_memory(functools.partial(self.loss, self.module, self.batch), budget)
         with listening() as said:
-            for number in range(_FIRST_STEPS):
+            for number in range(FIRST_STEPS):
                 self._from_the_start(self.module)
                 step().backward()
                 if number == 0:
