@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import random
 
@@ -10,8 +9,7 @@ import pytest
 
 from remat import Graph, Op, Tensor, simulate
 from remat.core.simulator import storage_lifetimes
-from remat.core.validator import validate
-from remat.tensorflow.peak.spans import another_order, share_alone, span_starts
+from remat.tensorflow.peak.spans import share_alone, span_starts
 from remat.testing import chain, random_graph, random_schedule
 
 RESERVE = 0.05
@@ -72,25 +70,3 @@ def test_what_runs_alone_on_two_cores():
     assert share_alone(graph, schedule, (0, 2)) == 1.0
     assert share_alone(graph, schedule, (0, 1, 2, 3)) == 1.0
     assert share_alone(graph, (), ()) == 0.0
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_another_order_reads_what_the_schedule_reads_and_holds_no_more(seed):
-    rng = random.Random(seed)
-    graph = dataclasses.replace(random_graph(rng, rng.randint(3, 30)), free_order=True)
-    schedule = random_schedule(graph, rng)
-    starts = span_starts(graph, schedule)
-    order = another_order(graph, schedule, starts, seed)
-
-    assert validate(graph, order) <= validate(graph, schedule)
-    for start, stop in itertools.pairwise([*starts, len(schedule)]):
-        assert sorted(order[start:stop]) == sorted(schedule[start:stop])
-
-
-def test_orders_differ_where_the_schedule_leaves_them_open():
-    graph = chain(10, size_bytes=100)
-    wide = Graph(tuple(Op(outputs=(n,)) for n in range(8)), tuple(Tensor(1) for _ in range(8)), free_order=False)
-
-    assert another_order(wide, range(8), [0], 1) != another_order(wide, range(8), [0], 2)
-    assert another_order(wide, range(8), range(8), 1) == list(range(8))
-    assert another_order(graph, graph.plain_schedule, [0], 1) == list(graph.plain_schedule), "each reads the one before"

@@ -27,7 +27,10 @@ del held[4], held[2]  # Of 7 and of 5 MiB, with others around them.
 device.reset_peak()
 in_use = device.counted_bytes
 after = free_chunks(device, 40 << 20)
-print([before, after, in_use, device.counted_bytes, device.peak_bytes])
+peak = device.peak_bytes
+device.reset_peak()
+further = free_chunks(device, 64 << 20)
+print([before, after, in_use, device.counted_bytes, peak, further, device.peak_bytes])
 """
 
 BUDGET = """
@@ -60,12 +63,15 @@ def printed_by(code):
 
 @pytest.mark.skipif(not Device("CPU:0").has_counter, reason="there is no heap without a counter")
 def test_holes_of_a_heap_are_found():
-    before, after, in_use, left, peak = printed_by(HOLES)
+    before, after, in_use, left, peak, further, further_peak = printed_by(HOLES)
 
     assert {5 * MIB, 7 * MIB} <= set(after)
     assert not {5 * MIB, 7 * MIB} & set(before)
     assert left == in_use, "all is given back"
     assert in_use + 38 * MIB < peak <= in_use + 40 * MIB
+    # What is left of the region of 64 MiB that 3, 5, 2, 7 and 4 were cut from: it holds all 40, and not all 64.
+    assert set(further) - set(after) == {43 * MIB}
+    assert in_use + 62 * MIB < further_peak <= in_use + 64 * MIB
 
 
 @pytest.mark.skipif(not Device("CPU:0").has_counter, reason="there is no heap without a counter")

@@ -80,6 +80,8 @@ class StorageLifetimes:
         last: the last position that uses it.
         kept: True where it lives on to the end because it holds an output of the graph.
         taken_over: the storage instance whose bytes it takes over at birth, -1 where it needs its own.
+        read: parallel to ``reader``, not to the others: a storage instance that is read, its birth left out.
+        reader: the position that reads it; positions rise.
     """
 
     tensor: _Ints
@@ -88,6 +90,8 @@ class StorageLifetimes:
     last: _Ints
     kept: npt.NDArray[np.bool_]
     taken_over: _Ints
+    read: _Ints
+    reader: _Ints
 
 
 def storage_lifetimes(graph: Graph, schedule: Sequence[int]) -> StorageLifetimes:
@@ -212,6 +216,7 @@ class _Replay:
         self._size = arrays.size_bytes[self._tensor]
         self._first_instance = np.cumsum(arrays.makes.count[runs]) - arrays.makes.count[runs]
         self._storage = self._bind_views(place)
+        self._read, self._reader = self._find_reads()
         self._last, self._kept = self._find_last_use()
 
     def bytes_per_step(self) -> _Ints:
@@ -272,12 +277,14 @@ class _Replay:
                 return storage
             storage = further
 
+    def _find_reads(self) -> tuple[_Ints, _Ints]:
+        place, position = self._arrays.reads.take(self._runs)
+        return self._storage[self._newest_instance(self._arrays.reads.flat[place], position)], position
+
     def _find_last_use(self) -> tuple[_Ints, npt.NDArray[np.bool_]]:
         arrays = self._arrays
         last = self._birth.copy()
-        place, position = arrays.reads.take(self._runs)
-        read = self._storage[self._newest_instance(arrays.reads.flat[place], position)]
-        last[read] = position  # Positions rise, and of repeated indices numpy keeps the last assignment.
+        last[self._read] = self._reader  # Positions rise, and of repeated indices numpy keeps the last assignment.
         kept = np.zeros(len(last), dtype=np.bool_)
         made = arrays.outputs[self._run_count[arrays.producer[arrays.outputs]] > 0]
         newest = self._first_instance[self._last_run[arrays.producer[made]]] + arrays.slot[made]
@@ -293,7 +300,14 @@ class _Replay:
         for _, lent, to, _ in self._takeovers():
             taken_over[number[to]] = number[lent]
         return StorageLifetimes(
-            self._tensor[roots], self._size[roots], self._birth[roots], self._last[roots], self._kept[roots], taken_over
+            tensor=self._tensor[roots],
+            size_bytes=self._size[roots],
+            birth=self._birth[roots],
+            last=self._last[roots],
+            kept=self._kept[roots],
+            taken_over=taken_over,
+            read=number[self._read],
+            reader=self._reader,
         )
 
     def _saved_in_place(self) -> _Ints:

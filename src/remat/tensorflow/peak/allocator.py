@@ -12,18 +12,18 @@ docs/tensorflow.md has the measurements.
 from __future__ import annotations
 
 import random
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 import tensorflow as tf
 
-from remat.core.graph import Graph, Tensor
-from remat.core.simulator import storage_lifetimes
+from remat.core.graph import Graph
 from remat.fit.peaks import PeakRange
 from remat.running.best_fit_heap import Heap
-from remat.tensorflow.peak.spans import another_order, span_starts
+from remat.tensorflow.peak.blocks import BlockEvent, block_events, moved_variables
+from remat.tensorflow.peak.executor import one_by_one, side_by_side
+from remat.tensorflow.peak.spans import span_starts
 from remat.tensorflow.trace.cpu_scratch import NOT_IN_ONEDNN
 
 # How the pasts of the heaps are drawn. Chosen on 68 plans of seven networks and checked on 45 later plans of ten models
@@ -34,16 +34,11 @@ _HEAPS_TO_HOLD: Final = 16
 _ALLOCATE_SHARE: Final = 0.6  # Of the events of a past; the rest frees.
 _MOST_OTHERS: Final = 8  # Blocks of others that stay.
 
-_SOUNDED_HEAPS: Final = 8
-_SOUNDED_HEAPS_ALONE: Final = 5
-_UNSOUNDED: Final = 0.03
-"""Where the heap's holes are known: on how many heaps a schedule is replayed, each time in another order; how many of
-them, the first ones, have no blocks of others; and by what share of what it adds it may take more than the most of all.
+_SOUNDED_RUNS: Final = 16
+"""Where the heap's holes are known: runs that are replayed there one after the other, each in another order.
 
-Measured on 20 plans of ten Keras models and four of a tape, eleven steps each, with two threads on one busy core: the
-middle step added .92 to 1.10 of what was expected, and the widest at most 1.03 of the most of these orders in 19, but
-1.18 in one, a tape. So the highest peak is the middle between them and heaps with any past, which had 1.21 there.
-In the order of the schedule alone, on one heap, a plan for 85.4 MiB was expected to take no more, and took 91 to 100.
+Measured: docs/tensorflow.md. With fewer, the highest peak is too low and budgets break; with more, planning takes
+longer.
 """
 
 _STEPS_WITH_MOVES: Final = 8
@@ -53,11 +48,8 @@ What is assigned stays where it was made, in a chunk that may be larger, so that
 before. With fewer, small budgets break (docs/tensorflow.md); with more, planning takes longer.
 """
 
-_MOVES: Final = "AssignVariableOp"
-"""The operation whose variable takes over the block of what it is assigned; others write into the variable's own."""
-
 _ENDLESS_BYTES: Final = 1 << 50
-"""Of the last hole, whose end was not looked for."""
+"""Of the hole behind those that are known."""
 
 _PAST: Final = (0, None)
 """An event of a past in which a block comes or goes."""
@@ -89,8 +81,9 @@ class AllocatorModel:
         compiles_calls: does XLA compile functions by themselves that a step calls and that ask for it? Not where it
             compiles the step as a whole.
         shown: what steps have shown of the heap; None before any has run.
-        holes: the free chunks of the heap as it is now, in bytes, of which the last is at least so large; None where
-            they are not known.
+        holes: the free chunks of the heap as it is now, in bytes, less one that holds whatever fits in no other; None
+            where they are not known.
+        threads: operations that run at a time, at most.
     """
 
     min_counted_bytes: int
@@ -100,6 +93,7 @@ class AllocatorModel:
     compiles_calls: bool = True
     shown: ShownHeap | None = None
     holes: tuple[int, ...] | None = None
+    threads: int = 1
 
     def runs_own_kernel(self, op: tf.Operation) -> bool:
         """Does TensorFlow's own kernel for CPUs run the operation, whose scratch memory is known?"""
@@ -122,34 +116,33 @@ class AllocatorModel:
             Pinned inputs at their own sizes, the rest as chunks. Expected is the middle of what heaps show whose pinned
             inputs lie side by side, as those of a program that makes its variables first do; highest is the most on
             these and on heaps whose pinned inputs lie anywhere, or, once steps have run, as far above the expected
-            as theirs was. Where the heap's holes are known, expected is the middle of what it shows over orders that
-            the schedule leaves open, and highest lies between the most of these and that of any heap.
+            as theirs was. Where the heap's holes are known, the middle and the most of what runs of the schedule on
+            all threads take there, one after the other.
         """
-        on_any_heap = self._peak_range(list(self._events(graph, schedule)), self._pinned_bytes(graph))
-        if self.holes is None:
-            return on_any_heap
-        here = self._on_sounded_heap(graph, schedule)
-        return PeakRange(
-            here.expected_bytes, max(here.expected_bytes, (here.highest_bytes + on_any_heap.highest_bytes) // 2)
-        )
+        if self.holes is not None:
+            return self._on_sounded_heap(graph, schedule)
+        return self._peak_range(list(block_events(graph, one_by_one(schedule))), self._pinned_bytes(graph))
 
     def counted_peak(self, graph: Graph, schedule: Sequence[int]) -> PeakRange:
         """As ``peak_range``, but only what the device's statistics show of it."""
-        events = [event for event in self._events(graph, schedule) if not event.size_bytes or self._is_on_heap(event)]
+        events = [
+            event
+            for event in block_events(graph, one_by_one(schedule))
+            if not event.size_bytes or self._is_on_heap(event)
+        ]
         known = {event.block for event in events if event.size_bytes}
         pinned = {root: self.counted(size) for root, size in self._pinned_bytes(graph).items()}
         return self._peak_range([event for event in events if event.block in known], pinned)
 
-    def _peak_range(self, events: Sequence[_Event], pinned: Mapping[int, int]) -> PeakRange:
+    def _peak_range(self, events: Sequence[BlockEvent], pinned: Mapping[int, int]) -> PeakRange:
         sizes = [event.size_bytes for event in events if self._is_on_heap(event)]
 
         steps = _STEPS_WITH_MOVES if any(event.moves_to is not None for event in events) else 1
         step = self._replayable(events)
 
         def added(heaps: int, pinned_first: bool) -> list[int]:
-            return sorted(
-                step.added(self._heap_with_a_past(pinned, sizes, pinned_first, seed), steps) for seed in range(heaps)
-            )
+            pasts = (self._heap_with_a_past(pinned, sizes, pinned_first, seed) for seed in range(heaps))
+            return sorted(_added(heap, [step] * steps)[-1] for heap in pasts)
 
         to_expect = added(_HEAPS_TO_EXPECT, pinned_first=True)
         pinned_bytes = sum(pinned.values())
@@ -160,26 +153,18 @@ class AllocatorModel:
         return PeakRange(expected_bytes, pinned_bytes + highest)
 
     def _on_sounded_heap(self, graph: Graph, schedule: Sequence[int]) -> PeakRange:
-        """On the heap as it is, over orders that the schedule leaves open, beside some blocks of others that stay."""
+        """On the heap as it is, over orders in which the executor may run the schedule."""
         pinned = self._pinned_bytes(graph)
         starts = span_starts(graph, schedule)
-        added = []
-        for seed in range(_SOUNDED_HEAPS):
-            events = list(self._events(graph, another_order(graph, schedule, starts, seed) if seed else schedule))
-            sizes = [event.size_bytes for event in events if self._is_on_heap(event)]
-            heap = self._sounded_heap(pinned)
-            others = max(0, seed - _SOUNDED_HEAPS_ALONE + 1)
-            for size in random.Random(seed).choices(sizes, k=others) if sizes else ():
-                heap.allocate(size)
-            steps = _STEPS_WITH_MOVES if any(event.moves_to is not None for event in events) else 1
-            added.append(self._replayable(events).added(heap, steps))
+        runs = (side_by_side(graph, schedule, starts, self.threads, seed) for seed in range(_SOUNDED_RUNS))
+        steps = (self._replayable(list(block_events(graph, run))) for run in runs)
+        added = _added(self._sounded_heap(pinned), steps)
         pinned_bytes = sum(pinned.values())
-        expected = sorted(added[:_SOUNDED_HEAPS_ALONE])[_SOUNDED_HEAPS_ALONE // 2]
-        return PeakRange(pinned_bytes + expected, pinned_bytes + int((1 + _UNSOUNDED) * max(added)))
+        return PeakRange(pinned_bytes + added[len(added) // 2], pinned_bytes + added[-1])
 
     def _sounded_heap(self, pinned: Mapping[int, int]) -> Heap:
-        """Where pinned inputs lie is not known: each is a chunk by itself. The last hole has no end."""
-        heap = Heap.with_holes((self.holes or ())[:-1])
+        """Where pinned inputs lie is not known: each is a chunk by itself."""
+        heap = Heap.with_holes(self.holes or ())
         for root, size in pinned.items():
             if self.counted(size):
                 heap.of_inputs[root] = heap.allocate_alone(size)
@@ -198,15 +183,15 @@ class AllocatorModel:
         expected_bytes = self.counted_peak(graph, schedule).expected_bytes
         # Less than was expected promises nothing: under another plan other blocks meet other holes.
         share = max(1.0, peak_bytes / max(1, expected_bytes))
-        moved = {event.moves_to for event in self._events(graph, schedule) if event.moves_to is not None}
+        moved = moved_variables(graph, schedule)
         moves = any(graph.tensors[variable].size_bytes >= self.min_counted_bytes for variable in moved)
         return replace(self, shown=ShownHeap(share, differed or moves))
 
     def peak_on_a_new_heap(self, graph: Graph, schedule: Sequence[int], steps: int = 1) -> int:
         """As ``peak_range`` for some steps that are the first thing on the device."""
         pinned = self._pinned_bytes(graph)
-        events = list(self._events(graph, schedule))
-        return sum(pinned.values()) + self._replayable(events).added(self._new_heap(pinned), steps)
+        step = self._replayable(list(block_events(graph, one_by_one(schedule))))
+        return sum(pinned.values()) + _added(self._new_heap(pinned), [step] * steps)[-1]
 
     def peak_with_blocks(self, graph: Graph, blocks: Sequence[int]) -> PeakRange:
         """The sum of chunks in use while a compiled program runs, which allocates its blocks at once.
@@ -260,60 +245,14 @@ class AllocatorModel:
         sizes = {root: graph.tensors[root].size_bytes for root in {graph.roots[t] for t in graph.inputs}}
         return {root: size for root, size in sizes.items() if size}
 
-    def _events(self, graph: Graph, schedule: Sequence[int]) -> Iterator[_Event]:
-        """Blocks coming and going, in the order of the schedule."""
-        lives = storage_lifetimes(graph, schedule)
-        sizes = lives.size_bytes.tolist()
-        taken_over = lives.taken_over.tolist()
-        births: defaultdict[int, list[int]] = defaultdict(list)
-        deaths: defaultdict[int, list[int]] = defaultdict(list)
-        for number, (birth, last, kept) in enumerate(
-            zip(lives.birth.tolist(), lives.last.tolist(), lives.kept.tolist(), strict=True)
-        ):
-            if sizes[number]:
-                births[birth].append(number)
-                deaths[len(schedule) if kept else last].append(number)
-        lives_of = lives.tensor.tolist()
-        pieces = [_blocks(graph.tensors[tensor]) for tensor in lives_of]
-        newest: dict[int, int] = {}  # tensor -> its newest storage
-        assigned: dict[int, int] = {}  # storage -> the variable whose it becomes when it would be freed
-        owner: dict[int, int] = {}  # storage -> the storage whose block it has taken over
-        for step in range(len(schedule) + 1):
-            for number in births.get(step, ()):
-                source = taken_over[number]
-                owner[number] = number
-                if source in owner and sizes[source] == sizes[number]:
-                    owner[number] = owner.pop(source)
-                elif source in owner:  # A list shrinks while another one grows.
-                    yield _Event(owner.pop(source))
-                if owner[number] == number:
-                    yield _Event(number, sizes[number] // pieces[number], pieces[number])
-                newest[lives_of[number]] = number
-            if step < len(schedule) and graph.ops[schedule[step]].kind == _MOVES:
-                assigned |= self._moved(graph, schedule[step], newest)
-            if step < len(schedule) and (workspace := graph.ops[schedule[step]].workspace_bytes):
-                yield _Event(-1 - step, workspace, 1)
-                yield _Event(-1 - step)
-            for number in deaths.get(step, ()):
-                if number in owner:
-                    yield _Event(owner.pop(number), moves_to=assigned.get(number))
-
-    @staticmethod
-    def _moved(graph: Graph, op: int, newest: Mapping[int, int]) -> dict[int, int]:
-        """The storage that an assignment makes that of a variable, and the variable."""
-        variable, value = (graph.roots[t] for t in graph.ops[op].inputs[:2])
-        if value not in newest or graph.tensors[value].size_bytes != graph.tensors[variable].size_bytes:
-            return {}
-        return {newest[value]: variable}
-
-    def _is_on_heap(self, event: _Event) -> bool:
+    def _is_on_heap(self, event: BlockEvent) -> bool:
         return bool(event.size_bytes) and event.size_bytes >= self.min_counted_bytes
 
-    def _replayable(self, events: Sequence[_Event]) -> _Step:
+    def _replayable(self, events: Sequence[BlockEvent]) -> _Step:
         """The events of a step, of which many heaps are to see those that are theirs."""
         beside = most_beside = 0
         held_beside: dict[int, int] = {}
-        on_heap: list[_Event] = []
+        on_heap: list[BlockEvent] = []
         most: list[int] = []
         for event in events:
             if self._is_on_heap(event) or (not event.size_bytes and event.block not in held_beside):
@@ -340,46 +279,31 @@ class _Step:
         most_before: the same before the first event.
     """
 
-    events: Sequence[_Event]
+    events: Sequence[BlockEvent]
     most_beside: Sequence[int]
     most_before: int
 
-    def added(self, heap: Heap, steps: int) -> int:
-        """The most that some steps have in use beyond what was in use before, on the heap and beside it."""
-        before = heap.in_use_bytes
-        peak = before + self.most_before
-        replayed = [(e.block, e.size_bytes, e.count, e.moves_to) for e in self.events]
-        for _ in range(steps):
-            held: dict[int, list[int]] = {}
-            for (block, size_bytes, count, moves_to), beside in zip(replayed, self.most_beside, strict=True):
-                if count == 1:
-                    held[block] = [heap.allocate(size_bytes)]
-                elif size_bytes:
-                    held[block] = [heap.allocate(size_bytes) for _ in range(count)]
-                else:
-                    addresses = held.pop(block, ())
-                    if moves_to in heap.of_inputs and len(addresses) == 1:
-                        addresses = [heap.move_input(moves_to, addresses[0])]
-                    for address in addresses:
-                        heap.free(address)
-                if heap.in_use_bytes + beside > peak:
-                    peak = heap.in_use_bytes + beside
-        return peak - before
+    def peak_on(self, heap: Heap) -> int:
+        """The most that is in use while the step runs, on the heap and beside it. The heap is left as it is behind."""
+        peak = heap.in_use_bytes + self.most_before
+        held: dict[int, list[int]] = {}
+        for event, beside in zip(self.events, self.most_beside, strict=True):
+            if event.count == 1:
+                held[event.block] = [heap.allocate(event.size_bytes)]
+            elif event.size_bytes:
+                held[event.block] = [heap.allocate(event.size_bytes) for _ in range(event.count)]
+            else:
+                addresses = held.pop(event.block, [])
+                if event.moves_to in heap.of_inputs and len(addresses) == 1:
+                    addresses = [heap.move_input(event.moves_to, addresses[0])]
+                for address in addresses:
+                    heap.free(address)
+            if heap.in_use_bytes + beside > peak:
+                peak = heap.in_use_bytes + beside
+        return peak
 
 
-@dataclass(frozen=True)
-class _Event:
-    """``count`` blocks of ``size_bytes`` each are allocated, or, where that is 0, those of ``block`` are freed.
-
-    Where ``moves_to`` is given, a block becomes that of this pinned input, whose own is freed in its place.
-    """
-
-    block: int
-    size_bytes: int = 0
-    count: int = 0
-    moves_to: int | None = None
-
-
-def _blocks(tensor: Tensor) -> int:
-    """A list of tensors is as many blocks as it has items; everything else is one."""
-    return max(1, tensor.shape[0]) if tensor.dtype == "variant" and tensor.shape else 1
+def _added(heap: Heap, steps: Iterable[_Step]) -> list[int]:
+    """The most that each of some steps in a row has in use beyond what was before the first, the least first."""
+    before = heap.in_use_bytes
+    return sorted(step.peak_on(heap) - before for step in steps)

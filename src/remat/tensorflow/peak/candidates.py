@@ -202,7 +202,7 @@ class ExecutedFunction(FunctionCandidate):
         if budget_bytes is not None and self._allocator.shown is None:
             device = current_device()
             holes = free_chunks(device, int(budget_bytes / (1 + self.reserve)) - device.in_use_bytes)
-        self._allocator = dataclasses.replace(self._allocator, holes=holes)
+        self._allocator = dataclasses.replace(self._allocator, holes=holes, threads=executor_threads())
         return holes != before
 
     def expected_time_s(self, plan: Plan | None) -> float | None:

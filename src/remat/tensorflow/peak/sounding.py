@@ -6,7 +6,8 @@ first. Where they lie tells how large each hole is. Nothing is written into the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable
 from typing import Final
 
 import numpy as np
@@ -17,20 +18,27 @@ from remat.tensorflow.peak.device import Device
 _MOST_BLOCKS: Final = 2000
 """Of a sounding: some 50 us each. More of them find smaller holes in a large heap."""
 
+_ALIGNMENT_BYTES: Final = 256
+"""Of all chunks."""
+
+_ODD_BYTES: Final = 4096
+"""A block of a multiple of these, less one alignment, hardly ever fills a whole chunk: those have rounder sizes."""
+
 
 def free_chunks(device: Device, most_bytes: int) -> tuple[int, ...] | None:
-    """The bytes of the heap's free chunks, the smallest first; the last one is at least so large.
+    """The bytes of the heap's free chunks that are smaller than ``most_bytes`` together, the smallest first.
 
-    While this looks, the device's counter shows up to ``most_bytes`` more, which then stand in its peak. Chunks behind
-    the first ``most_bytes`` are not found, and none below the smallest block that the counter knows of.
+    While this looks, the device's counter shows up to ``most_bytes`` more, which then stand in its peak. Chunks below
+    the smallest block that the counter knows of are not found.
 
     Args:
         device: whose heap; its garbage has been collected.
         most_bytes: that may be asked for, in all.
 
     Returns:
-        None where it cannot be told: with fewer bytes than a block has, on a GPU, on a CPU without a counter or one
-        that several devices share, and where TensorFlow makes graphs only.
+        Of the last one at least so many bytes where its end cannot be found within ``most_bytes``. None where nothing
+        can be told: with fewer bytes than a block has, on a GPU, on a CPU without a counter or one that several
+        devices share, and where TensorFlow makes graphs only.
     """
     if (
         device.is_gpu
@@ -44,30 +52,56 @@ def free_chunks(device: Device, most_bytes: int) -> tuple[int, ...] | None:
         if not tf.executing_eagerly():
             return None
         with tf.device(device.name):
-            return tuple(_joined(_blocks(device, block_bytes, most_bytes // block_bytes)))
+            holes = _joined(_blocks(device, itertools.repeat(block_bytes, most_bytes // block_bytes)))
+            sizes = [size for _, size in holes]
+            last_bytes = _whole(device, holes[-1][0], max(sizes), most_bytes)
+            return (*sizes[:-1], *(() if last_bytes is None else (last_bytes,)))
 
 
-def _blocks(device: Device, block_bytes: int, count: int) -> Iterator[tuple[int, int]]:
+def _whole(device: Device, start: int, least_bytes: int, most_bytes: int) -> int | None:
+    """The bytes of the largest hole, of which the search may have seen the beginning only; None where all fits.
+
+    The heap hands out a chunk as a whole where it has less than twice of what is asked for, and the counter shows that.
+
+    Args:
+        device: whose heap.
+        start: where the hole begins.
+        least_bytes: that it has; no other hole that was found has more.
+        most_bytes: that may be asked for.
+    """
+    half_bytes = most_bytes // 2 // _ODD_BYTES * _ODD_BYTES - _ALIGNMENT_BYTES
+    if half_bytes < device.allocator.min_counted_bytes:
+        return least_bytes
+    for asked_bytes in (half_bytes, least_bytes + _ALIGNMENT_BYTES):
+        if asked_bytes > half_bytes:  # The hole holds the half of all that is not in the others.
+            return None
+        for address, size in _blocks(device, [asked_bytes]):
+            if address == start:
+                return None if size == half_bytes else size
+    return least_bytes
+
+
+def _blocks(device: Device, sizes: Iterable[int]) -> list[tuple[int, int]]:
     """Address and bytes of chunk after chunk, all of which are held until the last one is there."""
     held = []
+    chunks = []
     in_use = device.counted_bytes
-    for _ in range(count):
+    for size in sizes:
         try:
-            held.append(tf.raw_ops.Empty(shape=[block_bytes], dtype=tf.uint8, init=False))
+            held.append(tf.raw_ops.Empty(shape=[size], dtype=tf.uint8, init=False))
         except tf.errors.ResourceExhaustedError:
-            return
+            break
         before, in_use = in_use, device.counted_bytes
-        yield int(np.asarray(memoryview(held[-1])).ctypes.data), in_use - before
+        chunks.append((int(np.asarray(memoryview(held[-1])).ctypes.data), in_use - before))
+    return chunks
 
 
-def _joined(chunks: Iterator[tuple[int, int]]) -> list[int]:
-    """The bytes of stretches of chunks that lie side by side and came one after the other."""
-    holes: list[int] = []
-    end = -1
+def _joined(chunks: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Address and bytes of stretches of chunks that lie side by side and came one after the other."""
+    holes: list[tuple[int, int]] = []
     for address, size in chunks:
-        if address == end:
-            holes[-1] += size
+        if holes and address == sum(holes[-1]):
+            holes[-1] = holes[-1][0], holes[-1][1] + size
         else:
-            holes.append(size)
-        end = address + size
+            holes.append((address, size))
     return holes

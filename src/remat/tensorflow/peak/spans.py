@@ -1,4 +1,4 @@
-"""Which operations of a planned step may run in any order, and the orders in which they may run.
+"""Which operations of a planned step may run in any order.
 
 A schedule is cut into spans: between two barriers operations run as soon as their inputs are there, and even if all of
 them run at once, and nothing is freed before the last has ended, they hold less than the schedule's own peak. The sum
@@ -8,7 +8,6 @@ of the tensors is the same then. What the heap makes of their coming and going i
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Sequence
 from typing import Final
 
@@ -92,52 +91,3 @@ def share_alone(graph: Graph, schedule: Sequence[int], starts: Sequence[int]) ->
         alone_s += max(0.0, 2 * longest_s - span_s)
         all_s += span_s
     return alone_s / all_s if all_s else 0.0
-
-
-def another_order(graph: Graph, schedule: Sequence[int], starts: Sequence[int], seed: int) -> list[int]:
-    """A schedule whose spans run in an order of chance, in which each operation finds what it found before.
-
-    Args:
-        graph: the step.
-        schedule: op indices.
-        starts: where its spans begin.
-        seed: of the draws.
-    """
-    draw = random.Random(seed)
-    order: list[int] = []
-    for start, end in itertools.pairwise((*starts, len(schedule))):
-        span = schedule[start:end]
-        order += span if end - start == 1 else _shuffled(graph, span, draw)
-    return order
-
-
-def _shuffled(graph: Graph, span: Sequence[int], draw: random.Random) -> list[int]:
-    waits = [0] * len(span)
-    behind: list[list[int]] = [[] for _ in span]
-    made: dict[int, int] = {}  # tensor -> the position of its newest instance
-    read: dict[int, list[int]] = {}  # tensor -> the positions that read this instance
-    ran: dict[int, int] = {}
-    for position, index in enumerate(span):
-        op = graph.ops[index]
-        before = {made[tensor] for tensor in op.inputs if tensor in made}
-        before |= {ran[other] for other in (*op.after, index) if other in ran}
-        for tensor in op.outputs:
-            before.update(read.pop(tensor, ()))
-            made[tensor] = position
-        for tensor in op.inputs:
-            read.setdefault(tensor, []).append(position)
-        ran[index] = position
-        before.discard(position)
-        waits[position] = len(before)
-        for other in before:
-            behind[other].append(position)
-    ready = [position for position, count in enumerate(waits) if not count]
-    order = []
-    while ready:
-        position = ready.pop(draw.randrange(len(ready)))
-        order.append(span[position])
-        for other in behind[position]:
-            waits[other] -= 1
-            if not waits[other]:
-                ready.append(other)
-    return order
