@@ -155,8 +155,7 @@ class AllocatorModel:
     def _on_sounded_heap(self, graph: Graph, schedule: Sequence[int]) -> PeakRange:
         """On the heap as it is, over orders in which the executor may run the schedule."""
         pinned = self._pinned_bytes(graph)
-        starts = span_starts(graph, schedule)
-        runs = (side_by_side(graph, schedule, starts, self.threads, seed) for seed in range(_SOUNDED_RUNS))
+        runs = side_by_side(graph, schedule, span_starts(graph, schedule), self.threads, range(_SOUNDED_RUNS))
         steps = (self._replayable(list(block_events(graph, run))) for run in runs)
         added = _added(self._sounded_heap(pinned), steps)
         pinned_bytes = sum(pinned.values())

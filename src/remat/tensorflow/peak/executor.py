@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -32,17 +32,19 @@ class Run:
             complement (``~position``) where it ends.
     """
 
-    order: Sequence[int]
-    events: Sequence[int]
+    order: list[int]
+    events: list[int]
 
 
 def one_by_one(schedule: Sequence[int]) -> Run:
     """The run in which each operation waits for the end of the one before it."""
-    return Run(schedule, [event for position in range(len(schedule)) for event in (position, ~position)])
+    return Run(list(schedule), [event for position in range(len(schedule)) for event in (position, ~position)])
 
 
-def side_by_side(graph: Graph, schedule: Sequence[int], starts: Sequence[int], threads: int, seed: int) -> Run:
-    """A run on several threads, in which each operation finds what it found before.
+def side_by_side(
+    graph: Graph, schedule: Sequence[int], starts: Sequence[int], threads: int, seeds: Iterable[int]
+) -> Iterator[Run]:
+    """Runs on several threads, in which each operation finds what it found before.
 
     A thread goes on with what it has just made ready, and takes what waits elsewhere where it has nothing. How often
     the newest comes first is drawn once for each run.
@@ -52,56 +54,74 @@ def side_by_side(graph: Graph, schedule: Sequence[int], starts: Sequence[int], t
         schedule: op indices.
         starts: where its spans begin.
         threads: operations that run at a time, at most.
-        seed: of the draws.
+        seeds: of the draws, one for each run.
     """
-    draw = random.Random(seed)
-    newest_first = draw.random()
-    order: list[int] = []
-    events: list[int] = []
-    now_s = 0.0
-    for start, end in itertools.pairwise((*starts, len(schedule))):
-        span = schedule[start:end]
-        waits, behind = _waits(graph, span)
+    spans = [_Span.of(graph, schedule[start:end]) for start, end in itertools.pairwise((*starts, len(schedule)))]
+    for seed in seeds:
+        draw = random.Random(seed)
+        newest_first = draw.random()
+        run = Run([], [])
+        for span in spans:
+            span.append_to(run, threads, newest_first, draw)
+        yield run
+
+
+@dataclass(frozen=True)
+class _Span:
+    """Operations between two barriers; what has no name of its own is a position in it.
+
+    Attributes:
+        ops: op indices.
+        time_s: what each takes.
+        waits: how many others have to end before an operation begins.
+        behind: the positions that wait for an operation.
+    """
+
+    ops: Sequence[int]
+    time_s: Sequence[float]
+    waits: Sequence[int]
+    behind: Sequence[Sequence[int]]
+
+    @classmethod
+    def of(cls, graph: Graph, ops: Sequence[int]) -> _Span:
+        """An operation waits for those that make what it reads, and for those that read what it makes anew."""
+        waits = [0] * len(ops)
+        behind: list[list[int]] = [[] for _ in ops]
+        made: dict[int, int] = {}  # tensor -> the position of its newest instance
+        read: dict[int, list[int]] = {}  # tensor -> the positions that read this instance
+        ran: dict[int, int] = {}
+        for position, index in enumerate(ops):
+            op = graph.ops[index]
+            before = {made[tensor] for tensor in op.inputs if tensor in made}
+            before |= {ran[other] for other in (*op.after, index) if other in ran}
+            for tensor in op.outputs:
+                before.update(read.pop(tensor, ()))
+                made[tensor] = position
+            for tensor in op.inputs:
+                read.setdefault(tensor, []).append(position)
+            ran[index] = position
+            before.discard(position)
+            waits[position] = len(before)
+            for other in before:
+                behind[other].append(position)
+        return cls(ops, [graph.ops[index].time_s for index in ops], waits, behind)
+
+    def append_to(self, run: Run, threads: int, newest_first: float, draw: random.Random) -> None:
+        """Let all operations begin and end, after all of those in the run so far have ended."""
+        waits = list(self.waits)
         ready = [position for position, count in enumerate(waits) if not count]
-        running: list[tuple[float, int, int]] = []  # (end, position in the order, position in the span)
+        running: list[tuple[float, int, int]] = []  # (end, position in the run, position in the span)
+        now_s = 0.0
         while ready or running:
             while ready and len(running) < threads:
                 own = ready.pop(-1 if draw.random() < newest_first else draw.randrange(len(ready)))
-                takes_s = (graph.ops[span[own]].time_s + _CALL_S) * draw.lognormvariate(0.0, _SPREAD)
-                heapq.heappush(running, (now_s + takes_s, len(order), own))
-                events.append(len(order))
-                order.append(span[own])
+                takes_s = (self.time_s[own] + _CALL_S) * draw.lognormvariate(0.0, _SPREAD)
+                heapq.heappush(running, (now_s + takes_s, len(run.order), own))
+                run.events.append(len(run.order))
+                run.order.append(self.ops[own])
             now_s, position, own = heapq.heappop(running)
-            events.append(~position)
-            for other in behind[own]:
+            run.events.append(~position)
+            for other in self.behind[own]:
                 waits[other] -= 1
                 if not waits[other]:
                     ready.append(other)
-    return Run(order, events)
-
-
-def _waits(graph: Graph, span: Sequence[int]) -> tuple[list[int], list[list[int]]]:
-    """For each position of a span: how many others of it have to end before, and which others wait for it.
-
-    An operation waits for those that make what it reads, and for those that read what it makes anew.
-    """
-    waits = [0] * len(span)
-    behind: list[list[int]] = [[] for _ in span]
-    made: dict[int, int] = {}  # tensor -> the position of its newest instance
-    read: dict[int, list[int]] = {}  # tensor -> the positions that read this instance
-    ran: dict[int, int] = {}
-    for position, index in enumerate(span):
-        op = graph.ops[index]
-        before = {made[tensor] for tensor in op.inputs if tensor in made}
-        before |= {ran[other] for other in (*op.after, index) if other in ran}
-        for tensor in op.outputs:
-            before.update(read.pop(tensor, ()))
-            made[tensor] = position
-        for tensor in op.inputs:
-            read.setdefault(tensor, []).append(position)
-        ran[index] = position
-        before.discard(position)
-        waits[position] = len(before)
-        for other in before:
-            behind[other].append(position)
-    return waits, behind
