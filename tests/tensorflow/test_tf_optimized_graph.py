@@ -180,6 +180,31 @@ def test_a_span_waits_for_the_span_before_it(optimized_in_spans):
             assert is_ancestor(before, after, parents), f"{after} no longer waits for {before}"
 
 
+def test_a_span_waits_for_whoever_reads_a_shape_in_the_span_before_it(monkeypatch):
+    """Gradients of convolutions read shapes, and hold what has them until they have: the function as it is written."""
+
+    def convolved(x, weight):
+        y = tf.tanh(tf.reshape(x, [BATCH // 64, 8, 8, WIDTH]))
+        return tf.reshape(tf.nn.conv2d(y, weight[None, None], 1, "SAME"), [BATCH, WIDTH])
+
+    written, _ = optimized_step(convolved, monkeypatch, SPAN)
+    operations = written.step.operations[0].graph.get_operations()
+    parents = {op.name: [one.name for one in (*(t.op for t in op.inputs), *op.control_inputs)] for op in operations}
+    first = {}
+    for position, op in scheduled(written):
+        first.setdefault(op.name, position)
+    made = [
+        (op.name, max(first[source.op.name] for source in op.inputs if source.op.name in first))
+        for op in operations
+        if op.type == "ShapeN" and any(source.op.name in first for source in op.inputs)
+    ]
+    assert len(made) > 2
+    for reader, position in made:
+        later = [name for name, at in first.items() if at // SPAN == position // SPAN + 1]
+        assert later
+        assert all(is_ancestor(reader, name, parents) for name in later)
+
+
 @pytest.mark.parametrize("layer", [cubed, scaled_by_a_cube], ids=lambda layer: layer.__name__)
 def test_powers_become_products_as_in_the_plain_step(layer, monkeypatch):
     """A power takes ten times a product's time, and one with control inputs ends the optimizer's work altogether."""

@@ -15,8 +15,10 @@ from remat.tensorflow.trace.threads import executor_threads, kernel_threads
 def test_as_the_environment_says_or_one_for_each_core_of_this_process(threads, name, monkeypatch):
     monkeypatch.setenv(name, "3")
     assert threads() == 3
-    monkeypatch.delenv(name)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {4, 6, 7, 9, 11}, raising=False)
+    monkeypatch.setenv(name, "three")
+    assert threads() == 5, "TensorFlow takes no notice of it either"
+    monkeypatch.delenv(name)
     assert threads() == 5
     monkeypatch.delattr(os, "sched_getaffinity")
     monkeypatch.setattr(os, "cpu_count", lambda: 7)

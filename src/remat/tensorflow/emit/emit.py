@@ -106,6 +106,26 @@ class _Emitter:
             and self.graph.tensors[self.graph.roots[number]].size_bytes > self.light_bytes
             for number in range(len(self.graph.tensors))
         ]
+        self.readers_of_shapes = self._readers_of_shapes()
+
+    def _readers_of_shapes(self) -> dict[int, list[tuple[tf.Operation, set[int]]]]:
+        """For each op, who reads the shape of a large tensor that it makes, with all whose shapes that one reads.
+
+        To the graph these read nothing. But until such an operation has run it holds the tensor, and nothing waits for
+        it before the backward pass (seen once in some forty processes: a tensor too many, where a thread was stopped
+        right before it).
+        """
+        maker = {operation.name: index for index, operation in enumerate(self.step.operations) if operation is not None}
+        found: dict[int, list[tuple[tf.Operation, set[int]]]] = {}
+        for index in dict.fromkeys(self.plan.schedule):
+            operation = self.step.operations[index]
+            if self.graph.ops[index].inputs or operation is None:
+                continue
+            sources = {maker[source.op.name] for source in operation.inputs if source.op.name in maker}
+            if any(self.large[tensor] for source in sources for tensor in self.graph.ops[source].outputs):
+                for source in sources:
+                    found.setdefault(source, []).append((operation, sources))
+        return found
 
     def _light_bytes(self) -> int:
         """The size up to which tensors are not held in order."""
@@ -131,6 +151,9 @@ class _Emitter:
                 else:
                     self._keep_in_order(index, operation)
             self.runs[index] += 1
+            for reader, sources in self.readers_of_shapes.pop(index, ()):
+                if all(self.runs[source] for source in sources):
+                    self.unawaited[reader.name] = reader
         return Rewritten(self.plan, self.step, tuple(self.copies), self.control_edges)
 
     def _heavy(self, index: int) -> bool:

@@ -18,7 +18,11 @@ def executor_threads() -> int:
 
 
 def _said_or_all(variable: str) -> int:
-    return int(os.environ.get(variable) or 0) or _cores()
+    """As TensorFlow reads it: what is no number says nothing."""
+    try:
+        return int(os.environ.get(variable, "")) or _cores()
+    except ValueError:
+        return _cores()
 
 
 def _cores() -> int:
