@@ -1,8 +1,8 @@
 """More of a budget for the steps behind the first ones: a plan for what these have shown of TensorFlow's heap.
 
 Before a step has run, its plan has to fit the worst order in which its operations may run, and a typical step leaves 4
-to 14 % of the budget unused. Steps that have run show what they take in this process. Where the same budget holds a cheaper plan on that heap, the
-step is traced once more. The seconds that this takes have to come in again.
+to 14 % of the budget unused. Steps that have run show what they take in this process. Where the same budget holds a
+cheaper plan then, the step is traced once more. The seconds that this takes have to come in again.
 """
 
 from __future__ import annotations

@@ -37,8 +37,8 @@ def free_chunks(device: Device, most_bytes: int) -> tuple[int, ...] | None:
 
     Returns:
         Of the last one at least so many bytes where its end cannot be found within ``most_bytes``. None where nothing
-        can be told: with fewer bytes than a block has, on a GPU, on a CPU without a counter or one that several
-        devices share, and where TensorFlow makes graphs only.
+        can be told: with fewer bytes than a block has, without memory for one, on a GPU, on a CPU without a counter or
+        one that several devices share, and where TensorFlow makes graphs only.
     """
     if (
         device.is_gpu
@@ -53,6 +53,8 @@ def free_chunks(device: Device, most_bytes: int) -> tuple[int, ...] | None:
             return None
         with tf.device(device.name):
             holes = _joined(_blocks(device, itertools.repeat(block_bytes, most_bytes // block_bytes)))
+            if not holes:
+                return None
             sizes = [size for _, size in holes]
             last_bytes = _whole(device, holes[-1][0], max(sizes), most_bytes)
             return (*sizes[:-1], *(() if last_bytes is None else (last_bytes,)))
