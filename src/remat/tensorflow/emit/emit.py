@@ -112,15 +112,14 @@ class _Emitter:
         """For each op, who reads the shape of a large tensor that it makes, with all whose shapes that one reads.
 
         To the graph these read nothing. But until such an operation has run it holds the tensor, and nothing waits for
-        it before the backward pass (seen once in some forty processes: a tensor too many, where a thread was stopped
-        right before it).
+        it before the backward pass: a thread that is stopped right before it may hold a tensor too many.
         """
-        maker = {operation.name: index for index, operation in enumerate(self.step.operations) if operation is not None}
+        maker = {operation.name: index for index, operation in enumerate(self.step.operations)}
         found: dict[int, list[tuple[tf.Operation, set[int]]]] = {}
         for index in dict.fromkeys(self.plan.schedule):
-            operation = self.step.operations[index]
-            if self.graph.ops[index].inputs or operation is None:
+            if self.graph.ops[index].inputs:
                 continue
+            operation = self.step.operations[index]
             sources = {maker[source.op.name] for source in operation.inputs if source.op.name in maker}
             if any(self.large[tensor] for source in sources for tensor in self.graph.ops[source].outputs):
                 for source in sources:

@@ -49,7 +49,7 @@ _LONGER_ALONE: Final = 0.18
 """How much longer an operation takes alone, cut into pieces for two cores, than beside another one of its size.
 
 Measured: on two cores, six plans of the demo, five runs each, took 7 points more than predicted without this in the
-mean, at most 11, and 2 with it, at most 5; in five runs afterwards at most 2.2 (docs/tensorflow.md). Too small, plans
+mean, at most 11, and 2 with it, at most 5; in ten runs afterwards at most 3.0 (docs/tensorflow.md). Too small, plans
 that hold an order seem cheaper than they are; too large, dearer. It decides no more than whether a second plan is worth
 its trace.
 """

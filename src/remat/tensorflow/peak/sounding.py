@@ -75,7 +75,7 @@ def _whole(device: Device, start: int, least_bytes: int, most_bytes: int) -> int
     if half_bytes < device.allocator.min_counted_bytes:
         return least_bytes
     for asked_bytes in (half_bytes, least_bytes + _ALIGNMENT_BYTES):
-        if asked_bytes > half_bytes:  # The hole holds the half of all that is not in the others.
+        if asked_bytes > half_bytes:  # What fits in no other hole fits in this one.
             return None
         for address, size in _blocks(device, [asked_bytes]):
             if address == start:
