@@ -82,6 +82,9 @@ class StorageLifetimes:
         taken_over: the storage instance whose bytes it takes over at birth, -1 where it needs its own.
         read: parallel to ``reader``, not to the others: a storage instance that is read, its birth left out.
         reader: the position that reads it; positions rise.
+        lender: parallel to ``borrower``: a storage instance whose bytes may be taken over at the birth of another one,
+            where nobody else reads it any more.
+        borrower: that other instance.
     """
 
     tensor: _Ints
@@ -92,6 +95,8 @@ class StorageLifetimes:
     taken_over: _Ints
     read: _Ints
     reader: _Ints
+    lender: _Ints
+    borrower: _Ints
 
 
 def storage_lifetimes(graph: Graph, schedule: Sequence[int]) -> StorageLifetimes:
@@ -299,6 +304,7 @@ class _Replay:
         taken_over = np.full(len(roots), -1, dtype=np.int64)
         for _, lent, to, _ in self._takeovers():
             taken_over[number[to]] = number[lent]
+        _, lender, borrower = self._in_place_pairs()
         return StorageLifetimes(
             tensor=self._tensor[roots],
             size_bytes=self._size[roots],
@@ -308,6 +314,8 @@ class _Replay:
             taken_over=taken_over,
             read=number[self._read],
             reader=self._reader,
+            lender=number[lender],
+            borrower=number[borrower],
         )
 
     def _saved_in_place(self) -> _Ints:
@@ -316,17 +324,24 @@ class _Replay:
             saved[position] += gain
         return saved
 
-    def _takeovers(self) -> list[tuple[int, int, int, int]]:
-        """The in-place pairs that happen: (position, source storage, target storage, bytes saved)."""
+    def _in_place_pairs(self) -> tuple[_Ints, _Ints, _Ints]:
+        """Position, source storage and target storage of all in-place pairs whose source is not kept to the end."""
         arrays = self._arrays
         place, position = arrays.pair_sources.take(self._runs)
         if not len(place):
-            return []
+            return position, position, position
         source = self._storage[self._newest_instance(arrays.pair_sources.flat[place], position)]
-        target_tensor = arrays.pair_targets[place]
-        target = self._first_instance[position] + arrays.slot[target_tensor]
-        free = (self._last[source] == position) & ~self._kept[source]
-        smaller = np.minimum(self._size[source], arrays.size_bytes[target_tensor])
+        target = self._first_instance[position] + arrays.slot[arrays.pair_targets[place]]
+        lends = ~self._kept[source]
+        return position[lends], source[lends], target[lends]
+
+    def _takeovers(self) -> list[tuple[int, int, int, int]]:
+        """The in-place pairs that happen: (position, source storage, target storage, bytes saved)."""
+        position, source, target = self._in_place_pairs()
+        if not len(position):
+            return []
+        free = self._last[source] == position
+        smaller = np.minimum(self._size[source], self._size[target])
         found: list[tuple[int, int, int, int]] = []
         taken: set[int] = set()
         given: set[int] = set()

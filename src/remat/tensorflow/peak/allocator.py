@@ -21,7 +21,7 @@ import tensorflow as tf
 from remat.core.graph import Graph
 from remat.fit.peaks import PeakRange
 from remat.running.best_fit_heap import Heap
-from remat.tensorflow.peak.blocks import BlockEvent, block_events, moved_variables
+from remat.tensorflow.peak.blocks import BlockEvent, StepBlocks, moved_variables
 from remat.tensorflow.peak.executor import one_by_one, side_by_side
 from remat.tensorflow.peak.spans import span_starts
 from remat.tensorflow.trace.cpu_scratch import NOT_IN_ONEDNN
@@ -34,7 +34,7 @@ _HEAPS_TO_HOLD: Final = 16
 _ALLOCATE_SHARE: Final = 0.6  # Of the events of a past; the rest frees.
 _MOST_OTHERS: Final = 8  # Blocks of others that stay.
 
-_SOUNDED_RUNS: Final = 16
+_SOUNDED_RUNS: Final = 64
 """Where the heap's holes are known: runs that are replayed there one after the other, each in another order.
 
 Measured: docs/tensorflow.md. With fewer, the highest peak is too low and budgets break; with more, planning takes
@@ -121,14 +121,12 @@ class AllocatorModel:
         """
         if self.holes is not None:
             return self._on_sounded_heap(graph, schedule)
-        return self._peak_range(list(block_events(graph, one_by_one(schedule))), self._pinned_bytes(graph))
+        return self._peak_range(_in_schedule_order(graph, schedule), self._pinned_bytes(graph))
 
     def counted_peak(self, graph: Graph, schedule: Sequence[int]) -> PeakRange:
         """As ``peak_range``, but only what the device's statistics show of it."""
         events = [
-            event
-            for event in block_events(graph, one_by_one(schedule))
-            if not event.size_bytes or self._is_on_heap(event)
+            event for event in _in_schedule_order(graph, schedule) if not event.size_bytes or self._is_on_heap(event)
         ]
         known = {event.block for event in events if event.size_bytes}
         pinned = {root: self.counted(size) for root, size in self._pinned_bytes(graph).items()}
@@ -155,8 +153,9 @@ class AllocatorModel:
     def _on_sounded_heap(self, graph: Graph, schedule: Sequence[int]) -> PeakRange:
         """On the heap as it is, over orders in which the executor may run the schedule."""
         pinned = self._pinned_bytes(graph)
+        blocks = StepBlocks.of(graph, schedule)
         runs = side_by_side(graph, schedule, span_starts(graph, schedule), self.threads, range(_SOUNDED_RUNS))
-        steps = (self._replayable(list(block_events(graph, run))) for run in runs)
+        steps = (self._replayable(blocks.events(run)) for run in runs)
         added = _added(self._sounded_heap(pinned), steps)
         pinned_bytes = sum(pinned.values())
         return PeakRange(pinned_bytes + added[len(added) // 2], pinned_bytes + added[-1])
@@ -189,7 +188,7 @@ class AllocatorModel:
     def peak_on_a_new_heap(self, graph: Graph, schedule: Sequence[int], steps: int = 1) -> int:
         """As ``peak_range`` for some steps that are the first thing on the device."""
         pinned = self._pinned_bytes(graph)
-        step = self._replayable(list(block_events(graph, one_by_one(schedule))))
+        step = self._replayable(_in_schedule_order(graph, schedule))
         return sum(pinned.values()) + _added(self._new_heap(pinned), [step] * steps)[-1]
 
     def peak_with_blocks(self, graph: Graph, blocks: Sequence[int]) -> PeakRange:
@@ -247,7 +246,7 @@ class AllocatorModel:
     def _is_on_heap(self, event: BlockEvent) -> bool:
         return bool(event.size_bytes) and event.size_bytes >= self.min_counted_bytes
 
-    def _replayable(self, events: Sequence[BlockEvent]) -> _Step:
+    def _replayable(self, events: Iterable[BlockEvent]) -> _Step:
         """The events of a step, of which many heaps are to see those that are theirs."""
         beside = most_beside = 0
         held_beside: dict[int, int] = {}
@@ -259,13 +258,17 @@ class AllocatorModel:
                 most.append(most_beside)
                 most_beside = beside
             elif event.size_bytes:
-                held_beside[event.block] = event.size_bytes * event.count
+                held_beside[event.block] = event.size_bytes * event.pieces
                 beside += held_beside[event.block]
             else:
                 beside -= held_beside.pop(event.block)
             most_beside = max(most_beside, beside)
         most.append(most_beside)
         return _Step(on_heap, most[1:], most[0])
+
+
+def _in_schedule_order(graph: Graph, schedule: Sequence[int]) -> list[BlockEvent]:
+    return list(StepBlocks.of(graph, schedule).events(one_by_one(schedule)))
 
 
 @dataclass(frozen=True)
@@ -287,10 +290,10 @@ class _Step:
         peak = heap.in_use_bytes + self.most_before
         held: dict[int, list[int]] = {}
         for event, beside in zip(self.events, self.most_beside, strict=True):
-            if event.count == 1:
+            if event.pieces == 1:
                 held[event.block] = [heap.allocate(event.size_bytes)]
             elif event.size_bytes:
-                held[event.block] = [heap.allocate(event.size_bytes) for _ in range(event.count)]
+                held[event.block] = [heap.allocate(event.size_bytes) for _ in range(event.pieces)]
             else:
                 addresses = held.pop(event.block, [])
                 if event.moves_to in heap.of_inputs and len(addresses) == 1:

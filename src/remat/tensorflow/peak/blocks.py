@@ -5,96 +5,134 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from remat.core.graph import Graph, Tensor
-from remat.core.simulator import StorageLifetimes, storage_lifetimes
+from remat.core.simulator import storage_lifetimes
 from remat.tensorflow.peak.executor import Run
 
 _MOVES: Final = "AssignVariableOp"
 """The operation whose variable takes over the block of what it is assigned; others write into the variable's own."""
 
 
-@dataclass(frozen=True)
-class BlockEvent:
-    """``count`` blocks of ``size_bytes`` each are asked for, or, where that is 0, those of ``block`` are given back.
+class BlockEvent(NamedTuple):
+    """Blocks of ``size_bytes`` each are asked for, or, where that is 0, those of ``block`` are given back.
 
     Where ``moves_to`` is given, a block becomes that of this pinned input, whose own is given back in its place.
     """
 
     block: int
     size_bytes: int = 0
-    count: int = 0
+    pieces: int = 0
     moves_to: int | None = None
 
 
-def block_events(graph: Graph, run: Run) -> Iterator[BlockEvent]:
-    """Blocks coming and going, in the order of a run.
+class _Made(NamedTuple):
+    """Blocks of ``size_bytes`` each that an operation asks for where none of ``lenders`` gives its own."""
 
-    What an operation makes and works with comes as it begins, and goes as the last operation that reads it ends. What
-    it may write in place takes over its input's block, unless another operation that runs at the same time reads that.
+    storage: int
+    size_bytes: int
+    pieces: int
+    lenders: tuple[int, ...]
 
-    Args:
-        graph: the step; its pinned inputs have come before it.
-        run: of a schedule of it.
+
+@dataclass(frozen=True)
+class StepBlocks:
+    """The blocks of a schedule, in whatever order its operations run. All lists but the last are by position.
+
+    Attributes:
+        made: what each operation makes.
+        used: the storages that each reads or makes; those that live on to the end are left out.
+        workspace_bytes: what each works with.
+        assigned: the storage and the variable whose it becomes when it would be given back, of those that assign.
+        sizes: by storage.
+        uses: by storage, how many operations read or make it.
     """
-    lives = storage_lifetimes(graph, run.order)
-    sizes, tensors, kept = lives.size_bytes.tolist(), lives.tensor.tolist(), lives.kept.tolist()
-    taken_over = lives.taken_over.tolist()
-    births: defaultdict[int, list[int]] = defaultdict(list)
-    for number, birth in enumerate(lives.birth.tolist()):
-        births[birth].append(number)
-    used = _used(run.order, lives)
-    users = [0] * len(sizes)
-    for numbers in used:
-        for number in numbers:
-            users[number] += 1
-    newest: dict[int, int] = {}  # tensor -> its newest storage
-    assigned: dict[int, int] = {}  # storage -> the variable whose it becomes when it would be freed
-    owner: dict[int, int] = {}  # storage -> the storage whose block it has taken over
-    for event in run.events:
-        position = max(event, ~event)
-        op = graph.ops[run.order[position]]
-        if event < 0:
-            if op.workspace_bytes:
-                yield BlockEvent(event)
-            for number in used[position]:
-                users[number] -= 1
-                if not users[number] and number in owner and not kept[number]:
-                    yield BlockEvent(owner.pop(number), moves_to=assigned.get(number))
-            continue
-        for number in births.get(position, ()):
-            if not sizes[number]:
+
+    made: Sequence[Sequence[_Made]]
+    used: Sequence[Sequence[int]]
+    workspace_bytes: Sequence[int]
+    assigned: dict[int, tuple[int, int]]
+    sizes: Sequence[int]
+    uses: Sequence[int]
+
+    @classmethod
+    def of(cls, graph: Graph, schedule: Sequence[int]) -> StepBlocks:
+        """The blocks of a schedule; pinned inputs have come before it."""
+        lives = storage_lifetimes(graph, schedule)
+        sizes, births, kept = lives.size_bytes.tolist(), lives.birth.tolist(), lives.kept.tolist()
+        lenders: defaultdict[int, list[int]] = defaultdict(list)
+        for source, target in zip(lives.lender.tolist(), lives.borrower.tolist(), strict=True):
+            lenders[target].append(source)
+        made: list[list[_Made]] = [[] for _ in schedule]
+        used: list[set[int]] = [set() for _ in schedule]
+        newest: dict[int, int] = {}  # tensor -> its newest storage
+        assigned = {}
+        for number, (birth, tensor) in enumerate(zip(births, lives.tensor.tolist(), strict=True)):
+            used[birth].add(number)
+            if sizes[number]:
+                pieces = _pieces(graph.tensors[tensor])
+                made[birth].append(_Made(number, sizes[number] // pieces, pieces, tuple(lenders[number])))
+        for number, position in zip(lives.read.tolist(), lives.reader.tolist(), strict=True):
+            used[position].add(number)
+        tensors = lives.tensor.tolist()
+        for position, index in enumerate(schedule):
+            newest.update((tensors[one.storage], one.storage) for one in made[position])
+            if graph.ops[index].kind == _MOVES and (pair := _taken_over_by_variable(graph, index)):
+                variable, value = pair
+                if value in newest:
+                    assigned[position] = newest[value], variable
+        uses = [0] * len(sizes)
+        for numbers in used:
+            for number in numbers:
+                uses[number] += 1
+        return cls(
+            made,
+            [sorted(number for number in numbers if not kept[number]) for numbers in used],
+            [graph.ops[index].workspace_bytes for index in schedule],
+            assigned,
+            sizes,
+            uses,
+        )
+
+    def events(self, run: Run) -> Iterator[BlockEvent]:
+        """Blocks coming and going, in the order of a run.
+
+        What an operation makes and works with comes as it begins, and goes as the last operation that reads it ends.
+        What it may write in place takes over its input's block, unless another operation is still to read that.
+        """
+        uses = list(self.uses)
+        becomes: dict[int, int] = {}  # storage -> the variable whose it becomes when it would be given back
+        owner: dict[int, int] = {}  # storage -> the storage whose block it has taken over
+        for event in run:
+            if event < 0:
+                position = ~event
+                if self.workspace_bytes[position]:
+                    yield BlockEvent(event)
+                for number in self.used[position]:
+                    uses[number] -= 1
+                    if not uses[number] and number in owner:
+                        yield BlockEvent(owner.pop(number), moves_to=becomes.get(number))
                 continue
-            source = taken_over[number]
-            owner[number] = number
-            if source in owner and users[source] == 1:
-                if sizes[source] == sizes[number]:
-                    owner[number] = owner.pop(source)
-                else:  # A list shrinks while another one grows.
-                    yield BlockEvent(owner.pop(source))
-            if owner[number] == number:
-                pieces = _pieces(graph.tensors[tensors[number]])
-                yield BlockEvent(number, sizes[number] // pieces, pieces)
-            newest[tensors[number]] = number
-        if op.kind == _MOVES and (pair := _taken_over_by_variable(graph, run.order[position])):
-            variable, value = pair
-            if value in newest:
-                assigned[newest[value]] = variable
-        if op.workspace_bytes:
-            yield BlockEvent(~position, op.workspace_bytes, 1)
-    for number, block in owner.items():
-        yield BlockEvent(block, moves_to=assigned.get(number))
-
-
-def _used(order: Sequence[int], lives: StorageLifetimes) -> list[list[int]]:
-    """For each position, the storages that its operation reads or makes; pinned ones are left out."""
-    used: list[set[int]] = [set() for _ in order]
-    for number, birth in enumerate(lives.birth.tolist()):
-        used[birth].add(number)
-    for number, position in zip(lives.read.tolist(), lives.reader.tolist(), strict=True):
-        used[position].add(number)
-    return [sorted(numbers) for numbers in used]
+            for number, size_bytes, pieces, lenders in self.made[event]:
+                block = number
+                for source in lenders:
+                    if uses[source] == 1 and source in owner:
+                        if self.sizes[source] == self.sizes[number]:
+                            block = owner.pop(source)
+                        else:  # A list shrinks while another one grows.
+                            yield BlockEvent(owner.pop(source))
+                        break
+                owner[number] = block
+                if block == number:
+                    yield BlockEvent(number, size_bytes, pieces)
+            if event in self.assigned:
+                value, variable = self.assigned[event]
+                becomes[value] = variable
+            if self.workspace_bytes[event]:
+                yield BlockEvent(~event, self.workspace_bytes[event], 1)
+        for number, block in owner.items():
+            yield BlockEvent(block, moves_to=becomes.get(number))
 
 
 def moved_variables(graph: Graph, schedule: Sequence[int]) -> set[int]:

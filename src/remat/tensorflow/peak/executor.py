@@ -11,7 +11,9 @@ import itertools
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
+
+import numpy as np
 
 from remat.core.graph import Graph
 
@@ -21,24 +23,14 @@ _CALL_S: Final = 5e-6
 _SPREAD: Final = 0.3
 """Of the logarithm of what an operation takes. A judgement: enough to exchange operations of like size."""
 
-
-@dataclass(frozen=True)
-class Run:
-    """One run of a schedule.
-
-    Attributes:
-        order: op indices, as the operations begin.
-        events: what begins and ends, one after the other: a position in ``order`` where its operation begins, its
-            complement (``~position``) where it ends.
-    """
-
-    order: list[int]
-    events: list[int]
+Run: TypeAlias = list[int]
+"""One run of a schedule: what begins and ends, one after the other. A position of the schedule where the operation that
+stands there begins, its complement (``~position``) where it ends."""
 
 
 def one_by_one(schedule: Sequence[int]) -> Run:
     """The run in which each operation waits for the end of the one before it."""
-    return Run(list(schedule), [event for position in range(len(schedule)) for event in (position, ~position)])
+    return [event for position in range(len(schedule)) for event in (position, ~position)]
 
 
 def side_by_side(
@@ -56,13 +48,17 @@ def side_by_side(
         threads: operations that run at a time, at most.
         seeds: of the draws, one for each run.
     """
-    spans = [_Span.of(graph, schedule[start:end]) for start, end in itertools.pairwise((*starts, len(schedule)))]
+    spans = [
+        (start, _Span.of(graph, schedule[start:end])) for start, end in itertools.pairwise((*starts, len(schedule)))
+    ]
+    time_s = np.array([graph.ops[index].time_s for index in schedule]) + _CALL_S
     for seed in seeds:
         draw = random.Random(seed)
         newest_first = draw.random()
-        run = Run([], [])
-        for span in spans:
-            span.append_to(run, threads, newest_first, draw)
+        takes_s = (time_s * np.random.default_rng(seed).lognormal(0.0, _SPREAD, len(schedule))).tolist()
+        run: Run = []
+        for start, span in spans:
+            span.append_to(run, start, takes_s, threads, newest_first, draw)
         yield run
 
 
@@ -71,14 +67,10 @@ class _Span:
     """Operations between two barriers; what has no name of its own is a position in it.
 
     Attributes:
-        ops: op indices.
-        time_s: what each takes.
         waits: how many others have to end before an operation begins.
         behind: the positions that wait for an operation.
     """
 
-    ops: Sequence[int]
-    time_s: Sequence[float]
     waits: Sequence[int]
     behind: Sequence[Sequence[int]]
 
@@ -104,23 +96,32 @@ class _Span:
             waits[position] = len(before)
             for other in before:
                 behind[other].append(position)
-        return cls(ops, [graph.ops[index].time_s for index in ops], waits, behind)
+        return cls(waits, behind)
 
-    def append_to(self, run: Run, threads: int, newest_first: float, draw: random.Random) -> None:
-        """Let all operations begin and end, after all of those in the run so far have ended."""
+    def append_to(
+        self, run: Run, start: int, takes_s: Sequence[float], threads: int, newest_first: float, draw: random.Random
+    ) -> None:
+        """Let all operations begin and end, after all of those in the run so far have ended.
+
+        Args:
+            run: so far.
+            start: the position of the first operation in the schedule.
+            takes_s: by position in the schedule.
+            threads: operations that run at a time, at most.
+            newest_first: how often a thread goes on with what it has just made ready.
+            draw: what is left to chance.
+        """
         waits = list(self.waits)
         ready = [position for position, count in enumerate(waits) if not count]
-        running: list[tuple[float, int, int]] = []  # (end, position in the run, position in the span)
+        running: list[tuple[float, int]] = []  # (end, position in the span)
         now_s = 0.0
         while ready or running:
             while ready and len(running) < threads:
                 own = ready.pop(-1 if draw.random() < newest_first else draw.randrange(len(ready)))
-                takes_s = (self.time_s[own] + _CALL_S) * draw.lognormvariate(0.0, _SPREAD)
-                heapq.heappush(running, (now_s + takes_s, len(run.order), own))
-                run.events.append(len(run.order))
-                run.order.append(self.ops[own])
-            now_s, position, own = heapq.heappop(running)
-            run.events.append(~position)
+                heapq.heappush(running, (now_s + takes_s[start + own], own))
+                run.append(start + own)
+            now_s, own = heapq.heappop(running)
+            run.append(~(start + own))
             for other in self.behind[own]:
                 waits[other] -= 1
                 if not waits[other]:
