@@ -15,6 +15,7 @@ from remat.core.plan import Plan, plan_for_schedule
 from remat.fit import loop
 from remat.fit.loop import Rounds, plan_within
 from remat.fit.peaks import PeakRange
+from remat.fit.tried_plans import TriedPlans
 
 # A chain whose last op reads what the first one made: it can be kept, or made again at 10 bytes less.
 GRAPH = Graph(
@@ -485,3 +486,21 @@ def test_the_plan_has_the_largest_budget_that_leads_to_it():
     assert found.schedule == REMAKE
     assert found.budget_bytes == max(budget for budget in asked if budget < KEPT_BYTES)
     assert len([budget for budget in asked if budget < KEPT_BYTES]) > 1
+
+
+@pytest.mark.parametrize(
+    ("peaks", "gap"),
+    [
+        ([92, 110, 128, 137], None),  # On a line: 75 would take 101.
+        ([92, 125, 130, 115], (70, 80)),  # By their line 75 would take 107, but they lie 15 off it.
+        ([90, 110, 122], (70, 80)),  # Too few to tell.
+    ],
+)
+def test_between_plans_one_is_looked_for_where_it_may_fit(peaks, gap):
+    real = iter(peaks)
+    tried = TriedPlans(100, lambda _: PeakRange.exactly(next(real)))
+    for guess_bytes, _ in zip((70, 80, 90, 95), peaks, strict=False):
+        plan = plan_for_schedule(GRAPH, KEEP, planner="by hand")
+        tried.add(guess_bytes, dataclasses.replace(plan, fingerprint=str(guess_bytes), time_s=200.0 - guess_bytes))
+
+    assert tried.widest_gap([one.guess_bytes for one in tried.all]) == gap

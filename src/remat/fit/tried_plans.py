@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import numpy as np
+
 from remat.core.plan import Plan
 from remat.fit.peaks import PeakRange
 
@@ -30,6 +32,10 @@ _FAR_ABOVE: Final = 1.5
 # +3 % in 82 MiB and +14 % in 44; the second one took .82 of the first one's time. Predictions are off by some points.
 _MUCH_FASTER: Final = 0.05
 _MUCH_DEARER: Final = 0.03  # Than a plan that failed: what fits is then looked for once more between the failed ones.
+# There a plan is looked for where it would fit with luck: where the line through the peaks of four or more plans is at
+# most so many times their spread above the target.
+_ENOUGH_FOR_A_LINE: Final = 4
+_LUCK: Final = 1.5
 _MOST_OF_THE_WAY: Final = 0.8  # Between a guess that fits and one that does not, the next is never closer to either.
 
 
@@ -146,7 +152,18 @@ class TriedPlans:
             {best.guess_bytes, *(guess for guess in asked if best.guess_bytes < guess <= max(above, default=0))}
         )
         gaps = [pair for pair in itertools.pairwise(ends) if pair[1] - pair[0] > _SMALLEST_STEP * self.target_bytes]
-        return max(gaps, key=lambda pair: pair[1] - pair[0], default=None)
+        hopeful = [pair for pair in gaps if self._may_fit(sum(pair) // 2)]
+        return max(hopeful, key=lambda pair: pair[1] - pair[0], default=None)
+
+    def _may_fit(self, guess_bytes: int) -> bool:
+        """May the real peak of a plan for this guess be within the target, by the line through what was tried?"""
+        guesses = np.array([one.guess_bytes for one in self.all], dtype=np.float64)
+        peaks = np.array([one.peak.highest_bytes for one in self.all], dtype=np.float64)
+        if len(guesses) < _ENOUGH_FOR_A_LINE or np.ptp(guesses) == 0:
+            return True
+        line = np.polynomial.Polynomial.fit(guesses, peaks, 1)
+        spread = np.sqrt(np.sum((peaks - line(guesses)) ** 2) / (len(guesses) - 2))
+        return bool(line(guess_bytes) - _LUCK * spread <= self.target_bytes)
 
     def next_guess(self, aim: float, by_share: bool) -> int:
         """The planner's budget to try next. The real peak grows with it, by leaps and not at the same rate.
