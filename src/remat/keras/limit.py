@@ -68,8 +68,7 @@ def limit_memory(
         on_change: what happens where the first planned step takes more than the budget by more than 1 %: "replan" plans
             it once more, for what it took; "keep" leaves the plan. On TensorFlow its memory is read from the device's
             counter, where there is one; on JAX the compiler says it beforehand; on PyTorch nothing is planned again
-            outside of graph mode. With "replan" TensorFlow also plans once more where the first steps leave so much of
-            the budget that a plan for it wins back the seconds; docs/tensorflow.md says when.
+            outside of graph mode.
         strict: raise an error where the budget does not hold then either; else this is logged as a warning, once.
         check_first_step: run the first training step without the plan, too, from the same weights and random numbers,
             and compare weights, optimizer state, statistics, seeds and loss. What differs by more than rounding is

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import itertools
 import logging
-import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, TypeAlias
@@ -28,7 +27,6 @@ from remat.keras.tensorflow.choose import choose_micro_batches
 from remat.keras.tensorflow.kept_layers import KeptLayers
 from remat.keras.tensorflow.step import MicroBatchedStep
 from remat.keras.tensorflow.trace import label_model, traced_step
-from remat.keras.tensorflow.whole_budget import WholeBudget
 from remat.micro_batches.cut import largest_size
 from remat.running.workload import Array
 from remat.tensorflow import _private
@@ -65,7 +63,6 @@ class Limit(ModelLimit):
         self._promised_bytes: int | None = None
         self._lowered_bytes: int | None = None
         self._broken: Plan | None = None
-        self._whole_budget: WholeBudget | None = None
         self._steps_to_measure = 0
         self._measured_on = current_device()
         self._replicas = 1
@@ -313,8 +310,6 @@ class Limit(ModelLimit):
         first step, and a training that ran would be refused its budget.
         """
         if self._broken is None:
-            if self._whole_budget is not None and self._whole_budget.follows is not None:
-                request = dataclasses.replace(request, known=self._whole_budget.follows)
             return rewrite(function, request)
         assert self._promised_bytes is not None
         if self._lowered_bytes is not None:
@@ -337,16 +332,6 @@ class Limit(ModelLimit):
         self._steps_to_measure = _MEASURED_STEPS if self._request.budget is not None and device.has_counter else 0
         if self._steps_to_measure:
             device.reset_peak()
-            if self._may_plan_for_all and self._whole_budget is None:
-                self._whole_budget = WholeBudget()
-            if self._whole_budget is not None:
-                self._whole_budget.begin()
-
-    @property
-    def _may_plan_for_all(self) -> bool:
-        """May the step be planned once more for what its first steps leave of the budget?"""
-        parts = self._replicas > 1 or self._micro_step is not None or self._chooses or self._kept is not None
-        return self._replans and not self._strict and not parts and not self._required_model().jit_compile
 
     def _run_measured(self, iterator: Any) -> Any:
         """Run the training function; after the first steps under a plan, hold what each took against the budget.
@@ -354,22 +339,14 @@ class Limit(ModelLimit):
         The counter's peak goes on from step to step, since others may read it. A step that raises it is the widest.
         """
         before_bytes = self._measured_on.peak_bytes if self._steps_to_measure else 0
-        started = time.perf_counter()
         result = self._run(iterator)
         if self._steps_to_measure and self._rewritten is not None:
             self._steps_to_measure -= 1
             for value in tf.nest.flatten(result)[:1]:
                 np.asarray(value)  # Wait for the device.
             plan, peak_bytes = self._rewritten.plan, self._measured_on.peak_bytes
-            if self._whole_budget is not None:
-                self._whole_budget.add_step(time.perf_counter() - started, peak_bytes)
             if plan.measured_peak_bytes is None or peak_bytes > before_bytes:
                 self._judge(plan, peak_bytes)
-        if not self._steps_to_measure and self._whole_budget is not None and self._rewritten is not None:
-            allocator = self._measured_on.allocator
-            fitted = self._required_model() if isinstance(iterator, tf.data.Iterator) else None
-            if self._whole_budget.finds_cheaper(self._rewritten, allocator, self._request, fitted):
-                self._trace_again()
         return result
 
     def _trace_again(self) -> None:
@@ -386,13 +363,9 @@ class Limit(ModelLimit):
         """
         if plan.measured_peak_bytes is None:
             plan.set_measured_peak(measured_bytes)
-        if self._whole_budget is not None and self._whole_budget.takes_back(plan, measured_bytes):
-            self._trace_again()
-            return
         if not exceeds(plan, measured_bytes):
             return
         self._steps_to_measure = 0
-        self._whole_budget = None
         if self._replans and self._promised_bytes is None and not self._chooses:
             self._promised_bytes = plan.budget_bytes
             self._broken = dataclasses.replace(plan, measured_peak_bytes=None)

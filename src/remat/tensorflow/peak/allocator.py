@@ -5,15 +5,15 @@ half of it, so a step holds several per cent more than the sum of its tensors. H
 the heap has when the step begins, and changes from step to step. So a schedule is replayed on several heaps: on the
 one that is there, where its holes are known, else on heaps with random histories. On a CPU with oneDNN, blocks under
 256 KiB go past that heap, and past its counter: they are added at their own size. Without oneDNN there is no such heap,
-and every block is. So a peak is what a budget means; ``counted_peak`` is what the counter shows of it.
-docs/tensorflow.md has the measurements.
+and every block is. So a peak is what a budget means, of which the counter may show less. docs/tensorflow.md has the
+measurements.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final, Literal
 
 import tensorflow as tf
@@ -21,7 +21,7 @@ import tensorflow as tf
 from remat.core.graph import Graph
 from remat.fit.peaks import PeakRange
 from remat.running.best_fit_heap import Heap
-from remat.tensorflow.peak.blocks import BlockEvent, StepBlocks, moved_variables
+from remat.tensorflow.peak.blocks import BlockEvent, StepBlocks
 from remat.tensorflow.peak.executor import one_by_one, side_by_side
 from remat.tensorflow.peak.spans import span_starts
 from remat.tensorflow.trace.cpu_scratch import NOT_IN_ONEDNN
@@ -56,19 +56,6 @@ _PAST: Final = (0, None)
 
 
 @dataclass(frozen=True)
-class ShownHeap:
-    """What the first steps under a plan have shown of the heap that they ran on, in place of what might be its past.
-
-    Attributes:
-        share: the most that a step took, as a share of what was expected of it; 1 at least.
-        varies: do steps differ in what they take?
-    """
-
-    share: float
-    varies: bool
-
-
-@dataclass(frozen=True)
 class AllocatorModel:
     """How a device uses and counts memory.
 
@@ -80,7 +67,6 @@ class AllocatorModel:
             kernels for, among them those of float64, or none.
         compiles_calls: does XLA compile functions by themselves that a step calls and that ask for it? Not where it
             compiles the step as a whole.
-        shown: what steps have shown of the heap; None before any has run.
         holes: the free chunks of the heap as it is now, in bytes, less one that holds whatever fits in no other; None
             where they are not known.
         threads: operations that run at a time, at most.
@@ -91,7 +77,6 @@ class AllocatorModel:
     first_region_bytes: int = 1 << 20
     own_kernels: Literal["all", "not in oneDNN", "none"] = "none"
     compiles_calls: bool = True
-    shown: ShownHeap | None = None
     holes: tuple[int, ...] | None = None
     threads: int = 1
 
@@ -115,26 +100,17 @@ class AllocatorModel:
         Returns:
             Pinned inputs at their own sizes, the rest as chunks. Expected is the middle of what heaps show whose pinned
             inputs lie side by side, as those of a program that makes its variables first do; highest is the most on
-            these and on heaps whose pinned inputs lie anywhere, or, once steps have run, as far above the expected
-            as theirs was. Where the heap's holes are known, the middle and the most of what runs of the schedule on
-            all threads take there, one after the other.
+            these and on heaps whose pinned inputs lie anywhere. Where the heap's holes are known, the middle and the
+            most of what runs of the schedule on all threads take there, one after the other.
         """
         if self.holes is not None:
             return self._on_sounded_heap(graph, schedule)
-        return self._peak_range(_in_schedule_order(graph, schedule), self._pinned_bytes(graph))
+        return self._on_heaps_with_a_past(graph, schedule)
 
-    def counted_peak(self, graph: Graph, schedule: Sequence[int]) -> PeakRange:
-        """As ``peak_range``, but only what the device's statistics show of it."""
-        events = [
-            event for event in _in_schedule_order(graph, schedule) if not event.size_bytes or self._is_on_heap(event)
-        ]
-        known = {event.block for event in events if event.size_bytes}
-        pinned = {root: self.counted(size) for root, size in self._pinned_bytes(graph).items()}
-        return self._peak_range([event for event in events if event.block in known], pinned)
-
-    def _peak_range(self, events: Sequence[BlockEvent], pinned: Mapping[int, int]) -> PeakRange:
+    def _on_heaps_with_a_past(self, graph: Graph, schedule: Sequence[int]) -> PeakRange:
+        pinned = self._pinned_bytes(graph)
+        events = list(StepBlocks.of(graph, schedule).events(one_by_one(schedule)))
         sizes = [event.size_bytes for event in events if self._is_on_heap(event)]
-
         steps = _STEPS_WITH_MOVES if any(event.moves_to is not None for event in events) else 1
         step = self._replayable(events)
 
@@ -143,12 +119,9 @@ class AllocatorModel:
             return sorted(_added(heap, [step] * steps)[-1] for heap in pasts)
 
         to_expect = added(_HEAPS_TO_EXPECT, pinned_first=True)
-        pinned_bytes = sum(pinned.values())
-        expected_bytes = pinned_bytes + to_expect[_HEAPS_TO_EXPECT // 2]
-        if self.shown is not None:
-            return PeakRange(expected_bytes, int(expected_bytes * self.shown.share))
         highest = max(to_expect[-1], added(_HEAPS_TO_HOLD, pinned_first=False)[-1])
-        return PeakRange(expected_bytes, pinned_bytes + highest)
+        pinned_bytes = sum(pinned.values())
+        return PeakRange(pinned_bytes + to_expect[_HEAPS_TO_EXPECT // 2], pinned_bytes + highest)
 
     def _on_sounded_heap(self, graph: Graph, schedule: Sequence[int]) -> PeakRange:
         """On the heap as it is, over orders in which the executor may run the schedule."""
@@ -169,26 +142,10 @@ class AllocatorModel:
         heap.add_hole(_ENDLESS_BYTES)
         return heap
 
-    def after_steps(self, graph: Graph, schedule: Sequence[int], peak_bytes: int, *, differed: bool) -> AllocatorModel:
-        """The model that goes on from what steps have shown of the heap.
-
-        Args:
-            graph: the step.
-            schedule: that they ran.
-            peak_bytes: the most that the device's statistics showed of one, without what lies beside it.
-            differed: did they show different peaks?
-        """
-        expected_bytes = self.counted_peak(graph, schedule).expected_bytes
-        # Less than was expected promises nothing: under another plan other blocks meet other holes.
-        share = max(1.0, peak_bytes / max(1, expected_bytes))
-        moved = moved_variables(graph, schedule)
-        moves = any(graph.tensors[variable].size_bytes >= self.min_counted_bytes for variable in moved)
-        return replace(self, shown=ShownHeap(share, differed or moves))
-
     def peak_on_a_new_heap(self, graph: Graph, schedule: Sequence[int], steps: int = 1) -> int:
         """As ``peak_range`` for some steps that are the first thing on the device."""
         pinned = self._pinned_bytes(graph)
-        step = self._replayable(_in_schedule_order(graph, schedule))
+        step = self._replayable(StepBlocks.of(graph, schedule).events(one_by_one(schedule)))
         return sum(pinned.values()) + _added(self._new_heap(pinned), [step] * steps)[-1]
 
     def peak_with_blocks(self, graph: Graph, blocks: Sequence[int]) -> PeakRange:
@@ -265,10 +222,6 @@ class AllocatorModel:
             most_beside = max(most_beside, beside)
         most.append(most_beside)
         return _Step(on_heap, most[1:], most[0])
-
-
-def _in_schedule_order(graph: Graph, schedule: Sequence[int]) -> list[BlockEvent]:
-    return list(StepBlocks.of(graph, schedule).events(one_by_one(schedule)))
 
 
 @dataclass(frozen=True)

@@ -135,13 +135,6 @@ class StepBlocks:
             yield BlockEvent(block, moves_to=becomes.get(number))
 
 
-def moved_variables(graph: Graph, schedule: Sequence[int]) -> set[int]:
-    """The variables, by the tensor that owns the storage, whose block changes in a run of a schedule."""
-    pinned = {graph.roots[tensor] for tensor in graph.inputs}
-    pairs = [_taken_over_by_variable(graph, index) for index in set(schedule) if graph.ops[index].kind == _MOVES]
-    return {variable for variable, value in filter(None, pairs) if value not in pinned}
-
-
 def _taken_over_by_variable(graph: Graph, assignment: int) -> tuple[int, int] | None:
     """The variable and what it is assigned, if it takes over the block; by the tensors that own the storages."""
     variable, value = (graph.roots[tensor] for tensor in graph.ops[assignment].inputs[:2])
