@@ -123,19 +123,3 @@ def test_a_cautious_request_is_planned_without_a_look_around() -> None:
 
     assert step.seen == []
     assert plan.peak_bytes <= PLAIN_BYTES * 60 // 100
-
-
-class Wary(Rounded):
-    """A fifth is left in reserve where nothing is seen around, and nothing where it is."""
-
-    def looks_around(self, budget_bytes: int | None) -> bool:
-        self.reserve = 0.2 if budget_bytes is None else 0.0
-        return super().looks_around(budget_bytes)
-
-
-def test_the_reserve_is_that_of_what_was_seen() -> None:
-    budget_bytes = PLAIN_BYTES * 60 // 100
-    seen = fit(Wary(), Request(budget=budget_bytes), proves=False)
-    not_seen = fit(Wary(grows=3.0), Request(budget=budget_bytes), proves=False)
-
-    assert not_seen.peak_bytes <= budget_bytes / 1.2 < seen.peak_bytes <= budget_bytes

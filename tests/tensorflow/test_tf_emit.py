@@ -124,17 +124,6 @@ def test_an_order_takes_time_where_several_threads_would_share_it(written, monke
     assert 1 < plain < planned < 1.18 + 1e-9
 
 
-def test_more_is_left_in_reserve_where_the_holes_of_the_heap_are_not_known(written, monkeypatch):
-    candidate = ExecutedFunction(Variants([lambda: Variant(written.step)]), AllocatorModel(min_counted_bytes=0), 0)
-    monkeypatch.setattr("remat.tensorflow.peak.candidates.free_chunks", lambda *_: (2**20,))
-
-    assert candidate.looks_around(10**6)
-    assert candidate.target_bytes(10**6) == int(10**6 / 1.03)
-    assert not candidate.looks_around(10**6), "it sees the same"
-    assert candidate.looks_around(None)
-    assert candidate.target_bytes(10**6) == int(10**6 / 1.04)
-
-
 def ancestors(operation):
     found, stack = set(), [operation]
     while stack:

@@ -58,7 +58,7 @@ class Candidate(abc.ABC):
         """The real peak under a plan, without what is resident beside it."""
 
     def looks_around(self, budget_bytes: int | None) -> bool:
-        """Look at what real peaks and their reserve depend on, before plans for a budget are sought; do they change?
+        """Look at what real peaks depend on, before plans for a budget are sought; does it change them?
 
         Args:
             budget_bytes: the budget, which looking keeps as well; None to forget what was seen. An error names a budget

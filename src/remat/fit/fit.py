@@ -53,18 +53,19 @@ def fit(candidate: Candidate, request: Request, *, share_of_bytes: int | None = 
     earlier = entry.plan(candidate, budget_bytes)
     if earlier is not None:
         return _with_expected_time(earlier, candidate)
+    target_bytes = candidate.target_bytes(budget_bytes)
     if is_plain:
         graph = candidate.graph
         found = candidate.find(max(1, simulate(graph, graph.plain_schedule).peak_bytes), request)
         found = dataclasses.replace(found, peak_bytes=plain.expected_bytes)
     else:
         try:
-            found = _found_here(candidate, request, budget_bytes)
+            found = _found_here(candidate, request, target_bytes)
         except InfeasibleBudget as error:
             minimum_bytes = candidate.smallest_budget(min(error.minimum_bytes, plain.highest_bytes))
             raise infeasible(budget_bytes, minimum_bytes, error.binding_op) from None
         if proves:
-            found = _polished(found, candidate, request, candidate.target_bytes(budget_bytes))
+            found = _polished(found, candidate, request, target_bytes)
     found = dataclasses.replace(found, traced_budget_bytes=found.budget_bytes)
     if candidate.is_compiled:
         traced = simulate(candidate.graph_of(found), found.schedule)
@@ -81,14 +82,14 @@ def fit(candidate: Candidate, request: Request, *, share_of_bytes: int | None = 
     return _with_expected_time(found, candidate)
 
 
-def _found_here(candidate: Candidate, request: Request, budget_bytes: int) -> Plan:
-    """What is found for what was seen around, or else without that, which may change what is left in reserve."""
+def _found_here(candidate: Candidate, request: Request, target_bytes: int) -> Plan:
+    """What is found for what was seen around, or else without that."""
     try:
-        return _searched(candidate, request, candidate.target_bytes(budget_bytes))
+        return _searched(candidate, request, target_bytes)
     except InfeasibleBudget:
         if not candidate.looks_around(None):
             raise
-    return _searched(candidate, request, candidate.target_bytes(budget_bytes))
+    return _searched(candidate, request, target_bytes)
 
 
 def _searched(candidate: Candidate, request: Request, target_bytes: int) -> Plan:
