@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
@@ -38,13 +38,14 @@ class _Made(NamedTuple):
 
 @dataclass(frozen=True)
 class StepBlocks:
-    """The blocks of a schedule, in whatever order its operations run. All lists but the last are by position.
+    """The blocks of a schedule, in whatever order its operations run.
 
     Attributes:
-        made: what each operation makes.
-        used: the storages that each reads or makes; those that live on to the end are left out.
-        workspace_bytes: what each works with.
-        assigned: the storage and the variable whose it becomes when it would be given back, of those that assign.
+        made: by position, what the operation makes.
+        used: by position, the storages that it reads or makes; those that live on to the end are left out.
+        workspace_bytes: by position, what it works with.
+        assigned: by position, of operations that assign: the storage, and the variable whose it becomes when it would
+            be given back.
         sizes: by storage.
         uses: by storage, how many operations read or make it.
     """
@@ -60,39 +61,35 @@ class StepBlocks:
     def of(cls, graph: Graph, schedule: Sequence[int]) -> StepBlocks:
         """The blocks of a schedule; pinned inputs have come before it."""
         lives = storage_lifetimes(graph, schedule)
-        sizes, births, kept = lives.size_bytes.tolist(), lives.birth.tolist(), lives.kept.tolist()
+        tensors, sizes, kept = lives.tensor.tolist(), lives.size_bytes.tolist(), lives.kept.tolist()
         lenders: defaultdict[int, list[int]] = defaultdict(list)
         for source, target in zip(lives.lender.tolist(), lives.borrower.tolist(), strict=True):
             lenders[target].append(source)
         made: list[list[_Made]] = [[] for _ in schedule]
         used: list[set[int]] = [set() for _ in schedule]
-        newest: dict[int, int] = {}  # tensor -> its newest storage
-        assigned = {}
-        for number, (birth, tensor) in enumerate(zip(births, lives.tensor.tolist(), strict=True)):
+        for number, (birth, tensor) in enumerate(zip(lives.birth.tolist(), tensors, strict=True)):
             used[birth].add(number)
             if sizes[number]:
                 pieces = _pieces(graph.tensors[tensor])
                 made[birth].append(_Made(number, sizes[number] // pieces, pieces, tuple(lenders[number])))
         for number, position in zip(lives.read.tolist(), lives.reader.tolist(), strict=True):
             used[position].add(number)
-        tensors = lives.tensor.tolist()
+        newest: dict[int, int] = {}  # tensor -> its newest storage
+        assigned = {}
         for position, index in enumerate(schedule):
             newest.update((tensors[one.storage], one.storage) for one in made[position])
             if graph.ops[index].kind == _MOVES and (pair := _taken_over_by_variable(graph, index)):
                 variable, value = pair
                 if value in newest:
                     assigned[position] = newest[value], variable
-        uses = [0] * len(sizes)
-        for numbers in used:
-            for number in numbers:
-                uses[number] += 1
+        uses = Counter(number for numbers in used for number in numbers)
         return cls(
             made,
             [sorted(number for number in numbers if not kept[number]) for numbers in used],
             [graph.ops[index].workspace_bytes for index in schedule],
             assigned,
             sizes,
-            uses,
+            [uses[number] for number in range(len(sizes))],
         )
 
     def events(self, run: Run) -> Iterator[BlockEvent]:
