@@ -119,6 +119,21 @@ def test_what_another_operation_reads_is_not_written_over():
     assert list(held_bytes(graph, graph.plain_schedule, both)) == [8, 16, 24, 16, 24, 16, 8, 0]
 
 
+def test_what_nobody_else_is_to_read_is_written_over_though_the_schedule_says_otherwise():
+    """Operations 1 and 2 both read tensor 0; in the schedule the one that may write into it comes first."""
+    ops = (
+        Op(outputs=(0,)),
+        Op(inputs=(0,), outputs=(1,), in_place=((0, 1),)),
+        Op(inputs=(0,), outputs=(2,)),
+        Op(inputs=(1, 2), outputs=(3,)),
+    )
+    graph = Graph(ops, tuple(Tensor(8) for _ in range(4)), outputs=(3,), free_order=False)
+    other_first = [0, ~0, 2, ~2, 1, ~1, 3, ~3]
+
+    assert list(held_bytes(graph, graph.plain_schedule, one_by_one(range(4)))) == [8, 16, 24, 16, 24, 16, 8, 0]
+    assert list(held_bytes(graph, graph.plain_schedule, other_first)) == [8, 16, 24, 16, 8, 0]
+
+
 def test_a_variable_takes_over_the_block_that_it_is_assigned():
     tensors = (Tensor(16), Tensor(16), Tensor(4))
     ops = (Op(outputs=(1, 2)), Op(inputs=(0, 1), kind="AssignVariableOp"), Op(inputs=(2,)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -304,7 +305,7 @@ class _Replay:
         taken_over = np.full(len(roots), -1, dtype=np.int64)
         for _, lent, to, _ in self._takeovers():
             taken_over[number[to]] = number[lent]
-        _, lender, borrower = self._in_place_pairs()
+        _, lender, borrower = self._in_place_pairs
         return StorageLifetimes(
             tensor=self._tensor[roots],
             size_bytes=self._size[roots],
@@ -324,6 +325,7 @@ class _Replay:
             saved[position] += gain
         return saved
 
+    @cached_property
     def _in_place_pairs(self) -> tuple[_Ints, _Ints, _Ints]:
         """Position, source storage and target storage of all in-place pairs whose source is not kept to the end."""
         arrays = self._arrays
@@ -337,7 +339,7 @@ class _Replay:
 
     def _takeovers(self) -> list[tuple[int, int, int, int]]:
         """The in-place pairs that happen: (position, source storage, target storage, bytes saved)."""
-        position, source, target = self._in_place_pairs()
+        position, source, target = self._in_place_pairs
         if not len(position):
             return []
         free = self._last[source] == position

@@ -43,8 +43,9 @@ _LONGER_ALONE: Final = 0.18
 """How much longer an operation takes alone, cut into pieces for two cores, than beside another one of its size.
 
 Measured: on two cores, six plans of the demo, five runs each, took 7 points more than predicted without this in the
-mean, at most 11, and 2 with it, at most 5; in ten runs afterwards at most 3.0 (docs/tensorflow.md). Too small, plans
-that hold an order seem cheaper than they are; too large, dearer. It decides nothing: plans show it.
+mean, at most 11, and 2 with it, at most 5; the medians of three times five runs afterwards at most 4.0
+(docs/tensorflow.md). Too small, plans that hold an order seem cheaper than they are; too large, dearer. It decides
+nothing: plans show it.
 """
 
 _CLOSE: Final = 0.02
