@@ -85,10 +85,10 @@ class Rounded(Counted):
         share = 1.2 if plan.planner == "more work" else self._grown
         return PeakRange.exactly(int(share * plan.peak_bytes))
 
-    def polished(self, budget_bytes: int, request: Request) -> Plan | None:
+    def polished(self, plan: Plan, budget_bytes: int, request: Request) -> Plan | None:
         self.polished_for.append(budget_bytes)
-        plan = super().find(budget_bytes, request)
-        return dataclasses.replace(plan, planner="more work", time_s=0.99 * plan.baseline_time_s)
+        smaller = super().find(budget_bytes, request)
+        return dataclasses.replace(smaller, planner="more work", time_s=0.99 * plan.baseline_time_s)
 
     def looks_around(self, budget_bytes: int | None) -> bool:
         before, self._grown = self._grown, 1.0 if budget_bytes is None else self._grows

@@ -84,10 +84,15 @@ class Candidate(abc.ABC):
             self.graph, budget_bytes, request.planner, self.time_limit_of_a_round_s(request), **request.options
         )
 
-    def polished(self, budget_bytes: int, request: Request) -> Plan | None:
-        """The planner's plan within a budget of the trace, found with more work than a round is worth.
+    def polished(self, plan: Plan, budget_bytes: int, request: Request) -> Plan | None:
+        """A plan within a budget of the trace, found with more work than a round is worth.
 
         None where every round does all the work there is, or nothing is found.
+
+        Args:
+            plan: what the rounds have found, which may be gone on from.
+            budget_bytes: of the trace.
+            request: as for the rounds.
         """
         return None
 

@@ -113,7 +113,7 @@ def _polished(found: Plan, candidate: Candidate, request: Request, target_bytes:
     """The plan, or a cheaper one that fits, too, and that more work finds than each round of the loop is worth."""
     budget_bytes = found.budget_bytes
     for _ in range(candidate.polishes):
-        better = candidate.polished(budget_bytes, request)
+        better = candidate.polished(found, budget_bytes, request)
         if better is None or better.time_s >= found.time_s:
             break
         peak = candidate.real_peak(better)

@@ -10,7 +10,7 @@ from remat.planners.chain.programme import BlockChain
 from remat.planners.linear.bounds import chain_lower_bound_s
 from remat.planners.methods.block_chain import block_chain
 from remat.planners.methods.dtr import dtr
-from remat.planners.methods.exact_units import exact_units, few_exact_units
+from remat.planners.methods.exact_units import exact_units, few_exact_units, more_exact_units
 from remat.planners.methods.exact_windows import exact_windows
 from remat.planners.methods.gap_lp import gap_lp
 from remat.planners.methods.peak_greedy import drop_at_once, peak_greedy
@@ -213,6 +213,13 @@ def _search_further(search: Search, inner: Search, least_s: float) -> None:
             break
     if is_beyond(_FAR_FOR_UNITS):
         exact_units(inner, begun)
+
+
+def improve(search: Search) -> None:
+    """Look for cheaper schedules near the best one that a search knows, as in one that was not thorough."""
+    inner = search.reduced()
+    _adopt(inner, search)
+    more_exact_units(inner)
 
 
 def _adopt(inner: Search, search: Search) -> None:

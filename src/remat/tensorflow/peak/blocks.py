@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final, NamedTuple
 
 from remat.core.graph import Graph, Tensor
@@ -28,11 +29,10 @@ class BlockEvent(NamedTuple):
 
 
 class _Made(NamedTuple):
-    """Blocks of ``size_bytes`` each that an operation asks for where none of ``lenders`` gives its own."""
+    """A storage, and the event of its blocks, which come where none of ``lenders`` gives its own."""
 
     storage: int
-    size_bytes: int
-    pieces: int
+    comes: BlockEvent
     lenders: tuple[int, ...]
 
 
@@ -71,7 +71,8 @@ class StepBlocks:
             used[birth].add(number)
             if sizes[number]:
                 pieces = _pieces(graph.tensors[tensor])
-                made[birth].append(_Made(number, sizes[number] // pieces, pieces, tuple(lenders[number])))
+                comes = BlockEvent(number, sizes[number] // pieces, pieces)
+                made[birth].append(_Made(number, comes, tuple(lenders[number])))
         for number, position in zip(lives.read.tolist(), lives.reader.tolist(), strict=True):
             used[position].add(number)
         newest: dict[int, int] = {}  # tensor -> its newest storage
@@ -85,12 +86,17 @@ class StepBlocks:
         uses = Counter(number for numbers in used for number in numbers)
         return cls(
             made,
-            [sorted(number for number in numbers if not kept[number]) for numbers in used],
+            [sorted(number for number in numbers if sizes[number] and not kept[number]) for numbers in used],
             [graph.ops[index].workspace_bytes for index in schedule],
             assigned,
             sizes,
             [uses[number] for number in range(len(sizes))],
         )
+
+    @cached_property
+    def _goes(self) -> list[BlockEvent]:
+        """By storage, the event of its blocks being given back."""
+        return [BlockEvent(number) for number in range(len(self.sizes))]
 
     def events(self, run: Run) -> Iterator[BlockEvent]:
         """Blocks coming and going, in the order of a run.
@@ -98,20 +104,23 @@ class StepBlocks:
         What an operation makes and works with comes as it begins, and goes as the last operation that reads it ends.
         What it may write in place takes over its input's block, unless another operation is still to read that.
         """
+        made, used, workspace_bytes, assigned = self.made, self.used, self.workspace_bytes, self.assigned
         uses = list(self.uses)
         becomes: dict[int, int] = {}  # storage -> the variable whose it becomes when it would be given back
         owner: dict[int, int] = {}  # storage -> the storage whose block it has taken over
+        goes = self._goes
         for event in run:
             if event < 0:
                 position = ~event
-                if self.workspace_bytes[position]:
+                if workspace_bytes[position]:
                     yield BlockEvent(event)
-                for number in self.used[position]:
+                for number in used[position]:
                     uses[number] -= 1
                     if not uses[number] and number in owner:
-                        yield BlockEvent(owner.pop(number), moves_to=becomes.get(number))
+                        block = owner.pop(number)
+                        yield BlockEvent(block, moves_to=becomes[number]) if number in becomes else goes[block]
                 continue
-            for number, size_bytes, pieces, lenders in self.made[event]:
+            for number, comes, lenders in made[event]:
                 block = number
                 for source in lenders:
                     if uses[source] == 1 and source in owner:
@@ -122,12 +131,12 @@ class StepBlocks:
                         break
                 owner[number] = block
                 if block == number:
-                    yield BlockEvent(number, size_bytes, pieces)
-            if event in self.assigned:
-                value, variable = self.assigned[event]
+                    yield comes
+            if event in assigned:
+                value, variable = assigned[event]
                 becomes[value] = variable
-            if self.workspace_bytes[event]:
-                yield BlockEvent(~event, self.workspace_bytes[event], 1)
+            if workspace_bytes[event]:
+                yield BlockEvent(~event, workspace_bytes[event], 1)
         for number, block in owner.items():
             yield BlockEvent(block, moves_to=becomes.get(number))
 

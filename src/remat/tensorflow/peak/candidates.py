@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 import tensorflow as tf
 
-from remat.core.errors import InfeasibleBudget
 from remat.core.graph import Graph
 from remat.core.plan import Plan
 from remat.core.simulator import simulate
@@ -17,8 +16,9 @@ from remat.fit.candidate import Candidate
 from remat.fit.loop import Rounds
 from remat.fit.peaks import PeakRange
 from remat.fit.request import Request
-from remat.fit.variants import Variants, cheapest_plan
+from remat.fit.variants import Variants, beside, cheapest_plan
 from remat.planning.find import find
+from remat.planning.improve import improved
 from remat.running.step_time import step_time_s
 from remat.tensorflow import _private
 from remat.tensorflow.emit.emit import emit
@@ -61,23 +61,23 @@ for the budget that the error names may fail again; too large, the error names m
 
 _AUTO_PLANNER: Final = "auto"  # The only one that can be told to search less thoroughly.
 
-_POLISH_S: Final = 4.0
-"""Seconds for a cheaper plan in place of the one that the rounds have found, without a time limit of the user's.
-
-A round itself is a quick search that no clock ends: .1 to 2.4 s of processor time on eleven steps of 971 to 7,247
-operations. With a clock of one second each, as before, a machine with three more things to do planned a Transformer of
-4 blocks in a quarter of its peak at 121 % of extra time in place of 45, and GPT-2 at 40 % at 23.5 in place of 18.4. The
-polish took a residual network at 25 % from 30.6 to 27.3, and the others by .0 to .3 points, while rounds asked for
-less. With less time, plans like that one get dearer; with more, the user waits.
-"""
-
 _AROUND_A_LOOP: Final = 0.01
 """What the program around a loop adds to the loop's own block of memory, as a share of it; 0.2 % was measured."""
 
 
 def _is_quick(request: Request) -> bool:
-    """Are rounds quick searches? Not where the user limits their time, or names another planner."""
+    """Are rounds quick searches? Not where the user limits their time, or names another planner.
+
+    No clock ends a quick search: .1 to 2.4 s of processor time on eleven steps of 971 to 7,247 operations. With one of
+    a second each, a machine with three more things to do planned a Transformer of 4 blocks in a quarter of its peak at
+    121 % of extra time in place of 45, and GPT-2 at 40 % at 23.5 in place of 18.4.
+    """
     return request.planner == _AUTO_PLANNER and request.time_limit_s is None
+
+
+def _defaults(request: Request) -> dict[str, Any]:
+    """Options of the planner in a round; the user's go before them."""
+    return {"thorough": False} if _is_quick(request) else {}
 
 
 class FunctionCandidate(Candidate):
@@ -112,20 +112,19 @@ class FunctionCandidate(Candidate):
 
     def find(self, budget_bytes: int, request: Request) -> Plan:
         """The planner's plan within a budget of the trace, found with little work."""
-        return self._found(budget_bytes, request, request.time_limit_s, thorough=not _is_quick(request))
+        options = _defaults(request) | dict(request.options)
+        return find(self.graph, budget_bytes, request.planner, request.time_limit_s, **options)
 
-    def polished(self, budget_bytes: int, request: Request) -> Plan | None:
-        """A plan within a budget of the trace, found with more work."""
+    def polished(self, plan: Plan, budget_bytes: int, request: Request) -> Plan | None:
+        """A cheaper plan within a budget of the trace, near the one that the rounds have found."""
         if not _is_quick(request):
             return None
-        try:
-            return self._found(budget_bytes, request, _POLISH_S, thorough=True)
-        except InfeasibleBudget:  # Within the time; without a clock there was one.
+        variant = self.variant_of(plan)
+        better = improved(variant.graph_to_plan, plan, budget_bytes)
+        if better is None:
             return None
-
-    def _found(self, budget_bytes: int, request: Request, limit_s: float | None, *, thorough: bool) -> Plan:
-        options = dict(request.options) if thorough else {"thorough": False, **request.options}
-        return find(self.graph, budget_bytes, request.planner, limit_s, **options)
+        better = dataclasses.replace(better, fingerprint=plan.fingerprint)
+        return better if variant.graph is self.graph else beside(better, self.graph.time_s)
 
     def smallest_budget(self, peak_bytes: int) -> int:
         """The budget that has to be asked for so that a real peak fits, with what varies from trace to trace."""
@@ -148,10 +147,9 @@ class ExecutedFunction(FunctionCandidate):
         super().__init__(variants[0].step, allocator, resident_bytes)
         self._variants = variants
 
-    def _found(self, budget_bytes: int, request: Request, limit_s: float | None, *, thorough: bool) -> Plan:
-        """The cheapest plan over the variants."""
-        defaults = {} if thorough else {"thorough": False}
-        return cheapest_plan(self._variants, budget_bytes, request, limit_s, **defaults)
+    def find(self, budget_bytes: int, request: Request) -> Plan:
+        """The cheapest plan over the variants, found with little work."""
+        return cheapest_plan(self._variants, budget_bytes, request, request.time_limit_s, **_defaults(request))
 
     def recognises(self, plan: Plan) -> bool:
         """Is a plan for one of the variants?"""

@@ -111,13 +111,17 @@ class _Span:
             newest_first: how often a thread goes on with what it has just made ready.
             draw: what is left to chance.
         """
+        if len(self.waits) == 1:
+            run += (start, ~start)
+            return
         waits = list(self.waits)
         ready = [position for position, count in enumerate(waits) if not count]
         running: list[tuple[float, int]] = []  # (end, position in the span)
         now_s = 0.0
         while ready or running:
             while ready and len(running) < threads:
-                own = ready.pop(-1 if draw.random() < newest_first else draw.randrange(len(ready)))
+                is_newest = len(ready) == 1 or draw.random() < newest_first
+                own = ready.pop() if is_newest else ready.pop(draw.randrange(len(ready)))
                 heapq.heappush(running, (now_s + takes_s[start + own], own))
                 run.append(start + own)
             now_s, own = heapq.heappop(running)

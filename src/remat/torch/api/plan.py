@@ -306,7 +306,7 @@ class EagerCandidate(Candidate):
                 raise
         return super().find(budget_bytes, request)
 
-    def polished(self, budget_bytes: int, request: Request) -> Plan | None:
+    def polished(self, plan: Plan, budget_bytes: int, request: Request) -> Plan | None:
         """A plan within a budget, found with all the work that there is."""
         if _quick(request) is None:
             return None
