@@ -106,6 +106,24 @@ def test_more_work_is_done_again_where_its_plan_is_over_the_budget() -> None:
     assert plan.peak_bytes <= PLAIN_BYTES * 60 // 100
 
 
+class Squeezable(Rounded):
+    """More work makes plans that fail, from which small changes make one that fits."""
+
+    def squeezed(self, plan: Plan, target_bytes: int, request: Request) -> Plan | None:
+        if plan.planner != "more work":
+            return None
+        return dataclasses.replace(self.find(target_bytes, request), planner="squeezed", time_s=plan.time_s)
+
+
+def test_what_more_work_has_found_is_squeezed_where_it_is_over_the_budget() -> None:
+    step = Squeezable()
+    plan = fit(step, Request(budget="60%"))
+
+    assert len(step.polished_for) == 1
+    assert plan.planner == "squeezed"
+    assert plan.peak_bytes <= PLAIN_BYTES * 60 // 100
+
+
 def test_before_a_budget_is_refused_what_was_seen_around_is_forgotten() -> None:
     with pytest.raises(InfeasibleBudget) as caught:
         fit(Counted(), Request(budget="1%"))

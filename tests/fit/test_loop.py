@@ -504,3 +504,31 @@ def test_between_plans_one_is_looked_for_where_it_may_fit(peaks, gap):
         tried.add(guess_bytes, dataclasses.replace(plan, fingerprint=str(guess_bytes), time_s=200.0 - guess_bytes))
 
     assert tried.widest_gap([one.guess_bytes for one in tried.all]) == gap
+
+
+@pytest.mark.parametrize(
+    ("squeezes", "failed_bytes", "found"),
+    [(0, 102, "smallest"), (1, 102, "still over"), (2, 102, "squeezed"), (2, 110, "smallest")],
+    ids=["none", "one", "again", "too far off"],
+)
+def test_a_much_cheaper_plan_that_fails_by_little_is_squeezed(squeezes, failed_bytes, found):
+    times = {"dear": 3.0, "failed": 1.0, "still over": 1.2, "squeezed": 1.4}
+    peaks = {"dear": 90, "failed": failed_bytes, "still over": 101, "squeezed": 99}
+    made = []
+
+    def plan(name: str, size: int) -> Plan:
+        by_hand = plan_for_schedule(GRAPH, KEEP, planner="by hand")
+        return dataclasses.replace(by_hand, fingerprint=name, peak_bytes=size, time_s=times[name])
+
+    def find(budget_bytes: int) -> Plan:
+        return plan("failed", 95) if budget_bytes >= 95 else plan("dear", 60)
+
+    def squeezed(near: Plan) -> Plan:
+        made.append(near.fingerprint)
+        return plan("still over", 95) if near.fingerprint == "failed" else plan("squeezed", 94)
+
+    rounds = Rounds(2, 4, squeezes=squeezes)
+    taken = plan_within(100, 95, find, lambda one: PeakRange.exactly(peaks[one.fingerprint]), rounds, squeezed=squeezed)
+
+    assert taken.fingerprint == ("squeezed" if found == "squeezed" else "dear")
+    assert made == {"smallest": [], "still over": ["failed"], "squeezed": ["failed", "still over"]}[found]

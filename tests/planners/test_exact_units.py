@@ -9,12 +9,13 @@ import pytest
 from remat import Graph, Op, Tensor, simulate, validate
 from remat.core.schedule import keeps_program_order
 from remat.planners.methods.exact_units import exact_units
-from remat.planners.replay.replan import replanned
+from remat.planners.methods.peak_greedy import peak_greedy
+from remat.planners.replay.replan import confined, replanned
 from remat.planners.replay.units import Occupancy, units_of
 from remat.planners.search import Search
 from remat.planners.view.board import Condensed
 from remat.planners.view.problem import Problem
-from remat.testing import chain, layered, random_graph, random_schedule
+from remat.testing import chain, layered, random_graph, random_schedule, residual_blocks
 
 
 def reduced(graph: Graph) -> Problem:
@@ -45,6 +46,30 @@ def test_bytes_are_counted_as_the_simulator_counts_them(seed: int) -> None:
             assert validate(problem.graph, runs) <= search.budget_bytes
             assert simulate(problem.graph, runs).time_s <= before_s * (1 + 1e-9)
             now, before_s = Occupancy(problem, runs), simulate(problem.graph, runs).time_s
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_stretch_is_brought_within_a_budget_and_nothing_else_takes_more(seed: int) -> None:
+    """Of schedules that are near their peak at many runs; ops are compared at their first runs, which stay."""
+    rng = random.Random(seed)
+    problem = reduced(residual_blocks(5 + seed))
+    search = Search(problem, problem.plain.peak_bytes * 6 // 10)
+    peak_greedy(search)
+    assert search.best is not None
+    now = Occupancy(problem, search.best)
+    budget_bytes = int(0.9 * now.bytes.max())
+    heavy = [op for op, places in now.places.items() if now.bytes[places[0]] > budget_bytes]
+    units = units_of(problem)
+    for op in heavy:
+        place = now.places[op][0]
+        chosen = [units[n] for n in sorted(rng.sample(range(len(units)), min(8, len(units))))]
+        runs = confined(now, chosen, budget_bytes, slice(place, place + 1))
+        if runs is not None:
+            validate(problem.graph, runs)
+            taken = simulate(problem.graph, runs).bytes
+            assert taken[runs.index(op)] <= budget_bytes
+            for other in range(problem.count):
+                assert taken[runs.index(other)] <= max(budget_bytes, now.bytes[now.places[other][0]])
 
 
 def two_storages() -> Graph:

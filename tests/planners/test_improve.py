@@ -1,4 +1,4 @@
-"""Plans that were found with little work, made cheaper near the schedule that they have."""
+"""Plans that were found with little work, changed near the schedule that they have: cheaper, or in fewer bytes."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from remat import Graph, load_graph, validate
+from remat import Graph, load_graph, simulate, validate
 from remat.core.plan import plan_for_schedule
 from remat.planning.find import find
-from remat.planning.improve import improved
+from remat.planning.improve import improved, squeezed
 from remat.testing import chain, residual_blocks
 
 U_NET = Path(__file__).parents[2] / "benchmarks" / "graphs" / "u_net.json.gz"
@@ -60,3 +60,45 @@ def test_runs_that_nobody_needs_are_left_out() -> None:
     assert better is not None
     assert better.schedule == plain
     assert better.plan_seconds > 3.0
+
+
+@pytest.mark.parametrize("share", [0.97, 0.94])
+def test_a_plan_is_squeezed_into_a_smaller_budget(share: float) -> None:
+    graph = load_graph(U_NET)
+    plan = find(graph, "45%", thorough=False)
+    budget_bytes = int(share * plan.peak_bytes)
+    small = squeezed(graph, plan, budget_bytes, {})
+    assert small is not None
+    assert validate(graph, small.schedule) == small.peak_bytes <= budget_bytes
+    anew = find(graph, budget_bytes, "peak_greedy")
+    assert plan.overhead < small.overhead < anew.overhead
+    assert (small.budget_bytes, small.fingerprint) == (budget_bytes, graph.fingerprint)
+
+
+def test_room_is_left_beside_ops_that_need_it() -> None:
+    graph = load_graph(U_NET)
+    plan = find(graph, "45%", thorough=False)
+    before = simulate(graph, plan.schedule)
+    heaviest = sorted(range(len(graph.ops)), key=lambda op: -_most(graph, plan.schedule, op))[:3]
+    room = dict.fromkeys(heaviest, plan.peak_bytes // 50)
+    small = squeezed(graph, plan, plan.peak_bytes, room)
+    assert small is not None
+    large = improved(graph, small, plan.peak_bytes * 11 // 10, room)
+    assert large is not None
+    assert large.overhead < small.overhead
+    for changed in (small, large):
+        for op, free_bytes in room.items():
+            assert _most(graph, changed.schedule, op) + free_bytes <= changed.budget_bytes
+    assert simulate(graph, plan.schedule) == before
+
+
+def test_what_cannot_be_reached_by_small_changes_is_not_found() -> None:
+    graph = load_graph(U_NET)
+    plan = find(graph, "45%", thorough=False)
+    assert squeezed(graph, plan, plan.peak_bytes // 3, {}) is None
+
+
+def _most(graph: Graph, schedule: tuple[int, ...], op: int) -> int:
+    """The most bytes at a run of an op."""
+    bytes_ = simulate(graph, schedule).bytes
+    return max(bytes_[place] for place, one in enumerate(schedule) if one == op)

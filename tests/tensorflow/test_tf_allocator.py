@@ -256,3 +256,17 @@ def test_on_a_heap_that_is_known_the_highest_peak_is_that_of_the_worst_order():
     assert span_starts(graph, (0, 1, 2, 3)) == [0, 2, 3]
     assert highest(0, 1, 2, 3) == 12 * MIB + 5 * MIB // 2 + 256
     assert highest(1, 2, 0, 3) == 12 * MIB + 3 * MIB // 2 + 256, "the smallest comes last"
+
+
+def test_the_operations_that_are_over_a_target_are_those_of_the_highest_peak():
+    """In the hole of 5.5 MiB the first block loses 2.5, so that the last two have too much in use."""
+    tensors = (Tensor(3 * MIB), Tensor(4 * MIB), Tensor(5 * MIB), Tensor(256))
+    ops = (*(Op(outputs=(tensor,)) for tensor in range(3)), Op(inputs=(0, 1, 2), outputs=(3,)))
+    graph = Graph(ops, tensors, outputs=(3,), free_order=False)
+    known = dataclasses.replace(EVERYTHING, holes=(11 * MIB // 2,))
+    schedule = graph.plain_schedule
+    highest = known.peak_range(graph, schedule).highest_bytes
+
+    assert known.over_at(graph, schedule, highest) == {}
+    assert known.over_at(graph, schedule, highest - 1) == {3: 5 * MIB // 2}
+    assert known.over_at(graph, schedule, 12 * MIB) == {2: 5 * MIB // 2, 3: 5 * MIB // 2}

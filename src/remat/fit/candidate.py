@@ -96,6 +96,13 @@ class Candidate(abc.ABC):
         """
         return None
 
+    def squeezed(self, plan: Plan, target_bytes: int, request: Request) -> Plan | None:
+        """A plan whose real peak may be within a target, made by small changes of one that misses it by little.
+
+        None where nobody looks for that, or nothing is found.
+        """
+        return None
+
     def suggestions(self) -> Iterable[Plan]:
         """Plans that do not depend on the budget and are worth a look: what a user would do by hand."""
         return ()

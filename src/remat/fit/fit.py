@@ -106,6 +106,7 @@ def _searched(candidate: Candidate, request: Request, target_bytes: int) -> Plan
         candidate.likely,
         # Elsewhere it was not compared with runs in this place.
         candidate.expected_time_s if candidate.is_compiled else None,
+        lambda plan: candidate.squeezed(plan, target_bytes, request),
     )
 
 
@@ -119,6 +120,11 @@ def _polished(found: Plan, candidate: Candidate, request: Request, target_bytes:
         peak = candidate.real_peak(better)
         if peak.highest_bytes <= target_bytes:
             return dataclasses.replace(better, peak_bytes=peak.expected_bytes)
+        squeezed = candidate.squeezed(better, target_bytes, request)
+        if squeezed is not None and squeezed.time_s < found.time_s:
+            peak_then = candidate.real_peak(squeezed)
+            if peak_then.highest_bytes <= target_bytes:
+                return dataclasses.replace(squeezed, peak_bytes=peak_then.expected_bytes)
         budget_bytes -= peak.highest_bytes - target_bytes
     return found
 

@@ -55,6 +55,7 @@ class Rounds:
         close_enough: a plan that leaves less than this share of the target unused ends the search.
         between: how many more between budgets that failed, once a plan fits that is much dearer than what failed: an
             allocator adds more to one plan than to its neighbours.
+        squeezes: how often a plan that failed by little, and is much cheaper than what fits, is then squeezed.
     """
 
     first: int
@@ -64,6 +65,7 @@ class Rounds:
     by_share: bool = False
     close_enough: float = _CLOSE_ENOUGH
     between: int = 0
+    squeezes: int = 0
 
 
 def plan_within(
@@ -75,6 +77,7 @@ def plan_within(
     suggestions: Callable[[], Iterable[Plan]] = tuple,
     likely: Callable[[], Iterable[Plan]] = tuple,
     expected_s: Callable[[Plan], float | None] | None = None,
+    squeezed: Callable[[Plan], Plan | None] = lambda plan: None,
 ) -> Plan:
     """The cheapest plan found whose highest real peak is at most ``target_bytes``.
 
@@ -92,6 +95,7 @@ def plan_within(
         suggestions: plans that do not depend on the budget; asked for where nothing fits, or to be had at less time.
         likely: the same, asked for as soon as a round fails: one that fits spares the search below it.
         expected_s: what a run of a plan is expected to take, memory's part included, or None; None for nobody to ask.
+        squeezed: a plan that misses the target by little -> one that small changes make of it, or None.
 
     Returns:
         The plan, its ``peak_bytes`` being the real one that is expected.
@@ -118,6 +122,7 @@ def plan_within(
             search.undercut(itertools.chain(likely(), suggestions(), _remembered(tried.all)), smallest)
     if tried.fitting:
         search.look_between()
+        search.squeeze_near_misses(squeezed)
     if fits := tried.fitting:
         return fastest_of(fits, expected_s).with_real_peak()
     if likely_to_fit := [one for one in tried.all if one.peak.likely_bytes <= target_bytes]:
@@ -230,6 +235,18 @@ class _Search:
                 break
             asked.append(sum(gap) // 2)
             self._try(asked[-1])
+
+    def squeeze_near_misses(self, squeezed: Callable[[Plan], Plan | None]) -> None:
+        """Try what small changes make of plans that failed by little, and are much cheaper than what fits."""
+        seen: list[TriedPlan] = []
+        for _ in range(self._rounds.squeezes):
+            near = self.tried.near_miss(seen)
+            if near is None:
+                break
+            seen.append(near)
+            plan = squeezed(near.plan)
+            if plan is not None:
+                self.tried.add(max(near.guess_bytes, plan.peak_bytes), plan)
 
     def undercut(self, plans: Iterable[Plan], smallest: list[TriedPlan]) -> None:
         """Where nothing fits, try what may need less than the smallest plans do: the error names the smallest budget.

@@ -36,6 +36,7 @@ _MUCH_DEARER: Final = 0.03  # Than a plan that failed: what fits is then looked 
 # most so many times their spread above the target.
 _ENOUGH_FOR_A_LINE: Final = 4
 _LUCK: Final = 1.5
+_NEAR_MISS: Final = 0.03  # The share of the target by which a plan fails that may fit by small changes.
 _MOST_OF_THE_WAY: Final = 0.8  # Between a guess that fits and one that does not, the next is never closer to either.
 
 
@@ -154,6 +155,23 @@ class TriedPlans:
         gaps = [pair for pair in itertools.pairwise(ends) if pair[1] - pair[0] > _SMALLEST_STEP * self.target_bytes]
         hopeful = [pair for pair in gaps if self._may_fit(sum(pair) // 2)]
         return max(hopeful, key=lambda pair: pair[1] - pair[0], default=None)
+
+    def near_miss(self, seen: Sequence[TriedPlan]) -> TriedPlan | None:
+        """The cheapest plan that failed by little, if it is much cheaper than those that fit.
+
+        Args:
+            seen: those that are not to be named again; at least one plan fits.
+        """
+        dearest_s = min(one.plan.time_s for one in self.fitting) / (1 + _MUCH_DEARER)
+        most_bytes = (1 + _NEAR_MISS) * self.target_bytes
+        near = [
+            one
+            for one in self.all
+            if self.target_bytes < one.peak.highest_bytes <= most_bytes
+            and one.plan.time_s < dearest_s
+            and one not in seen
+        ]
+        return min(near, key=lambda one: one.plan.time_s, default=None)
 
     def _may_fit(self, guess_bytes: int) -> bool:
         """May the real peak of a plan for this guess be within the target, by the line through what was tried?"""

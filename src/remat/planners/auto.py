@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
@@ -15,6 +16,7 @@ from remat.planners.methods.exact_windows import exact_windows
 from remat.planners.methods.gap_lp import gap_lp
 from remat.planners.methods.peak_greedy import drop_at_once, peak_greedy
 from remat.planners.methods.simulated_annealing import BOLD_SEEDS, anneal_anew, anneal_boldly, simulated_annealing
+from remat.planners.methods.squeeze import squeeze
 from remat.planners.methods.window_milp import (
     window_milp,
     window_milp_of_binding_steps,
@@ -220,6 +222,13 @@ def improve(search: Search) -> None:
     inner = search.reduced()
     _adopt(inner, search)
     more_exact_units(inner)
+
+
+def squeeze_into(search: Search, schedule: Sequence[int]) -> None:
+    """Offer what becomes of a schedule that is somewhat over the budget, made cheaper there by a few exact units."""
+    inner = search.reduced()
+    squeeze(inner, Condensed.of(search.problem).contract(schedule))
+    few_exact_units(inner)
 
 
 def _adopt(inner: Search, search: Search) -> None:

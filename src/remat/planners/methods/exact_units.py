@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Final
 
 from remat.core.simulator import simulate
@@ -97,7 +98,7 @@ class Rounds:
     def __init__(self, search: Search) -> None:
         assert search.best is not None, "nothing is known that fits"
         self._search = search
-        self._choice = _Choice(search.problem)
+        self._choice = UnitChoice(search.problem)
         self._now = Occupancy(search.problem, search.best)
         self._budget_bytes, self._time_s = search.budget_bytes, search.best_time_s
         self._number = 0
@@ -136,20 +137,24 @@ class Rounds:
         self._now, self._time_s = Occupancy(problem, bare, timeline), timeline.time_s
 
 
-class _Choice:
-    """Draws the units of a round."""
+class UnitChoice:
+    """Draws the units of a round.
+
+    Attributes:
+        units: of the step.
+    """
 
     def __init__(self, problem: Problem) -> None:
         self.units = units_of(problem)
         self._rng = random.Random(0)
         self._number = {unit.storage: number for number, unit in enumerate(self.units)}
-        self._near: list[list[int]] = [[] for _ in self.units]
+        self._neighbours: list[list[int]] = [[] for _ in self.units]
         for number, unit in enumerate(self.units):
             for s in unit.reads:
                 other = self._number.get(s)
                 if other is not None:
-                    self._near[number].append(other)
-                    self._near[other].append(number)
+                    self._neighbours[number].append(other)
+                    self._neighbours[other].append(number)
 
     def draw(self, now: Occupancy) -> list[Unit]:
         """Some units, in program order."""
@@ -158,9 +163,19 @@ class _Choice:
         return [self.units[number] for number in sorted(chosen)]
 
     def _near_a_place(self, now: Occupancy) -> list[int]:
-        rng = self._rng
         weights = (now.bytes / max(1, int(now.bytes.max()))) ** _HEAVY
-        place = rng.choices(range(len(now.runs)), weights.tolist())[0]
+        return self._near(now, self._rng.choices(range(len(now.runs)), weights.tolist())[0])
+
+    def one_of(self, places: Sequence[int]) -> int:
+        """One of some places."""
+        return self._rng.choice(places)
+
+    def near(self, now: Occupancy, place: int) -> list[Unit]:
+        """Some units that are in memory at a place, and others that read them or that they read, in program order."""
+        return [self.units[number] for number in sorted(self._near(now, place))]
+
+    def _near(self, now: Occupancy, place: int) -> list[int]:
+        rng = self._rng
         alive = list(dict.fromkeys(self._number[s] for s in now.alive_at(place) if s in self._number))
         rng.shuffle(alive)
         return self._grown(now, alive[: int(_UNITS * rng.choice(_PARTS))], _UNITS)
@@ -183,7 +198,7 @@ class _Choice:
     def _grown(self, now: Occupancy, chosen: list[int], most: int) -> list[int]:
         """The units, and others that they read or that read them, mostly such as run again."""
         rng = self._rng
-        front = [other for number in chosen for other in self._near[number]]
+        front = [other for number in chosen for other in self._neighbours[number]]
         seen = set(chosen)
         while front and len(seen) < most:
             number = front.pop(rng.randrange(len(front)))
@@ -191,5 +206,5 @@ class _Choice:
             if number in seen or (runs_once and rng.random() < _NOT_REPEATED):
                 continue
             seen.add(number)
-            front += self._near[number]
+            front += self._neighbours[number]
         return list(seen)

@@ -42,6 +42,25 @@ def replanned(now: Occupancy, units: Sequence[Unit], budget_bytes: int) -> list[
     return programme.runs(values)
 
 
+def confined(now: Occupancy, units: Sequence[Unit], budget_bytes: int, stretch: slice) -> list[int] | None:
+    """The same for a schedule that is over the budget: the cheapest runs that bring a stretch of it within.
+
+    Elsewhere it may stay as far over the budget as it is, and it may cost more.
+
+    Args:
+        now: the schedule.
+        units: as above.
+        budget_bytes: of the stretch.
+        stretch: of places.
+
+    Returns:
+        None where these units cannot.
+    """
+    programme = _Programme(now, units, budget_bytes, stretch)
+    values = programme.values()
+    return programme.runs(values) if math.isfinite(values[0][0]) else None
+
+
 @dataclass(frozen=True)
 class _Point:
     """A part of a schedule, before which units may run again: one run that matters, or some that do not.
@@ -81,7 +100,7 @@ def _closed(values: FloatArray, room: FloatArray, views: Sequence[tuple[FloatArr
 class _Programme:
     """The programme. A state is a number with a bit for each unit: whether its storage is there."""
 
-    def __init__(self, now: Occupancy, units: Sequence[Unit], budget_bytes: int) -> None:
+    def __init__(self, now: Occupancy, units: Sequence[Unit], budget_bytes: int, stretch: slice | None = None) -> None:
         self._now = now
         self._units = units
         self._budget = budget_bytes
@@ -90,6 +109,8 @@ class _Programme:
         op_time_s = now.problem.op_time_s
         self.removed_s = math.fsum(op_time_s[now.runs[place]] for place in self._removed)
         self._count_others()
+        if stretch is not None:
+            self._forgive_all_but(stretch)
         count = len(units)
         self._states = np.arange(1 << count)
         self._bytes: IntArray = np.zeros(1 << count, dtype=np.int64)
@@ -129,6 +150,13 @@ class _Programme:
             if source >= 0 and (source in gone or now.birth[target] in self._removed):
                 self._held[now.birth[target]] += min(size[now.storage[target]], size[now.storage[source]])
         self._gone = gone
+
+    def _forgive_all_but(self, stretch: slice) -> None:
+        """What the schedule takes beyond the budget elsewhere does not count."""
+        for others, own in ((self._held, self._now.bytes), (self._idle, self._now.idle_bytes)):
+            over = np.maximum(0, own - self._budget)
+            over[stretch] = 0
+            others -= over
 
     def _all_points(self) -> list[_Point]:
         now, problem = self._now, self._now.problem

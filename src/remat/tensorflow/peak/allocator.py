@@ -12,17 +12,18 @@ measurements.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
 import tensorflow as tf
 
 from remat.core.graph import Graph
+from remat.core.simulator import simulate
 from remat.fit.peaks import PeakRange
 from remat.running.best_fit_heap import Heap
 from remat.tensorflow.peak.blocks import BlockEvent, StepBlocks
-from remat.tensorflow.peak.executor import one_by_one, side_by_side
+from remat.tensorflow.peak.executor import Run, one_by_one, side_by_side
 from remat.tensorflow.peak.spans import span_starts
 from remat.tensorflow.trace.cpu_scratch import NOT_IN_ONEDNN
 
@@ -133,6 +134,33 @@ class AllocatorModel:
         pinned_bytes = sum(pinned.values())
         return PeakRange(pinned_bytes + added[len(added) // 2], pinned_bytes + added[-1])
 
+    def over_at(self, graph: Graph, schedule: Sequence[int], target_bytes: int) -> dict[int, int]:
+        """The operations during which a run of a schedule has more in use than a target, where holes are known.
+
+        Args:
+            graph: the step.
+            schedule: op indices.
+            target_bytes: what the highest peak may be.
+
+        Returns:
+            For each, the most bytes beyond the schedule's own at its runs that make it so: what the heap loses, and
+            what other operations of its span hold.
+        """
+        pinned = self._pinned_bytes(graph)
+        blocks = StepBlocks.of(graph, schedule)
+        own = simulate(graph, schedule).bytes
+        heap = self._sounded_heap(pinned)
+        before = heap.in_use_bytes - sum(pinned.values())
+        found: dict[int, int] = {}
+        for run in side_by_side(graph, schedule, span_starts(graph, schedule), self.threads, range(_SOUNDED_RUNS)):
+            clock = _Clock(run)
+            step = self._replayable(blocks.events(clock), clock)
+            for place, in_use in zip(step.places, step.in_use_on(heap), strict=True):
+                if in_use - before > target_bytes:
+                    added = in_use - before - own[place]
+                    found[schedule[place]] = max(found.get(schedule[place], 0), added)
+        return found
+
     def _sounded_heap(self, pinned: Mapping[int, int]) -> Heap:
         """Where pinned inputs lie is not known: each is a chunk by itself."""
         heap = Heap.with_holes(self.holes or ())
@@ -203,17 +231,25 @@ class AllocatorModel:
     def _is_on_heap(self, event: BlockEvent) -> bool:
         return bool(event.size_bytes) and event.size_bytes >= self.min_counted_bytes
 
-    def _replayable(self, events: Iterable[BlockEvent]) -> _Step:
-        """The events of a step, of which many heaps are to see those that are theirs."""
+    def _replayable(self, events: Iterable[BlockEvent], clock: _Clock | None = None) -> _Step:
+        """The events of a step, of which many heaps are to see those that are theirs.
+
+        Args:
+            events: of all blocks.
+            clock: what the events are made from, where their places are wanted.
+        """
         beside = most_beside = 0
         held_beside: dict[int, int] = {}
         on_heap: list[BlockEvent] = []
         most: list[int] = []
+        places: list[int] = []
         for event in events:
             if self._is_on_heap(event) or (not event.size_bytes and event.block not in held_beside):
                 on_heap.append(event)
                 most.append(most_beside)
                 most_beside = beside
+                if clock is not None:
+                    places.append(clock.place)
             elif event.size_bytes:
                 held_beside[event.block] = event.size_bytes * event.pieces
                 beside += held_beside[event.block]
@@ -221,7 +257,20 @@ class AllocatorModel:
                 beside -= held_beside.pop(event.block)
             most_beside = max(most_beside, beside)
         most.append(most_beside)
-        return _Step(on_heap, most[1:], most[0])
+        return _Step(on_heap, most[1:], most[0], places)
+
+
+class _Clock:
+    """The events of a run, one after the other, and the position in the schedule of the last one."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self.place = 0
+
+    def __iter__(self) -> Iterator[int]:
+        for event in self._run:
+            self.place = event if event >= 0 else ~event
+            yield event
 
 
 @dataclass(frozen=True)
@@ -232,15 +281,21 @@ class _Step:
         events: of blocks on the heap.
         most_beside: behind each event, the most bytes beside the heap up to the next one.
         most_before: the same before the first event.
+        places: for each event, the position in the schedule of the operation that makes it; empty where not asked for.
     """
 
     events: Sequence[BlockEvent]
     most_beside: Sequence[int]
     most_before: int
+    places: Sequence[int]
 
     def peak_on(self, heap: Heap) -> int:
         """The most that is in use while the step runs, on the heap and beside it. The heap is left as it is behind."""
-        peak = heap.in_use_bytes + self.most_before
+        before = heap.in_use_bytes + self.most_before
+        return max(before, max(self.in_use_on(heap), default=before))
+
+    def in_use_on(self, heap: Heap) -> Iterator[int]:
+        """Behind each event, what is in use up to the next one, on the heap and beside it."""
         held: dict[int, list[int]] = {}
         for event, beside in zip(self.events, self.most_beside, strict=True):
             if event.pieces == 1:
@@ -253,9 +308,7 @@ class _Step:
                     addresses = [heap.move_input(event.moves_to, addresses[0])]
                 for address in addresses:
                     heap.free(address)
-            if heap.in_use_bytes + beside > peak:
-                peak = heap.in_use_bytes + beside
-        return peak
+            yield heap.in_use_bytes + beside
 
 
 def _added(heap: Heap, steps: Iterable[_Step]) -> list[int]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final, NamedTuple
 
 from remat.core.graph import Graph, Tensor
 from remat.core.simulator import storage_lifetimes
-from remat.tensorflow.peak.executor import Run
 
 _MOVES: Final = "AssignVariableOp"
 """The operation whose variable takes over the block of what it is assigned; others write into the variable's own."""
@@ -98,8 +97,8 @@ class StepBlocks:
         """By storage, the event of its blocks being given back."""
         return [BlockEvent(number) for number in range(len(self.sizes))]
 
-    def events(self, run: Run) -> Iterator[BlockEvent]:
-        """Blocks coming and going, in the order of a run.
+    def events(self, run: Iterable[int]) -> Iterator[BlockEvent]:
+        """Blocks coming and going, in the order of a run (:data:`remat.tensorflow.peak.executor.Run`).
 
         What an operation makes and works with comes as it begins, and goes as the last operation that reads it ends.
         What it may write in place takes over its input's block, unless another operation is still to read that.

@@ -18,7 +18,7 @@ from remat.fit.peaks import PeakRange
 from remat.fit.request import Request
 from remat.fit.variants import Variants, beside, cheapest_plan
 from remat.planning.find import find
-from remat.planning.improve import improved
+from remat.planning.improve import improved, squeezed
 from remat.running.step_time import step_time_s
 from remat.tensorflow import _private
 from remat.tensorflow.emit.emit import emit
@@ -119,12 +119,19 @@ class FunctionCandidate(Candidate):
         """A cheaper plan within a budget of the trace, near the one that the rounds have found."""
         if not _is_quick(request):
             return None
-        variant = self.variant_of(plan)
-        better = improved(variant.graph_to_plan, plan, budget_bytes)
-        if better is None:
+        graph = self.variant_of(plan).graph_to_plan
+        return self._of_variant(plan, improved(graph, plan, budget_bytes, self._room(plan, budget_bytes)))
+
+    def _room(self, plan: Plan, budget_bytes: int) -> dict[int, int]:
+        """By operation, bytes of a budget of the trace that have to stay free beside it, as far as that is known."""
+        return {}
+
+    def _of_variant(self, plan: Plan, changed: Plan | None) -> Plan | None:
+        """What was made of a plan, for the variant that the plan is for."""
+        if changed is None:
             return None
-        better = dataclasses.replace(better, fingerprint=plan.fingerprint)
-        return better if variant.graph is self.graph else beside(better, self.graph.time_s)
+        changed = dataclasses.replace(changed, fingerprint=plan.fingerprint)
+        return changed if plan.fingerprint == self.graph.fingerprint else beside(changed, self.graph.time_s)
 
     def smallest_budget(self, peak_bytes: int) -> int:
         """The budget that has to be asked for so that a real peak fits, with what varies from trace to trace."""
@@ -140,12 +147,15 @@ class ExecutedFunction(FunctionCandidate):
         resident_bytes: device memory in use that the function does not know of.
     """
 
-    rounds = Rounds(6, 4, close_enough=_CLOSE, between=6)
+    rounds = Rounds(6, 4, close_enough=_CLOSE, between=6, squeezes=3)
     polishes = 2
 
     def __init__(self, variants: Variants[Variant], allocator: AllocatorModel, resident_bytes: int) -> None:
         super().__init__(variants[0].step, allocator, resident_bytes)
         self._variants = variants
+        # By the fingerprint of a variant and the operation: bytes beyond a schedule's own that it was over a target by.
+        self._added: dict[str, dict[int, int]] = {}
+        self._target_bytes = 0
 
     def find(self, budget_bytes: int, request: Request) -> Plan:
         """The cheapest plan over the variants, found with little work."""
@@ -180,9 +190,28 @@ class ExecutedFunction(FunctionCandidate):
         """The peak of the function under a plan."""
         return self._allocator.peak_range(self.graph_of(plan), plan.schedule)
 
+    def squeezed(self, plan: Plan, target_bytes: int, request: Request) -> Plan | None:
+        """A plan that leaves room where runs of another one are over the target, near that one."""
+        if not _is_quick(request) or self._allocator.holes is None:
+            return None
+        graph = self.variant_of(plan).graph_to_plan
+        added = self._added.setdefault(plan.fingerprint, {})
+        for op, bytes_ in self._allocator.over_at(graph, plan.schedule, target_bytes).items():
+            added[op] = max(added.get(op, 0), bytes_)
+        self._target_bytes = target_bytes
+        budget_bytes = simulate(graph, plan.schedule).peak_bytes
+        return self._of_variant(plan, squeezed(graph, plan, budget_bytes, self._room(plan, budget_bytes)))
+
+    def _room(self, plan: Plan, budget_bytes: int) -> dict[int, int]:
+        """By operation, what it leaves of a budget of the trace so that no run that was seen is over the target."""
+        lacking = self._added.get(plan.fingerprint, {})
+        room = {op: budget_bytes + bytes_ - self._target_bytes for op, bytes_ in lacking.items()}
+        return {op: bytes_ for op, bytes_ in room.items() if bytes_ > 0}
+
     def looks_around(self, budget_bytes: int | None) -> bool:
         """Look which holes the heap has now; without that, plans are for heaps with any past."""
         before, holes = self._allocator.holes, None
+        self._added.clear()
         if budget_bytes is not None:
             device = current_device()
             holes = free_chunks(device, int(budget_bytes / (1 + self.reserve)) - device.in_use_bytes)
