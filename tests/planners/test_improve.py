@@ -92,6 +92,16 @@ def test_room_is_left_beside_ops_that_need_it() -> None:
     assert simulate(graph, plan.schedule) == before
 
 
+def test_room_that_a_plan_does_not_leave_is_not_asked_of_a_cheaper_one() -> None:
+    graph = residual_blocks(6)
+    quick = find(graph, "45%", "sqrt_n")
+    everywhere = dict.fromkeys(range(len(graph.ops)), quick.budget_bytes)
+    with_room, without = (improved(graph, quick, quick.budget_bytes, room) for room in (everywhere, {}))
+    assert with_room is not None
+    assert without is not None
+    assert with_room.schedule == without.schedule
+
+
 def test_what_cannot_be_reached_by_small_changes_is_not_found() -> None:
     graph = load_graph(U_NET)
     plan = find(graph, "45%", thorough=False)

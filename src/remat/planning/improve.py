@@ -27,7 +27,8 @@ def improved(graph: Graph, plan: Plan, budget_bytes: int, beside: Mapping[int, i
         graph: the training step.
         plan: for it.
         budget_bytes: peak device bytes of the step, everything counted; where the plan itself takes more, its own peak.
-        beside: by op, bytes of the budget that are to stay free while it runs.
+        beside: by op, bytes of the budget that are to stay free while it runs. Nothing does where the plan itself
+            leaves less.
 
     Returns:
         None where nothing cheaper is found.
@@ -35,6 +36,8 @@ def improved(graph: Graph, plan: Plan, budget_bytes: int, beside: Mapping[int, i
     started = time.perf_counter() - plan.plan_seconds
     search = Search(Problem.of(_with_room(graph, beside)), budget_bytes)
     own_bytes = search.offer(plan.schedule)
+    if search.best is None and beside:
+        return improved(graph, plan, budget_bytes)
     if search.best is None:
         search.budget_bytes = own_bytes
         search.offer(plan.schedule)
