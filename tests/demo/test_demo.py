@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from remat import demo
 from remat.cli import app
 from remat.demo.results import TOLERANCE, Run, weight_difference
-from remat.demo.training import train
+from remat.demo.training import of_the_middle_ratio, train
 from remat.running.process import JobFailed
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -161,3 +161,9 @@ def test_an_unreadable_budget_ends_with_one_line_and_no_folder(tmp_path: Path) -
     assert result.exit_code == 2
     assert "0%" in result.stderr
     assert not (tmp_path / "x").exists()
+
+
+def test_a_machine_that_changes_its_speed_between_turns_changes_no_ratio() -> None:
+    """The medians over all turns would be .12 and .09, as one turn of three shows."""
+    turns = [(0.10, 0.09), (0.12, 0.11), (0.12, 0.09)]
+    assert of_the_middle_ratio(turns) == (0.10, 0.09)

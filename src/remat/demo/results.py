@@ -34,7 +34,7 @@ class RunResult:
         measured_peak_bytes: the largest peak of any training step, the first one included, by the device's counter.
         first_step_s: seconds of the first step, which traces, plans and compiles.
         step_time_s: median seconds of a step once training is over; for plain training, of all steps but the first.
-        plain_time_s: median seconds of plain steps that ran in turns with these, in the same process.
+        plain_time_s: median seconds of plain steps that ran in turn with these, in the same process.
         losses: one for each step.
         final_loss: mean over the last epoch.
         final_accuracy: of the last epoch, from 0 to 1.
