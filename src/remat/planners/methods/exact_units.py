@@ -13,7 +13,7 @@ from remat.planners.replay.units import Occupancy, Unit, units_of
 from remat.planners.search import Search
 from remat.planners.view.problem import Problem
 
-_MOST_OPS: Final = 5000
+MOST_OPS: Final = 5000
 """A judgement: a reduced BERT-large has 4,366 ops, and a round takes 15 ms there, 4 on steps of 500 to 1,000."""
 _ROUNDS: Final = 900
 _ROUNDS_IN_VAIN: Final = 450
@@ -52,7 +52,7 @@ def few_exact_units(search: Search) -> Rounds | None:
     Returns:
         What ``exact_units`` may go on with.
     """
-    if search.best is None or search.problem.count > _MOST_OPS:
+    if search.best is None or search.problem.count > MOST_OPS:
         return None
     rounds = Rounds(search)
     rounds.run(_FEW_ROUNDS, _FEW_IN_VAIN)
@@ -65,7 +65,7 @@ def more_exact_units(search: Search) -> None:
     On plans of searches that are not thorough, for 83 budgets of twenty steps, they won .42 points in the mean in .8 s,
     the first few .20 in .3, all rounds .59 in 3, and a thorough search of its own that a clock ended after 4 s .44.
     """
-    if search.best is not None and search.problem.count <= _MOST_OPS:
+    if search.best is not None and search.problem.count <= MOST_OPS:
         Rounds(search).run(_MORE_ROUNDS, _MORE_IN_VAIN)
 
 
@@ -82,7 +82,7 @@ def exact_units(search: Search, begun: Rounds | None = None) -> None:
         search: what is offered to.
         begun: the first rounds, which this goes on with where nothing cheaper was found since.
     """
-    if search.best is None or search.problem.count > _MOST_OPS:
+    if search.best is None or search.problem.count > MOST_OPS:
         return
     rounds = begun if begun is not None and begun.left_s == search.best_time_s else Rounds(search)
     rounds.run(_ROUNDS, _ROUNDS_IN_VAIN)

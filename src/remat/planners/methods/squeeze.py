@@ -7,14 +7,12 @@ from typing import Final
 
 import numpy as np
 
-from remat.planners.methods.exact_units import UnitChoice
+from remat.planners.methods.exact_units import MOST_OPS, UnitChoice
 from remat.planners.replay.improve import without_idle_runs
 from remat.planners.replay.replan import confined
 from remat.planners.replay.units import Occupancy
 from remat.planners.search import Search
 
-_MOST_OPS: Final = 5000
-"""As for exact units."""
 _TRIES: Final = 200
 _TRIES_IN_VAIN: Final = 40
 """Draws at most, and how many in a row may bring nothing. Of 72 budgets of six steps, each 3 % below the one before,
@@ -36,7 +34,7 @@ def squeeze(search: Search, runs: Sequence[int]) -> None:
         runs: the schedule.
     """
     problem, budget_bytes = search.problem, search.budget_bytes
-    if problem.count > _MOST_OPS:
+    if problem.count > MOST_OPS:
         return
     choice = UnitChoice(problem)
     now = Occupancy(problem, runs)

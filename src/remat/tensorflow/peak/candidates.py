@@ -153,9 +153,9 @@ class ExecutedFunction(FunctionCandidate):
     def __init__(self, variants: Variants[Variant], allocator: AllocatorModel, resident_bytes: int) -> None:
         super().__init__(variants[0].step, allocator, resident_bytes)
         self._variants = variants
-        # By the fingerprint of a variant and the operation: bytes beyond a schedule's own that it was over a target by.
-        self._added: dict[str, dict[int, int]] = {}
-        self._target_bytes = 0
+        # By the fingerprint of a variant and the operation: the most bytes of a schedule's own at its runs, so that no
+        # run that was seen is over the target.
+        self._most: dict[str, dict[int, int]] = {}
 
     def find(self, budget_bytes: int, request: Request) -> Plan:
         """The cheapest plan over the variants, found with little work."""
@@ -195,23 +195,21 @@ class ExecutedFunction(FunctionCandidate):
         if not _is_quick(request) or self._allocator.holes is None:
             return None
         graph = self.variant_of(plan).graph_to_plan
-        added = self._added.setdefault(plan.fingerprint, {})
-        for op, bytes_ in self._allocator.over_at(graph, plan.schedule, target_bytes).items():
-            added[op] = max(added.get(op, 0), bytes_)
-        self._target_bytes = target_bytes
+        most = self._most.setdefault(plan.fingerprint, {})
+        for op, added_bytes in self._allocator.over_at(graph, plan.schedule, target_bytes).items():
+            most[op] = min(most.get(op, target_bytes), target_bytes - added_bytes)
         budget_bytes = simulate(graph, plan.schedule).peak_bytes
         return self._of_variant(plan, squeezed(graph, plan, budget_bytes, self._room(plan, budget_bytes)))
 
     def _room(self, plan: Plan, budget_bytes: int) -> dict[int, int]:
         """By operation, what it leaves of a budget of the trace so that no run that was seen is over the target."""
-        lacking = self._added.get(plan.fingerprint, {})
-        room = {op: budget_bytes + bytes_ - self._target_bytes for op, bytes_ in lacking.items()}
-        return {op: bytes_ for op, bytes_ in room.items() if bytes_ > 0}
+        most = self._most.get(plan.fingerprint, {})
+        return {op: budget_bytes - bytes_ for op, bytes_ in most.items() if bytes_ < budget_bytes}
 
     def looks_around(self, budget_bytes: int | None) -> bool:
         """Look which holes the heap has now; without that, plans are for heaps with any past."""
         before, holes = self._allocator.holes, None
-        self._added.clear()
+        self._most.clear()
         if budget_bytes is not None:
             device = current_device()
             holes = free_chunks(device, int(budget_bytes / (1 + self.reserve)) - device.in_use_bytes)
