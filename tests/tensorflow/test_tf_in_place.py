@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 
+import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -127,3 +128,41 @@ def test_a_trace_counts_what_is_measured(name):
     predicted = (remat.simulate(graph, graph.plain_schedule).peak_bytes - graph.pinned_bytes) / SIZE_BYTES
     # A mask of truth values is a quarter of a tensor.
     assert predicted == pytest.approx(measured(TRACED[name], x), abs=0.3)
+
+
+def of_two_that_die(kind, names):
+    """A function that makes two tensors of these names one after the other, a result of both, and one more tensor."""
+
+    @tf.function(autograph=False)
+    def step(x):
+        first = tf.reverse(x, [0], name=names[0])
+        with tf.control_dependencies([first]):
+            second = tf.reverse(x, [1], name=names[1])
+        function = getattr(tf.raw_ops, kind)
+        result = function(inputs=[first, second]) if kind == "AddN" else function(x=first, y=second)
+        with tf.control_dependencies([result]):
+            return result, tf.reverse(x, [0, 1])
+
+    return step
+
+
+def addresses(step, x):
+    return [int(np.asarray(memoryview(tensor)).ctypes.data) for tensor in step(x)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "commutes"),
+    [("AddV2", True), ("Mul", True), ("SquaredDifference", True), ("AddN", True), ("Sub", False), ("Maximum", False)],
+)
+def test_of_two_that_die_the_first_is_taken_over_by_name_where_the_operation_commutes(kind, commutes):
+    """What is made next lies where the other one did."""
+    x = whole("Sin")
+    steps = [of_two_that_die(kind, names) for names in (("a", "b"), ("b", "a"))]
+    for step in steps:
+        addresses(step, x)  # Until a heap has as much as both need, a run finds other holes than the next one.
+    result, after = addresses(steps[0], x)
+    assert addresses(steps[1], x) == ([after, result] if commutes else [result, after])
+
+    for step, first in zip(steps, (0, 1 if commutes else 0), strict=True):
+        operation = next(op for op in step.get_concrete_function(x).graph.get_operations() if op.type == kind)
+        assert op_facts.in_place(operation)[0][0] == first

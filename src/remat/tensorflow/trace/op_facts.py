@@ -212,10 +212,15 @@ BROKEN_BY_CONTROL_INPUTS = frozenset({"Pow"})
 
 
 def in_place(op: tf.Operation) -> tuple[tuple[int, ...], int]:
-    """Numbers of the inputs whose buffer an output may take over, in the kernel's order, and of that output."""
-    if op.type == "AddN":
-        return tuple(range(len(op.inputs))), 0
-    return _IN_PLACE.get(op.type, ((), 0))
+    """Numbers of the inputs whose buffer an output may take over, in the kernel's order, and of that output.
+
+    A kernel takes its first input's where it may. The graph optimizer sorts the inputs of operations that commute by
+    their names before it looks for common subexpressions.
+    """
+    inputs, output = (tuple(range(len(op.inputs))), 0) if op.type == "AddN" else _IN_PLACE.get(op.type, ((), 0))
+    if op.op_def.is_commutative:
+        inputs = tuple(sorted(inputs, key=lambda number: op.inputs[number].name.removesuffix(":0")))
+    return inputs, output
 
 
 Shape = tuple[int, ...] | None
