@@ -13,8 +13,8 @@ def sees_only(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
 
     own = AllocatorModel.peak_range
 
-    def too_low(self, graph, schedule):
-        found = own(self, graph, schedule)
+    def too_low(self, graph, schedule, *how):
+        found = own(self, graph, schedule, *how)
         return dataclasses.replace(
             found, expected_bytes=int(share * found.expected_bytes), highest_bytes=int(share * found.highest_bytes)
         )

@@ -127,6 +127,7 @@ COUNTED = {
     "test_tf_in_place.py": ("",),
     "test_tf_loops.py": ("is_counted_and_exact",),
     "test_tf_models.py": ("",),
+    "test_tf_one_by_one.py": ("",),
     "test_tf_recompute_memory.py": ("",),
     "test_tf_xla.py": ("keeps_its_budget", "what_a_call_allocates"),
 }

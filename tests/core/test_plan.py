@@ -76,6 +76,7 @@ def test_everything_in_a_plan(use: Use, bound: Callable[[float], None]) -> None:
         "traced_budget_bytes": None,
         "split": None,
         "update": None,
+        "one_by_one": False,
         "mode": None,
         "expected_time_s": None,
         "baseline_expected_time_s": None,

@@ -258,6 +258,33 @@ def test_on_a_heap_that_is_known_the_highest_peak_is_that_of_the_worst_order():
     assert highest(1, 2, 0, 3) == 12 * MIB + 3 * MIB // 2 + 256, "the smallest comes last"
 
 
+def test_one_by_one_the_peak_is_that_of_the_schedule_and_of_every_step_alike():
+    tensors = (Tensor(3 * MIB), Tensor(4 * MIB), Tensor(5 * MIB), Tensor(256))
+    ops = (*(Op(outputs=(tensor,)) for tensor in range(3)), Op(inputs=(0, 1, 2), outputs=(3,)))
+    graph = Graph(ops, tensors, outputs=(3,), free_order=False)
+    known = dataclasses.replace(EVERYTHING, holes=(11 * MIB // 2,))
+
+    for schedule, lost in (((0, 1, 2, 3), 5 * MIB // 2), ((1, 0, 2, 3), 3 * MIB // 2), ((2, 0, 1, 3), MIB // 2)):
+        peak = known.peak_range(graph, schedule, in_one_order=True)
+        assert peak == PeakRange.exactly(12 * MIB + lost + 256)
+        assert peak.highest_bytes <= known.peak_range(graph, schedule).highest_bytes
+        assert known.over_at(graph, schedule, 12 * MIB, in_one_order=True).keys() == {schedule[2], 3}
+
+
+@pytest.mark.parametrize(
+    ("kind", "variable_bytes", "alike"),
+    [("AssignVariableOp", MIB, False), ("AssignVariableOp", 2 * MIB, True), ("AssignAddVariableOp", MIB, True)],
+)
+def test_steps_are_alike_where_no_variable_moves_on_a_heap_that_is_known(kind, variable_bytes, alike):
+    ops = (Op(outputs=(1,)), Op(inputs=(0, 1), kind=kind, recomputable=False))
+    graph = Graph(ops, (Tensor(variable_bytes), Tensor(MIB)), inputs=(0,))
+    known = dataclasses.replace(EVERYTHING, holes=())
+
+    assert known.steps_are_alike(graph) is alike
+    assert dataclasses.replace(known, min_counted_bytes=4 * MIB).steps_are_alike(graph), "small blocks go past the heap"
+    assert not EVERYTHING.steps_are_alike(graph)
+
+
 def test_the_operations_that_are_over_a_target_are_those_of_the_highest_peak():
     """In the hole of 5.5 MiB the first block loses 2.5, so that the last two have too much in use."""
     tensors = (Tensor(3 * MIB), Tensor(4 * MIB), Tensor(5 * MIB), Tensor(256))

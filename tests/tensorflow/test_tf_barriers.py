@@ -9,7 +9,7 @@ import pytest
 
 from remat import Graph, Op, Tensor, simulate
 from remat.core.simulator import storage_lifetimes
-from remat.tensorflow.peak.spans import share_alone, span_starts
+from remat.tensorflow.peak.spans import order_time_s, share_alone, span_starts
 from remat.testing import chain, random_graph, random_schedule
 
 RESERVE = 0.05
@@ -70,3 +70,32 @@ def test_what_runs_alone_on_two_cores():
     assert share_alone(graph, schedule, (0, 2)) == 1.0
     assert share_alone(graph, schedule, (0, 1, 2, 3)) == 1.0
     assert share_alone(graph, (), ()) == 0.0
+
+
+def side_by_side(*seconds):
+    """Operations that read nothing, and one that reads them all, far below the step's peak."""
+    count = len(seconds)
+    ops = (
+        *(Op(outputs=(number,), time_s=time_s) for number, time_s in enumerate(seconds)),
+        Op(inputs=tuple(range(count)), outputs=(count,)),
+        Op(inputs=(count,), outputs=(count + 1,)),
+    )
+    return Graph(ops, (*[Tensor(1)] * (count + 1), Tensor(1000)), (), (count + 1,), free_order=False)
+
+
+def test_what_order_takes_is_what_operations_lose_that_have_another_one_beside_them():
+    graph = side_by_side(1.0, 1.0)
+    schedule = graph.plain_schedule
+
+    assert order_time_s(graph, schedule, threads=2) == pytest.approx(2 * 20e-6)
+    assert order_time_s(graph, schedule, threads=5) == pytest.approx(4 * 2 * 20e-6)
+    assert order_time_s(graph, schedule, threads=1) == 0
+    short = side_by_side(10e-6, 10e-6)
+    assert order_time_s(short, short.plain_schedule, threads=2) == pytest.approx(2 * 0.3 * 10e-6)
+
+
+def test_order_takes_nothing_where_each_operation_waits_for_another_one_already():
+    graph = side_by_side(1.0)
+    assert order_time_s(graph, graph.plain_schedule, threads=2) == 0
+    uneven = side_by_side(1.0, 3.0)  # In 2 s of 4 the longer one is alone as it is.
+    assert order_time_s(uneven, uneven.plain_schedule, threads=2) == pytest.approx(2 * 20e-6 / 2)

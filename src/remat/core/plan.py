@@ -123,6 +123,8 @@ class Plan:
         split: the region that runs in slices, where there is one. The plan's graph is the one with the slices; the
             plain step that the figures are compared with is the one without.
         update: which updates run early, where this was asked for. The order of the plan's graph is the moved one.
+        one_by_one: does every op wait for the end of the one before it? A front end whose runtime runs several ops at a
+            time otherwise leaves them free where memory is not short.
         expected_time_s: seconds that a run of the step is expected to take, with what a front end knows beside its
             ops: which bytes are in caches, which pages the system has to hand out anew, or what calls take in Python.
             None where it knows nothing.
@@ -147,6 +149,7 @@ class Plan:
     mode: str | None = field(default=None, compare=False)
     split: Split | None = None
     update: Update | None = None
+    one_by_one: bool = False
     expected_time_s: float | None = field(default=None, compare=False)
     baseline_expected_time_s: float | None = field(default=None, compare=False)
 
@@ -211,9 +214,11 @@ class Plan:
         write_json(path, values)
 
     def to_json(self) -> dict[str, Any]:
-        """The plan as a JSON-ready dictionary in the ``remat.plan`` format; fields that are None are left out."""
+        """The plan as a JSON-ready dictionary in the ``remat.plan`` format; what is None or no is left out."""
         # Only the fields of Plan: a front end's plan carries more than the format has.
         values = {one.name: value for one in fields(Plan) if (value := getattr(self, one.name)) is not None}
+        if not self.one_by_one:
+            del values["one_by_one"]
         if self.split is not None:
             values["split"] = self.split.to_json()
         if self.update is not None:
@@ -240,6 +245,7 @@ class Plan:
                 f"  gap            {self.overhead - self.overhead_lower_bound:.2%} of a plain step at most",
                 *([] if split is None else [f"  split          {split.described(self.baseline_time_s)}"]),
                 *([] if self.update is None else [f"  update         {self.update.described()}"]),
+                *(["  order          every op waits for the end of the one before it"] if self.one_by_one else []),
                 f"  recomputed     {len(recomputed_ops(self.schedule))} of {ops} ops, in {self.recomputed} extra runs",
             )
         )
@@ -313,6 +319,7 @@ def _plan_from(reader: JsonReader) -> Plan:
         mode=reader.text("mode") if reader.has("mode") else None,
         split=_split_from(reader.nested("split")) if reader.has("split") else None,
         update=_update_from(reader.nested("update")) if reader.has("update") else None,
+        one_by_one=reader.flag("one_by_one", False),
         expected_time_s=_number_or_none(reader, "expected_time_s"),
         baseline_expected_time_s=_number_or_none(reader, "baseline_expected_time_s"),
     )

@@ -74,6 +74,16 @@ class Candidate(abc.ABC):
         """
         return None
 
+    def order_time_s(self, plan: Plan) -> float | None:
+        """Seconds that a run takes longer where every op waits for the end of the one before it.
+
+        None where a run cannot be held so, or where that does not lower its peak.
+
+        Args:
+            plan: whose run.
+        """
+        return None
+
     def find(self, budget_bytes: int, request: Request) -> Plan:
         """The planner's plan within a budget of the trace; nothing is proved about it.
 

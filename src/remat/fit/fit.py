@@ -107,6 +107,7 @@ def _searched(candidate: Candidate, request: Request, target_bytes: int) -> Plan
         # Elsewhere it was not compared with runs in this place.
         candidate.expected_time_s if candidate.is_compiled else None,
         lambda plan: candidate.squeezed(plan, target_bytes, request),
+        candidate.order_time_s,
     )
 
 

@@ -6,8 +6,10 @@ schedule, so each round plans with a budget, asks for the real peak of that plan
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -29,6 +31,8 @@ _CLOSE_ENOUGH: Final = 0.05  # Where Rounds does not say otherwise.
 # times the target: a compiler needs less than the tensors say at most by its fusions.
 _LITTLE_TIME: Final = 0.005
 _FAR_OVER: Final = 1.15
+# Where nothing failed, a plan is held one by one where that takes at most one part in so many of its extra time.
+_WORTH_HOLDING: Final = 4
 # The schedule with the fewest bytes of tensors is not always the one with the smallest real peak. Schedules with a
 # little more take less time, so they are tried in this order. Of the 18 models of JAX's zoo, asked for 14 shares from 1
 # to 1.8, one of these four has the smallest compiled peak; in a ResNet, a vision transformer and a U-Net that is 1.17,
@@ -56,6 +60,7 @@ class Rounds:
         between: how many more between budgets that failed, once a plan fits that is much dearer than what failed: an
             allocator adds more to one plan than to its neighbours.
         squeezes: how often a plan that failed by little, and is much cheaper than what fits, is then squeezed.
+        one_by_one: how many more budgets for plans whose ops are held one by one, once one of them is the cheapest.
     """
 
     first: int
@@ -66,6 +71,7 @@ class Rounds:
     close_enough: float = _CLOSE_ENOUGH
     between: int = 0
     squeezes: int = 0
+    one_by_one: int = 0
 
 
 def plan_within(
@@ -78,6 +84,7 @@ def plan_within(
     likely: Callable[[], Iterable[Plan]] = tuple,
     expected_s: Callable[[Plan], float | None] | None = None,
     squeezed: Callable[[Plan], Plan | None] = lambda plan: None,
+    order_time_s: Callable[[Plan], float | None] = lambda plan: None,
 ) -> Plan:
     """The cheapest plan found whose highest real peak is at most ``target_bytes``.
 
@@ -96,6 +103,8 @@ def plan_within(
         likely: the same, asked for as soon as a round fails: one that fits spares the search below it.
         expected_s: what a run of a plan is expected to take, memory's part included, or None; None for nobody to ask.
         squeezed: a plan that misses the target by little -> one that small changes make of it, or None.
+        order_time_s: seconds that a run of a plan takes longer with its ops held one by one, which may lower its peak,
+            or None.
 
     Returns:
         The plan, its ``peak_bytes`` being the real one that is expected.
@@ -103,7 +112,7 @@ def plan_within(
     Raises:
         InfeasibleBudget: no plan is even likely to fit; ``minimum_bytes`` is the smallest target that can be held.
     """
-    search = _Search(target_bytes, find, real_peak, rounds)
+    search = _Search(target_bytes, find, real_peak, rounds, order_time_s)
     tried = search.tried
     search.begin(max(1, first_guess_bytes), likely)
     found_none = not tried.fitting
@@ -120,10 +129,12 @@ def plan_within(
             smallest = search.try_the_smallest(error.minimum_bytes)
         if not tried.fitting:
             search.undercut(itertools.chain(likely(), suggestions(), _remembered(tried.all)), smallest)
+    search.hold_one_by_one(rounds.one_by_one)
     if tried.fitting:
         search.look_between()
         search.squeeze_near_misses(squeezed)
-    if fits := tried.fitting:
+        search.hold_one_by_one()
+    if fits := search.fitting:
         return fastest_of(fits, expected_s).with_real_peak()
     if likely_to_fit := [one for one in tried.all if one.peak.likely_bytes <= target_bytes]:
         best = smallest_of(likely_to_fit)
@@ -152,6 +163,7 @@ class _Search:
         find: planner's budget -> plan.
         real_peak: plan -> what the device will show.
         rounds: how many plans may be tried.
+        order_time_s: seconds that holding the ops of a plan one by one takes, or None.
     """
 
     def __init__(
@@ -160,8 +172,11 @@ class _Search:
         find: Callable[[int], Plan],
         real_peak: Callable[[Plan], PeakRange],
         rounds: Rounds,
+        order_time_s: Callable[[Plan], float | None],
     ) -> None:
         self.tried = TriedPlans(target_bytes, real_peak)
+        self._held = TriedPlans(target_bytes, real_peak)  # Those whose ops are held one by one.
+        self._order_time_s = order_time_s
         # The smallest plan is asked for several times, and so are budgets that have none.
         self.find = _asked_once(find)
         self._rounds = rounds
@@ -226,11 +241,51 @@ class _Search:
                 break
             self._try(self._next_guess())
 
+    @property
+    def fitting(self) -> list[TriedPlan]:
+        """The plans that fit, however they are run."""
+        return self.tried.fitting + self._held.fitting
+
+    def hold_one_by_one(self, budgets: int = 0) -> None:
+        """Try plans with their ops one by one, which lowers their peaks: those that failed, from the cheapest on.
+
+        Args:
+            budgets: how many more budgets of the planner are tried then, between what fits so and what does not.
+        """
+        for one in self.tried.failed_below(self._best_s()):
+            held = self._hold(one.guess_bytes, one.plan)
+            if held is None or held in self._held.fitting:
+                break
+        if budgets and not self._held.fitting:
+            self._hold_the_cheapest()
+        for _ in range(budgets):
+            if not self._held.fitting or not self._held.may_gain(_LITTLE_TIME):
+                break
+            guess_bytes = self._held.next_guess(1.0, by_share=False)
+            self._hold(guess_bytes, self.find(guess_bytes))
+
+    def _hold_the_cheapest(self) -> None:
+        """The cheapest plan that fits leaves room one by one, which may be worth more than it takes."""
+        for one in sorted(self.tried.fitting, key=lambda one: one.time_s)[:1]:
+            order_time_s = self._order_time_s(one.plan)
+            if order_time_s is not None and order_time_s * _WORTH_HOLDING <= one.plan.time_s - one.plan.baseline_time_s:
+                self._held.add(one.guess_bytes, dataclasses.replace(one.plan, one_by_one=True), order_time_s)
+
+    def _hold(self, guess_bytes: int, plan: Plan) -> TriedPlan | None:
+        """What a plan comes to with its ops one by one; None where that is not cheaper than what fits."""
+        order_time_s = self._order_time_s(plan)
+        if order_time_s is None or plan.time_s + order_time_s >= self._best_s():
+            return None
+        return self._held.add(guess_bytes, dataclasses.replace(plan, one_by_one=True), order_time_s)
+
+    def _best_s(self) -> float:
+        return min((one.time_s for one in self.fitting), default=math.inf)
+
     def look_between(self) -> None:
         """Try budgets in the middle of the widest gaps that are left above the cheapest plan that fits."""
         asked = [one.guess_bytes for one in self.tried.all]
         for _ in range(self._rounds.between):
-            gap = self.tried.widest_gap(asked)
+            gap = self.tried.widest_gap(asked, self._best_s())
             if gap is None:
                 break
             asked.append(sum(gap) // 2)
@@ -240,13 +295,19 @@ class _Search:
         """Try what small changes make of plans that failed by little, and are much cheaper than what fits."""
         seen: list[TriedPlan] = []
         for _ in range(self._rounds.squeezes):
-            near = self.tried.near_miss(seen)
+            near = self._near_miss(seen)
             if near is None:
                 break
             seen.append(near)
             plan = squeezed(near.plan)
-            if plan is not None:
+            if plan is not None and plan.one_by_one:
+                self._hold(max(near.guess_bytes, plan.peak_bytes), plan)
+            elif plan is not None:
                 self.tried.add(max(near.guess_bytes, plan.peak_bytes), plan)
+
+    def _near_miss(self, seen: Sequence[TriedPlan]) -> TriedPlan | None:
+        near = [tried.near_miss(seen, self._best_s()) for tried in (self.tried, self._held)]
+        return min((one for one in near if one is not None), key=lambda one: one.time_s, default=None)
 
     def undercut(self, plans: Iterable[Plan], smallest: list[TriedPlan]) -> None:
         """Where nothing fits, try what may need less than the smallest plans do: the error names the smallest budget.

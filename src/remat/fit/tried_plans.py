@@ -48,11 +48,18 @@ class TriedPlan:
         guess_bytes: the planner's budget that led to it.
         plan: as the planner made it.
         peak: its real peak.
+        order_time_s: seconds that a run takes beside those of its ops, to hold them one by one.
     """
 
     guess_bytes: int
     plan: Plan
     peak: PeakRange
+    order_time_s: float = 0.0
+
+    @property
+    def time_s(self) -> float:
+        """Predicted seconds of a run."""
+        return self.plan.time_s + self.order_time_s
 
     def is_of(self, plan: Plan) -> bool:
         """Is it what ``plan`` comes to? Variants of a step may share a schedule."""
@@ -90,12 +97,18 @@ class TriedPlans:
         """Was it tried?"""
         return any(one.is_of(plan) for one in self.all)
 
-    def add(self, guess_bytes: int, plan: Plan) -> TriedPlan:
-        """Ask for the real peak of a plan; of one that was tried it is known."""
+    def add(self, guess_bytes: int, plan: Plan, order_time_s: float = 0.0) -> TriedPlan:
+        """Ask for the real peak of a plan; of one that was tried it is known.
+
+        Args:
+            guess_bytes: the planner's budget that led to it.
+            plan: as it is to be run.
+            order_time_s: seconds that a run takes beside those of its ops.
+        """
         for one in self.all:
             if one.is_of(plan):
                 return one
-        self.all.append(TriedPlan(guess_bytes, plan, self._real_peak(plan)))
+        self.all.append(TriedPlan(guess_bytes, plan, self._real_peak(plan), order_time_s))
         return self.all[-1]
 
     def narrow(self, guess_bytes: int, plan: Plan) -> bool:
@@ -137,17 +150,23 @@ class TriedPlans:
             return best.overhead > least_gain
         return best.time_s - min(above, key=lambda one: one.guess_bytes).plan.time_s > least_gain * best.time_s
 
-    def widest_gap(self, asked: Sequence[int]) -> tuple[int, int] | None:
+    def failed_below(self, time_s: float) -> list[TriedPlan]:
+        """Plans that failed and take less time, the cheapest first."""
+        failed = [one for one in self.all if one.peak.highest_bytes > self.target_bytes and one.time_s < time_s]
+        return sorted(failed, key=lambda one: one.time_s)
+
+    def widest_gap(self, asked: Sequence[int], best_s: float) -> tuple[int, int] | None:
         """Two neighbours of the budgets that were asked for, between which much cheaper plans than those that fit lie.
 
         Args:
             asked: budgets of the planner; at least one plan fits.
+            best_s: what the cheapest plan takes that fits, however it is run.
 
         Returns:
             None where there are none, or the budgets lie close together.
         """
         best = min(self.fitting, key=lambda one: one.plan.time_s)
-        dearest_s = best.plan.time_s / (1 + _MUCH_DEARER)
+        dearest_s = best_s / (1 + _MUCH_DEARER)
         above = [one.guess_bytes for one in self.all if one.plan.time_s < dearest_s]
         ends = sorted(
             {best.guess_bytes, *(guess for guess in asked if best.guess_bytes < guess <= max(above, default=0))}
@@ -156,22 +175,16 @@ class TriedPlans:
         hopeful = [pair for pair in gaps if self._may_fit(sum(pair) // 2)]
         return max(hopeful, key=lambda pair: pair[1] - pair[0], default=None)
 
-    def near_miss(self, seen: Sequence[TriedPlan]) -> TriedPlan | None:
+    def near_miss(self, seen: Sequence[TriedPlan], best_s: float) -> TriedPlan | None:
         """The cheapest plan that failed by little, if it is much cheaper than those that fit.
 
         Args:
-            seen: those that are not to be named again; at least one plan fits.
+            seen: those that are not to be named again.
+            best_s: what the cheapest plan takes that fits, however it is run.
         """
-        dearest_s = min(one.plan.time_s for one in self.fitting) / (1 + _MUCH_DEARER)
         most_bytes = (1 + _NEAR_MISS) * self.target_bytes
-        near = [
-            one
-            for one in self.all
-            if self.target_bytes < one.peak.highest_bytes <= most_bytes
-            and one.plan.time_s < dearest_s
-            and one not in seen
-        ]
-        return min(near, key=lambda one: one.plan.time_s, default=None)
+        failed = self.failed_below(best_s / (1 + _MUCH_DEARER))
+        return next((one for one in failed if one.peak.highest_bytes <= most_bytes and one not in seen), None)
 
     def _may_fit(self, guess_bytes: int) -> bool:
         """May the real peak of a plan for this guess be within the target, by the line through what was tried?"""
@@ -238,7 +251,7 @@ def fastest_of(fits: Sequence[TriedPlan], expected_s: Callable[[Plan], float | N
         fits: at least one.
         expected_s: what a run of a plan is expected to take, or None; None for nobody to ask.
     """
-    cheapest = min(fits, key=lambda one: one.plan.time_s)
+    cheapest = min(fits, key=lambda one: one.time_s)
     if expected_s is None or len(fits) == 1:
         return cheapest
     seconds = [(expected_s(one.plan) or math.inf, one) for one in fits]

@@ -250,6 +250,11 @@ def update_input(op: tf.Operation, index: int, tensor: tf.Tensor) -> None:
     op._update_input(index, tensor)
 
 
+def is_awaited(operation: tf.Operation) -> bool:
+    """Does another operation wait for it without reading it?"""
+    return bool(operation._control_outputs)
+
+
 def add_control_inputs(op: tf.Operation, before: Sequence[tf.Operation]) -> None:
     """Make ``op`` run after all of ``before``."""
     op._add_control_inputs(list(before))

@@ -141,7 +141,7 @@ class _Emitter:
     def run(self) -> Rewritten:
         starts = frozenset(span_starts(self.graph, self.plan.schedule))
         for position, index in enumerate(self.plan.schedule):
-            if position in starts:
+            if self.plan.one_by_one or position in starts:
                 self._end_span()
             operation = self._copy(index) if self.runs[index] else self._rebind(index)
             if self._heavy(index):

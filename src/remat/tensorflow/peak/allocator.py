@@ -11,8 +11,9 @@ measurements.
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -22,7 +23,7 @@ from remat.core.graph import Graph
 from remat.core.simulator import simulate
 from remat.fit.peaks import PeakRange
 from remat.running.best_fit_heap import Heap
-from remat.tensorflow.peak.blocks import BlockEvent, StepBlocks
+from remat.tensorflow.peak.blocks import BlockEvent, StepBlocks, moved_variables
 from remat.tensorflow.peak.executor import Run, one_by_one, side_by_side
 from remat.tensorflow.peak.spans import span_starts
 from remat.tensorflow.trace.cpu_scratch import NOT_IN_ONEDNN
@@ -47,6 +48,12 @@ _STEPS_WITH_MOVES: Final = 8
 
 What is assigned stays where it was made, in a chunk that may be larger, so that a step finds other holes than the one
 before. With fewer, small budgets break (docs/tensorflow.md); with more, planning takes longer.
+"""
+
+_STEPS_ONE_BY_ONE: Final = 8
+"""Where the heap's holes are known: steps that are replayed there one after the other, all in the same order.
+
+A judgement: where that is asked for, most of them are as high as the first.
 """
 
 _ENDLESS_BYTES: Final = 1 << 50
@@ -91,12 +98,16 @@ class AllocatorModel:
         """Bytes that the statistics will show for a tensor of this size."""
         return size_bytes if size_bytes >= self.min_counted_bytes else 0
 
-    def peak_range(self, graph: Graph, schedule: Sequence[int]) -> PeakRange:
+    def peak_range(
+        self, graph: Graph, schedule: Sequence[int], in_one_order: bool = False, handed_in: Collection[int] = ()
+    ) -> PeakRange:
         """The largest sum of chunks in use while the step runs, over heaps with different histories.
 
         Args:
             graph: the step; its pinned inputs are allocated before it and stay.
             schedule: op indices.
+            in_one_order: does every operation wait for the end of the one before it?
+            handed_in: pinned inputs that are made anew for each step, by the tensors that own their storages.
 
         Returns:
             Pinned inputs at their own sizes, the rest as chunks. Expected is the middle of what heaps show whose pinned
@@ -105,7 +116,7 @@ class AllocatorModel:
             most of what runs of the schedule on all threads take there, one after the other.
         """
         if self.holes is not None:
-            return self._on_sounded_heap(graph, schedule)
+            return self._on_sounded_heap(graph, schedule, in_one_order, handed_in)
         return self._on_heaps_with_a_past(graph, schedule)
 
     def _on_heaps_with_a_past(self, graph: Graph, schedule: Sequence[int]) -> PeakRange:
@@ -124,51 +135,86 @@ class AllocatorModel:
         pinned_bytes = sum(pinned.values())
         return PeakRange(pinned_bytes + to_expect[_HEAPS_TO_EXPECT // 2], pinned_bytes + highest)
 
-    def _on_sounded_heap(self, graph: Graph, schedule: Sequence[int]) -> PeakRange:
+    def _on_sounded_heap(
+        self, graph: Graph, schedule: Sequence[int], in_one_order: bool, handed_in: Collection[int]
+    ) -> PeakRange:
         """On the heap as it is, over orders in which the executor may run the schedule."""
-        pinned = self._pinned_bytes(graph)
         blocks = StepBlocks.of(graph, schedule)
-        runs = side_by_side(graph, schedule, span_starts(graph, schedule), self.threads, range(_SOUNDED_RUNS))
-        steps = (self._replayable(blocks.events(run)) for run in runs)
-        added = _added(self._sounded_heap(pinned), steps)
-        pinned_bytes = sum(pinned.values())
+        added: list[int] = []
+        for heap, before, runs in self._on_sounded_heaps(graph, schedule, in_one_order, handed_in):
+            added += (self._replayable(blocks.events(run)).peak_on(heap) - before for run in runs)
+        added.sort()
+        pinned_bytes = sum(self._pinned_bytes(graph).values())
         return PeakRange(pinned_bytes + added[len(added) // 2], pinned_bytes + added[-1])
 
-    def over_at(self, graph: Graph, schedule: Sequence[int], target_bytes: int) -> dict[int, int]:
+    def _on_sounded_heaps(
+        self, graph: Graph, schedule: Sequence[int], in_one_order: bool, handed_in: Collection[int]
+    ) -> Iterator[tuple[Heap, int, Iterator[Run]]]:
+        """Heaps with the holes that are known, what pinned inputs take of each, and the runs to be replayed on it.
+
+        Where pinned inputs lie is not known. On one heap each is a chunk by itself. On another one those that are made
+        anew for each step take holes, as those of all steps but the first one may.
+        """
+        pinned = self._pinned_bytes(graph)
+        counted = {root: size for root, size in pinned.items() if self.counted(size)}
+        in_holes: list[set[int]] = [set()]
+        if anew := counted.keys() & set(handed_in):
+            in_holes.append(anew)
+        for number, roots in enumerate(in_holes):
+            heap = Heap.with_holes(self.holes or ())
+            heap.of_inputs.update((root, heap.allocate_alone(counted[root])) for root in counted if root not in roots)
+            heap.add_hole(_ENDLESS_BYTES)
+            before = heap.in_use_bytes + sum(counted[root] for root in roots)
+            heap.of_inputs.update((root, heap.allocate(counted[root])) for root in counted if root in roots)
+            if in_one_order:
+                runs: Iterator[Run] = itertools.repeat(one_by_one(schedule), _STEPS_ONE_BY_ONE)
+            else:
+                seeds = range(number, _SOUNDED_RUNS, len(in_holes))
+                runs = side_by_side(graph, schedule, span_starts(graph, schedule), self.threads, seeds)
+            yield heap, before, runs
+
+    def steps_are_alike(self, graph: Graph) -> bool:
+        """Does a step whose operations run in one order take as much each time?
+
+        Where the heap's holes are known, and no variable moves on it: a step leaves the holes then that it found.
+        """
+        moved = (graph.tensors[variable].size_bytes for variable in moved_variables(graph))
+        return self.holes is not None and not any(map(self.counted, moved))
+
+    def over_at(
+        self,
+        graph: Graph,
+        schedule: Sequence[int],
+        target_bytes: int,
+        in_one_order: bool = False,
+        handed_in: Collection[int] = (),
+    ) -> dict[int, int]:
         """The operations during which a run of a schedule has more in use than a target, where holes are known.
 
         Args:
             graph: the step.
             schedule: op indices.
             target_bytes: what the highest peak may be.
+            in_one_order: does every operation wait for the end of the one before it?
+            handed_in: as for ``peak_range``.
 
         Returns:
             For each, the most bytes beyond the schedule's own at its runs that make it so: what the heap loses, and
             what other operations of its span hold.
         """
-        pinned = self._pinned_bytes(graph)
         blocks = StepBlocks.of(graph, schedule)
         own = simulate(graph, schedule).bytes
-        heap = self._sounded_heap(pinned)
-        before = heap.in_use_bytes - sum(pinned.values())
+        pinned_bytes = sum(self._pinned_bytes(graph).values())
         found: dict[int, int] = {}
-        for run in side_by_side(graph, schedule, span_starts(graph, schedule), self.threads, range(_SOUNDED_RUNS)):
-            clock = _Clock(run)
-            step = self._replayable(blocks.events(clock), clock)
-            for place, in_use in zip(step.places, step.in_use_on(heap), strict=True):
-                if in_use - before > target_bytes:
-                    added = in_use - before - own[place]
-                    found[schedule[place]] = max(found.get(schedule[place], 0), added)
+        for heap, before, runs in self._on_sounded_heaps(graph, schedule, in_one_order, handed_in):
+            for run in runs:
+                clock = _Clock(run)
+                step = self._replayable(blocks.events(clock), clock)
+                for place, in_use in zip(step.places, step.in_use_on(heap), strict=True):
+                    bytes_ = pinned_bytes + in_use - before
+                    if bytes_ > target_bytes:
+                        found[schedule[place]] = max(found.get(schedule[place], 0), bytes_ - own[place])
         return found
-
-    def _sounded_heap(self, pinned: Mapping[int, int]) -> Heap:
-        """Where pinned inputs lie is not known: each is a chunk by itself."""
-        heap = Heap.with_holes(self.holes or ())
-        for root, size in pinned.items():
-            if self.counted(size):
-                heap.of_inputs[root] = heap.allocate_alone(size)
-        heap.add_hole(_ENDLESS_BYTES)
-        return heap
 
     def peak_on_a_new_heap(self, graph: Graph, schedule: Sequence[int], steps: int = 1) -> int:
         """As ``peak_range`` for some steps that are the first thing on the device."""

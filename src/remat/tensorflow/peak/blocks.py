@@ -140,6 +140,13 @@ class StepBlocks:
             yield BlockEvent(block, moves_to=becomes.get(number))
 
 
+def moved_variables(graph: Graph) -> Iterator[int]:
+    """The variables that take over the block of what they are assigned, by the tensors that own their storages."""
+    for index, op in enumerate(graph.ops):
+        if op.kind == _MOVES and (pair := _taken_over_by_variable(graph, index)):
+            yield pair[0]
+
+
 def _taken_over_by_variable(graph: Graph, assignment: int) -> tuple[int, int] | None:
     """The variable and what it is assigned, if it takes over the block; by the tensors that own the storages."""
     variable, value = (graph.roots[tensor] for tensor in graph.ops[assignment].inputs[:2])

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from remat.core.graph import Graph
 from remat.core.plan import Plan
+from remat.core.schedule import Schedule
 from remat.core.simulator import simulate
 from remat.fit.candidate import Candidate
 from remat.fit.loop import Rounds
@@ -24,10 +25,11 @@ from remat.tensorflow import _private
 from remat.tensorflow.emit.emit import emit
 from remat.tensorflow.loops.variants import Variant
 from remat.tensorflow.peak.allocator import AllocatorModel
+from remat.tensorflow.peak.carried_out import carried_out
 from remat.tensorflow.peak.compiled_memory import program_memory
 from remat.tensorflow.peak.device import current_device, profile_here
 from remat.tensorflow.peak.sounding import free_chunks
-from remat.tensorflow.peak.spans import share_alone, span_starts
+from remat.tensorflow.peak.spans import order_time_s, share_alone, span_starts
 from remat.tensorflow.trace.func_graph import FunctionToPlan, TracedStep
 from remat.tensorflow.trace.threads import executor_threads, kernel_threads
 
@@ -37,6 +39,12 @@ _UNSEEN: Final = 0.04
 Measured: of 21 plans with sixty steps each, the widest step took 7.6 % more than the highest peak in one, and 3.6 at
 most in the others; none went above its budget (docs/tensorflow.md). Too small, a step goes above its budget; too large,
 that share of the budget stays unused.
+"""
+
+_UNSEEN_IN_ANY_ORDER: Final = 0.025
+"""The same where the order in which operations run changes nothing, and every step takes what the first one takes.
+
+Tensors that are not held in order come to 2 % of a peak at most (``emit._LIGHT_TOGETHER``).
 """
 
 _LONGER_ALONE: Final = 0.18
@@ -130,7 +138,7 @@ class FunctionCandidate(Candidate):
         """What was made of a plan, for the variant that the plan is for."""
         if changed is None:
             return None
-        changed = dataclasses.replace(changed, fingerprint=plan.fingerprint)
+        changed = dataclasses.replace(changed, fingerprint=plan.fingerprint, one_by_one=plan.one_by_one)
         return changed if plan.fingerprint == self.graph.fingerprint else beside(changed, self.graph.time_s)
 
     def smallest_budget(self, peak_bytes: int) -> int:
@@ -147,15 +155,15 @@ class ExecutedFunction(FunctionCandidate):
         resident_bytes: device memory in use that the function does not know of.
     """
 
-    rounds = Rounds(6, 4, close_enough=_CLOSE, between=6, squeezes=3)
+    rounds = Rounds(6, 4, close_enough=_CLOSE, between=6, squeezes=3, one_by_one=2)
     polishes = 2
 
     def __init__(self, variants: Variants[Variant], allocator: AllocatorModel, resident_bytes: int) -> None:
         super().__init__(variants[0].step, allocator, resident_bytes)
         self._variants = variants
-        # By the fingerprint of a variant and the operation: the most bytes of a schedule's own at its runs, so that no
-        # run that was seen is over the target.
-        self._most: dict[str, dict[int, int]] = {}
+        # By the fingerprint of a variant, how it is run, and the operation: the most bytes of a schedule's own at its
+        # runs, so that no run that was seen is over the target.
+        self._most: dict[tuple[str, bool], dict[int, int]] = {}
 
     def find(self, budget_bytes: int, request: Request) -> Plan:
         """The cheapest plan over the variants, found with little work."""
@@ -188,22 +196,50 @@ class ExecutedFunction(FunctionCandidate):
 
     def real_peak(self, plan: Plan) -> PeakRange:
         """The peak of the function under a plan."""
-        return self._allocator.peak_range(self.graph_of(plan), plan.schedule)
+        peak = self._allocator.peak_range(self.graph_of(plan), self._runs(plan), plan.one_by_one, self._handed_in(plan))
+        if not self._allocator.steps_are_alike(self.graph_of(plan)):
+            return peak
+        # A target leaves the whole reserve of its budget, of which such a plan needs less.
+        spread = peak.highest_bytes / max(1, peak.expected_bytes) - 1
+        unseen = min(self.reserve, _UNSEEN_IN_ANY_ORDER + spread)
+        return dataclasses.replace(peak, highest_bytes=int(peak.highest_bytes * (1 + unseen) / (1 + self.reserve)))
+
+    def _handed_in(self, plan: Plan) -> frozenset[int]:
+        """What is no variable's: the batch, which lies elsewhere at each step."""
+        step = self.variant_of(plan).step
+        roots = {step.graph.roots[tensor] for tensor in step.graph.inputs}
+        return frozenset(root for root in roots if step.tensors[root].dtype != tf.resource)
+
+    def _runs(self, plan: Plan) -> Schedule:
+        return carried_out(self.variant_of(plan).step, plan.schedule)
+
+    def order_time_s(self, plan: Plan) -> float | None:
+        """Seconds that a run takes longer one by one, where all steps are alike then.
+
+        Kernels that are cut into fewer pieces than there are threads leave cores idle with none beside them.
+        """
+        graph = self.graph_of(plan)
+        if kernel_threads() < executor_threads() or not self._allocator.steps_are_alike(graph):
+            return None
+        return order_time_s(graph, self._runs(plan), executor_threads())
 
     def squeezed(self, plan: Plan, target_bytes: int, request: Request) -> Plan | None:
         """A plan that leaves room where runs of another one are over the target, near that one."""
         if not _is_quick(request) or self._allocator.holes is None:
             return None
         graph = self.variant_of(plan).graph_to_plan
-        most = self._most.setdefault(plan.fingerprint, {})
-        for op, added_bytes in self._allocator.over_at(graph, plan.schedule, target_bytes).items():
+        if plan.one_by_one:
+            target_bytes = int(target_bytes * (1 + self.reserve) / (1 + _UNSEEN_IN_ANY_ORDER))
+        most = self._most.setdefault((plan.fingerprint, plan.one_by_one), {})
+        over_at = self._allocator.over_at(graph, self._runs(plan), target_bytes, plan.one_by_one, self._handed_in(plan))
+        for op, added_bytes in over_at.items():
             most[op] = min(most.get(op, target_bytes), target_bytes - added_bytes)
         budget_bytes = simulate(graph, plan.schedule).peak_bytes
         return self._of_variant(plan, squeezed(graph, plan, budget_bytes, self._room(plan, budget_bytes)))
 
     def _room(self, plan: Plan, budget_bytes: int) -> dict[int, int]:
         """By operation, what it leaves of a budget of the trace so that no run that was seen is over the target."""
-        most = self._most.get(plan.fingerprint, {})
+        most = self._most.get((plan.fingerprint, plan.one_by_one), {})
         return {op: budget_bytes - bytes_ for op, bytes_ in most.items() if bytes_ < budget_bytes}
 
     def looks_around(self, budget_bytes: int | None) -> bool:
@@ -227,12 +263,15 @@ class ExecutedFunction(FunctionCandidate):
         if current_device().is_gpu:
             return None
         graph = self.graph if plan is None else self.graph_of(plan)
-        schedule = graph.plain_schedule if plan is None else plan.schedule
+        schedule = graph.plain_schedule if plan is None else self._runs(plan)
         time_s = step_time_s(graph, schedule, profile_here())
         if min(kernel_threads(), executor_threads()) == 1:
             return time_s
         starts = (0,) if schedule == graph.plain_schedule else span_starts(graph, schedule)
-        return time_s * (1 + _LONGER_ALONE * share_alone(graph, schedule, starts))
+        time_s *= 1 + _LONGER_ALONE * share_alone(graph, schedule, starts)
+        if plan is not None and plan.one_by_one:
+            time_s += order_time_s(graph, schedule, executor_threads())
+        return time_s
 
 
 class CompiledFunction(FunctionCandidate):

@@ -321,7 +321,7 @@ class _Tracer:
         if output.dtype == tf.variant:
             return self._list(op, number, output)
         alias_of = None
-        if op.type in op_facts.VIEWS and number == 0:
+        if number == 0 and self._is_view(op):
             alias_of = self.ids[op.inputs[0].name]
         elif op.type in op_facts.VIEW_LISTS or (op.type in LOOPS and self._loop(op).hands_through(number)):
             alias_of = self.ids[op.inputs[number].name]
@@ -354,6 +354,11 @@ class _Tracer:
                 stacklevel=2,
             )
 
+    def _is_view(self, op: tf.Operation) -> bool:
+        if not op.inputs or not op.outputs:
+            return False
+        return op_facts.is_view(op, self.sizes.shape(op.inputs[0]), self.sizes.shape(op.outputs[0]))
+
     def _in_place(self, op: tf.Operation, outputs: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
         if not outputs:
             return ()
@@ -370,7 +375,7 @@ class _Tracer:
 
     def _time_s(self, op: tf.Operation, outputs: tuple[int, ...]) -> float:
         if (
-            op.type in op_facts.VIEWS
+            self._is_view(op)
             or op.type in op_facts.VIEW_LISTS
             or op.type in op_facts.METADATA
             or op.type in op_facts.RESIDENT

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, Final
 
+import numpy as np
 import tensorflow as tf
 
 # Outputs share the first input's buffer: the kernels hand the buffer on and copy nothing.
@@ -31,6 +32,8 @@ VIEWS = frozenset(
 
 # As many outputs as inputs, each sharing its own input's buffer.
 VIEW_LISTS = frozenset({"IdentityN"})
+
+_REDUCTIONS = frozenset({"All", "Any", "Max", "Mean", "Min", "Prod", "Sum"})
 
 # Read only the shape of their input: they run as soon as it exists and hold nothing.
 METADATA = frozenset({"Rank", "Shape", "ShapeN", "Size"})
@@ -224,6 +227,49 @@ def in_place(op: tf.Operation) -> tuple[tuple[int, ...], int]:
 
 
 Shape = tuple[int, ...] | None
+
+
+def is_view(op: tf.Operation, source: Shape, result: Shape) -> bool:
+    """Does the first output share the first input's buffer?
+
+    Reductions that reduce nothing and transpositions that move nothing hand it on, too: the gradient of what was
+    broadcast over no axis, say, or of an einsum's permutation that is none.
+
+    Args:
+        op: the operation.
+        source: shape of its first input, None where unknown.
+        result: of its first output.
+    """
+    if op.type in VIEWS:
+        return True
+    if source is None or result is None:
+        return False
+    if op.type in _REDUCTIONS:
+        return math.prod(source) == math.prod(result) > 0
+    if op.type != "Transpose":
+        return False
+    permutation = _permutation(op.inputs[1])
+    if permutation is None:
+        return False
+    moved = [axis for axis in permutation if source[axis] != 1]
+    return moved == sorted(moved) or _is_read_by_products_as(op, permutation)
+
+
+def _is_read_by_products_as(op: tf.Operation, permutation: Sequence[int]) -> bool:
+    """Do only matrix products read it, with rows and columns exchanged? The graph optimizer has them read its input."""
+    last = len(permutation) - 1
+    exchanged = [*range(last - 1), last, last - 1]
+    readers = op.outputs[0].consumers()
+    return permutation == exchanged and bool(readers) and all(reader.type in MATRIX_PRODUCTS for reader in readers)
+
+
+def _permutation(tensor: tf.Tensor) -> list[int] | None:
+    """The axes that a transposition puts first, second and so on, if the trace knows them."""
+    inverse = tensor.op.type == "InvertPermutation"
+    axes = tf.get_static_value(tensor.op.inputs[0] if inverse else tensor)
+    if axes is None:
+        return None
+    return [int(axis) for axis in (np.argsort(axes) if inverse else axes)]
 
 
 MATRIX_PRODUCTS = frozenset({"MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3"})
