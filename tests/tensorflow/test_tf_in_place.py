@@ -117,6 +117,18 @@ TRACED = {
     "SelectV2 of a number": lambda dying, other: tf.where(other > 0.5, 0.0, dying),
     "SelectV2 by rows": lambda dying, other: tf.where(other[:, :1] > 0.5, dying, other),
     "not Cumsum": lambda dying, other: tf.cumsum(dying),
+    "Sum over no axis": lambda dying, other: tf.cumsum(tf.reduce_sum(other, tf.zeros([0], tf.int32))),
+    "Max over an axis of one": lambda dying, other: tf.cumsum(tf.reduce_max(tf.expand_dims(other, 0), 0)),
+    "not Sum of halves": lambda dying, other: tf.cumsum(tf.reduce_sum(tf.reshape(other, [2, SIDE // 2, SIDE]), 0)),
+    "Transpose of an axis of one": lambda dying, other: tf.cumsum(tf.transpose(tf.expand_dims(other, 0), [1, 0, 2])),
+    "Transpose back by its inverse": lambda dying, other: tf.cumsum(
+        tf.transpose(tf.expand_dims(other, 0), tf.math.invert_permutation(tf.constant([1, 0, 2])))
+    ),
+    "not Transpose": lambda dying, other: tf.cumsum(tf.transpose(other)),
+    "Transpose for a product": lambda dying, other: tf.matmul(tf.transpose(other), dying),
+    "not Transpose of three axes": lambda dying, other: tf.matmul(
+        tf.transpose(tf.reshape(other, [32, 32, SIDE]), [2, 1, 0]), tf.reshape(dying, [SIDE, 32, 32])
+    ),
 }
 
 
