@@ -12,6 +12,7 @@ measurements.
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -48,6 +49,14 @@ _STEPS_WITH_MOVES: Final = 8
 
 What is assigned stays where it was made, in a chunk that may be larger, so that a step finds other holes than the one
 before. With fewer, small budgets break (docs/tensorflow.md); with more, planning takes longer.
+"""
+
+_RUNS_OF_THE_TAIL: Final = 8
+_TIMES_AS_MANY: Final = 10
+"""The highest peak is that of so many times the runs that are replayed, by the mean excess of the highest ones.
+
+Far above their middle, peaks fall off by an exponential, whose mean tells what the most of more of them comes to
+(Pickands 1975). Measured on the residual blocks in 116 MiB: 64 runs at most 107.3 MiB, steps 109 to 120.
 """
 
 _STEPS_ONE_BY_ONE: Final = 8
@@ -145,7 +154,9 @@ class AllocatorModel:
             added += (self._replayable(blocks.events(run)).peak_on(heap) - before for run in runs)
         added.sort()
         pinned_bytes = sum(self._pinned_bytes(graph).values())
-        return PeakRange(pinned_bytes + added[len(added) // 2], pinned_bytes + added[-1])
+        tail = added[-_RUNS_OF_THE_TAIL:]
+        further = math.log(_TIMES_AS_MANY) * (sum(tail) / len(tail) - tail[0]) if not in_one_order else 0.0
+        return PeakRange(pinned_bytes + added[len(added) // 2], pinned_bytes + added[-1] + int(further))
 
     def _on_sounded_heaps(
         self, graph: Graph, schedule: Sequence[int], in_one_order: bool, handed_in: Collection[int]

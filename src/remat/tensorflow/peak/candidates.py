@@ -41,8 +41,8 @@ most in the others; none went above its budget (docs/tensorflow.md). Too small, 
 that share of the budget stays unused.
 """
 
-_UNSEEN_IN_ANY_ORDER: Final = 0.025
-"""The same where the order in which operations run changes nothing, and every step takes what the first one takes.
+_UNSEEN_OF_LIKE_STEPS: Final = 0.025
+"""The same where the heap's holes are known and no variable moves on it, so that steps differ in their order at most.
 
 Tensors that are not held in order come to 2 % of a peak at most (``emit._LIGHT_TOGETHER``).
 """
@@ -200,9 +200,8 @@ class ExecutedFunction(FunctionCandidate):
         if not self._allocator.steps_are_alike(self.graph_of(plan)):
             return peak
         # A target leaves the whole reserve of its budget, of which such a plan needs less.
-        spread = peak.highest_bytes / max(1, peak.expected_bytes) - 1
-        unseen = min(self.reserve, _UNSEEN_IN_ANY_ORDER + spread)
-        return dataclasses.replace(peak, highest_bytes=int(peak.highest_bytes * (1 + unseen) / (1 + self.reserve)))
+        unseen = (1 + _UNSEEN_OF_LIKE_STEPS) / (1 + self.reserve)
+        return dataclasses.replace(peak, highest_bytes=int(peak.highest_bytes * unseen))
 
     def _handed_in(self, plan: Plan) -> frozenset[int]:
         """What is no variable's: the batch, which lies elsewhere at each step."""
@@ -228,8 +227,8 @@ class ExecutedFunction(FunctionCandidate):
         if not _is_quick(request) or self._allocator.holes is None:
             return None
         graph = self.variant_of(plan).graph_to_plan
-        if plan.one_by_one:
-            target_bytes = int(target_bytes * (1 + self.reserve) / (1 + _UNSEEN_IN_ANY_ORDER))
+        if self._allocator.steps_are_alike(graph):
+            target_bytes = int(target_bytes * (1 + self.reserve) / (1 + _UNSEEN_OF_LIKE_STEPS))
         most = self._most.setdefault((plan.fingerprint, plan.one_by_one), {})
         over_at = self._allocator.over_at(graph, self._runs(plan), target_bytes, plan.one_by_one, self._handed_in(plan))
         for op, added_bytes in over_at.items():
