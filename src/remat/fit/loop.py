@@ -130,7 +130,7 @@ def plan_within(
         if not tried.fitting:
             search.undercut(itertools.chain(likely(), suggestions(), _remembered(tried.all)), smallest)
     search.hold_one_by_one(rounds.one_by_one)
-    if tried.fitting:
+    if search.fitting:
         search.look_between()
         search.squeeze_near_misses(squeezed)
         search.hold_one_by_one()
@@ -250,7 +250,8 @@ class _Search:
         """Try plans with their ops one by one, which lowers their peaks: those that failed, from the cheapest on.
 
         Args:
-            budgets: how many more budgets of the planner are tried then, between what fits so and what does not.
+            budgets: how many more budgets of the planner are tried then: the target itself, to which little is added
+                one by one, and then between what fits so and what does not.
         """
         for one in self.tried.failed_below(self._best_s()):
             held = self._hold(one.guess_bytes, one.plan)
@@ -258,10 +259,10 @@ class _Search:
                 break
         if budgets and not self._held.fitting:
             self._hold_the_cheapest()
-        for _ in range(budgets):
-            if not self._held.fitting or not self._held.may_gain(_LITTLE_TIME):
+        for number in range(budgets):
+            if not self._held.all or (self._held.fitting and not self._held.may_gain(_LITTLE_TIME)):
                 break
-            guess_bytes = self._held.next_guess(1.0, by_share=False)
+            guess_bytes = self._held.next_guess(1.0, by_share=False) if number else self.tried.target_bytes
             self._hold(guess_bytes, self.find(guess_bytes))
 
     def _hold_the_cheapest(self) -> None:
@@ -282,14 +283,19 @@ class _Search:
         return min((one.time_s for one in self.fitting), default=math.inf)
 
     def look_between(self) -> None:
-        """Try budgets in the middle of the widest gaps that are left above the cheapest plan that fits."""
-        asked = [one.guess_bytes for one in self.tried.all]
+        """Try budgets in the middle of the widest gaps above the cheapest plan that fits, which are run as it is."""
+        cheapest = min(self.fitting, key=lambda one: one.time_s)
+        tried = self._held if cheapest.plan.one_by_one else self.tried
+        asked = [one.guess_bytes for one in tried.all]
         for _ in range(self._rounds.between):
-            gap = self.tried.widest_gap(asked, self._best_s())
+            gap = tried.widest_gap(asked, self._best_s())
             if gap is None:
                 break
             asked.append(sum(gap) // 2)
-            self._try(asked[-1])
+            if tried is self._held:
+                self._hold(asked[-1], self.find(asked[-1]))
+            else:
+                self._try(asked[-1])
 
     def squeeze_near_misses(self, squeezed: Callable[[Plan], Plan | None]) -> None:
         """Try what small changes make of plans that failed by little, and are much cheaper than what fits."""
