@@ -299,3 +299,17 @@ def test_an_update_goes_to_json_and_back_and_has_a_line(
         changed.save(tmp_path / "plan.json")
         assert remat.load_plan(tmp_path / "plan.json") == changed
         assert said in str(changed)
+
+
+def test_an_order_goes_to_json_and_back_and_has_a_line(
+    use: Use, bound: Callable[[float], None], tmp_path: Path
+) -> None:
+    use(RECOMPUTED)
+    bound(0.0)
+    plan = remat.plan(chain(3), 4, planner="given")
+    assert "one_by_one" not in plan.to_json()
+    assert "order" not in str(plan)
+    plan = dataclasses.replace(plan, one_by_one=True)
+    assert "order          every op waits for the end of the one before it" in str(plan)
+    plan.save(tmp_path / "plan.json")
+    assert remat.load_plan(tmp_path / "plan.json") == plan

@@ -131,6 +131,13 @@ def test_slices_and_early_updates_are_shown(graph: Graph) -> None:
     assert sum(layer.time_s for layer in layers) == pytest.approx(sum(op.time_s for op in graph.ops[:4]))
 
 
+def test_a_plan_that_runs_one_by_one_says_so(graph: Graph) -> None:
+    page = Report(graph, replace(remat.plan(graph, "100%"), one_by_one=True), (), "one by one").html()
+
+    assert "What else the plan changes" in page
+    assert "every op waits for the end of the one before it" in page
+
+
 def test_a_plan_that_only_recomputes_changes_nothing_else(report: Report) -> None:
     assert "What else the plan changes" not in report.html()
     assert sliced_layers(report.graph, report.plan) == ()

@@ -40,7 +40,7 @@ class Written:
     function: Any
 
 
-def write(budget, rewrite=True, chain=None):
+def write(budget, rewrite=True, chain=None, one_by_one=False):
     """A chain's training step, planned by tensors alone: the schedule is the planner's, whatever the device counts."""
     chain = chain or Chain()
     found = {}
@@ -54,6 +54,7 @@ def write(budget, rewrite=True, chain=None):
         def finish(succeeded):
             step = trace_func_graph(graph, profile=get_profile("cpu"))
             plan = remat.plan(step.graph, budget, planner="peak_greedy")
+            plan = dataclasses.replace(plan, one_by_one=one_by_one)
             found.update(step=step, plan=plan, copies=emit(plan, step).copies if rewrite else ())
 
         call_when_traced(finish)
@@ -86,7 +87,21 @@ def test_plain_plan_writes_nothing():
 
 def test_large_operations_wait_for_the_span_before(written):
     """Each one depends, by data or control edge, on all large ones of the span before; near the peak, on one."""
-    starts = span_starts(written.step.graph, written.plan.schedule)
+    spans = spans_of(written, span_starts(written.step.graph, written.plan.schedule))
+    assert max(len(span) for span in spans) > 2
+    assert sum(len(span) == 1 for span in spans) > 2
+    assert_each_waits_for_the_one_before(spans)
+
+
+def test_large_operations_wait_for_the_one_before_where_the_plan_says_so():
+    ordered = write("65%", one_by_one=True)
+    spans = spans_of(ordered, range(len(ordered.plan.schedule)))
+    assert max(len(span) for span in spans) == 1
+    assert_each_waits_for_the_one_before(spans)
+
+
+def spans_of(written, starts):
+    """The operations that make large tensors, as they stand between two of ``starts``."""
     runs: dict[int, int] = {}
     copies = iter(written.copies)
     spans: list[list[tf.Operation]] = []
@@ -101,8 +116,10 @@ def test_large_operations_wait_for_the_span_before(written):
             spans[-1].append(operation)
     spans = [span for span in spans if span]
     assert sum(len(span) for span in spans) > 2 * len(written.copies) > 4
-    assert max(len(span) for span in spans) > 2
-    assert sum(len(span) == 1 for span in spans) > 2
+    return spans
+
+
+def assert_each_waits_for_the_one_before(spans):
     for earlier, later in itertools.pairwise(spans):
         for operation in later:
             for before in set(earlier) - ancestors(operation):

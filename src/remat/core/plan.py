@@ -23,6 +23,9 @@ PLAN_FORMAT: Final = "remat.plan"
 PLAN_VERSION: Final = 1
 """The newest version of the format, which is also the only one so far."""
 
+ONE_BY_ONE: Final = "every op waits for the end of the one before it"
+"""What ``Plan.one_by_one`` says, for the report."""
+
 NOT_PROVED: Final = "not proved"
 """What a plan's bound means before ``remat.planning.prove`` has looked for one."""
 
@@ -245,7 +248,7 @@ class Plan:
                 f"  gap            {self.overhead - self.overhead_lower_bound:.2%} of a plain step at most",
                 *([] if split is None else [f"  split          {split.described(self.baseline_time_s)}"]),
                 *([] if self.update is None else [f"  update         {self.update.described()}"]),
-                *(["  order          every op waits for the end of the one before it"] if self.one_by_one else []),
+                *([f"  order          {ONE_BY_ONE}"] if self.one_by_one else []),
                 f"  recomputed     {len(recomputed_ops(self.schedule))} of {ops} ops, in {self.recomputed} extra runs",
             )
         )

@@ -22,7 +22,7 @@ from remat.core.breakdown import CATEGORIES, Breakdown, breakdown, bytes_by_cate
 from remat.core.budget import format_bytes
 from remat.core.graph import Graph
 from remat.core.labels import layer_of
-from remat.core.plan import Plan
+from remat.core.plan import ONE_BY_ONE, Plan
 from remat.core.schedule import recomputed_ops
 from remat.core.simulator import simulate
 from remat.report.recomputed import recomputed_layers
@@ -320,6 +320,8 @@ def _changes(plan: Plan) -> list[dict[str, str]]:
         found.append({"name": "Slices", "text": plan.split.described(plan.baseline_time_s)})
     if plan.update is not None:
         found.append({"name": "Early updates", "text": plan.update.described()})
+    if plan.one_by_one:
+        found.append({"name": "Order", "text": ONE_BY_ONE})
     return found
 
 
