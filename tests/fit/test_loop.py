@@ -619,3 +619,10 @@ def test_a_plan_that_fails_by_little_one_by_one_is_squeezed():
 
     assert [(near.fingerprint, near.one_by_one) for near in made] == [("80", True)]
     assert (taken.fingerprint, taken.one_by_one) == ("78", True)
+
+
+@pytest.mark.parametrize("order_s", [1.0, None], ids=["held", "in spans"])
+def test_a_budget_that_no_plan_keeps_is_refused_alike_however_plans_are_run(order_s):
+    with pytest.raises(InfeasibleBudget) as refusal:
+        OrderedPlanner(order_s).within(30)
+    assert refusal.value.minimum_bytes == 52

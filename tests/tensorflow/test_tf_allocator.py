@@ -13,6 +13,7 @@ from hypothesis import given, settings
 import remat
 from remat import Graph, Op, Tensor
 from remat.fit.peaks import PeakRange
+from remat.tensorflow.peak import allocator
 from remat.tensorflow.peak.allocator import AllocatorModel
 from remat.tensorflow.peak.device import Device
 from remat.tensorflow.peak.spans import span_starts
@@ -269,6 +270,33 @@ def test_one_by_one_the_peak_is_that_of_the_schedule_and_of_every_step_alike():
         assert peak == PeakRange.exactly(12 * MIB + lost + 256)
         assert peak.highest_bytes <= known.peak_range(graph, schedule).highest_bytes
         assert known.over_at(graph, schedule, 12 * MIB, in_one_order=True).keys() == {schedule[2], 3}
+
+
+def test_a_batch_that_is_made_anew_may_lie_in_a_hole():
+    """It takes the hole of 4 MiB then, and a block of 3.5 the one of 6 as a whole."""
+    graph = step_of((7 * MIB // 2, 0, 1), pinned=(MIB,))
+    known = dataclasses.replace(EVERYTHING, holes=(4 * MIB, 6 * MIB))
+    for in_one_order in (False, True):
+        alone = known.peak_range(graph, graph.plain_schedule, in_one_order)
+        anew = known.peak_range(graph, graph.plain_schedule, in_one_order, handed_in=(1,))
+        assert anew.highest_bytes - alone.highest_bytes == 2 * MIB
+        over_at = known.over_at(graph, graph.plain_schedule, alone.highest_bytes, in_one_order, handed_in=(1,))
+        assert set(over_at.values()) == {5 * MIB // 2}
+
+
+def test_more_runs_than_are_replayed_would_come_higher_where_the_highest_differ(monkeypatch):
+    sizes = (3, 4, 5, 6, 7, 9, 11)
+    count = len(sizes)
+    tensors = (*(Tensor(size * MIB) for size in sizes), Tensor(256), Tensor(48 * MIB))
+    made = (Op(outputs=(number,)) for number in range(count))
+    ops = (*made, Op(inputs=tuple(range(count)), outputs=(count,)), Op(inputs=(count,), outputs=(count + 1,)))
+    graph = Graph(ops, tensors, outputs=(count + 1,), free_order=False)
+    known = dataclasses.replace(EVERYTHING, threads=2, holes=tuple(hole * MIB for hole in (5, 7, 8, 9, 13, 17, 21)))
+    peak = known.peak_range(graph, graph.plain_schedule)
+    monkeypatch.setattr(allocator, "_TIMES_AS_MANY", 1)
+    of_the_runs = known.peak_range(graph, graph.plain_schedule)
+
+    assert peak.expected_bytes == of_the_runs.expected_bytes < of_the_runs.highest_bytes < peak.highest_bytes
 
 
 @pytest.mark.parametrize(

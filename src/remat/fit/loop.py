@@ -60,7 +60,8 @@ class Rounds:
         between: how many more between budgets that failed, once a plan fits that is much dearer than what failed: an
             allocator adds more to one plan than to its neighbours.
         squeezes: how often a plan that failed by little, and is much cheaper than what fits, is then squeezed.
-        one_by_one: how many more budgets for plans whose ops are held one by one, once one of them is the cheapest.
+        one_by_one: how many more budgets for plans whose ops are held one by one, where one of these may be cheaper
+            than what fits otherwise.
     """
 
     first: int
@@ -263,14 +264,20 @@ class _Search:
             if not self._held.all or (self._held.fitting and not self._held.may_gain(_LITTLE_TIME)):
                 break
             guess_bytes = self._held.next_guess(1.0, by_share=False) if number else self.tried.target_bytes
-            self._hold(guess_bytes, self.find(guess_bytes))
+            try:
+                self._hold(guess_bytes, self.find(guess_bytes))
+            except InfeasibleBudget:
+                break
 
     def _hold_the_cheapest(self) -> None:
         """The cheapest plan that fits leaves room one by one, which may be worth more than it takes."""
-        for one in sorted(self.tried.fitting, key=lambda one: one.time_s)[:1]:
-            order_time_s = self._order_time_s(one.plan)
-            if order_time_s is not None and order_time_s * _WORTH_HOLDING <= one.plan.time_s - one.plan.baseline_time_s:
-                self._held.add(one.guess_bytes, dataclasses.replace(one.plan, one_by_one=True), order_time_s)
+        if not self.tried.fitting:
+            return
+        cheapest = min(self.tried.fitting, key=lambda one: one.time_s)
+        order_time_s, extra_s = self._order_time_s(cheapest.plan), cheapest.time_s - cheapest.plan.baseline_time_s
+        if order_time_s is not None and order_time_s * _WORTH_HOLDING <= extra_s:
+            held = dataclasses.replace(cheapest.plan, one_by_one=True)
+            self._held.add(cheapest.guess_bytes, held, order_time_s)
 
     def _hold(self, guess_bytes: int, plan: Plan) -> TriedPlan | None:
         """What a plan comes to with its ops one by one; None where that is not cheaper than what fits."""

@@ -46,7 +46,7 @@ class TriedPlan:
 
     Attributes:
         guess_bytes: the planner's budget that led to it.
-        plan: as the planner made it.
+        plan: as the planner made it, or with its ops held one by one.
         peak: its real peak.
         order_time_s: seconds that a run takes beside those of its ops, to hold them one by one.
     """

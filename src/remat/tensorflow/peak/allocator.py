@@ -121,8 +121,8 @@ class AllocatorModel:
         Returns:
             Pinned inputs at their own sizes, the rest as chunks. Expected is the middle of what heaps show whose pinned
             inputs lie side by side, as those of a program that makes its variables first do; highest is the most on
-            these and on heaps whose pinned inputs lie anywhere. Where the heap's holes are known, the middle and the
-            most of what runs of the schedule on all threads take there, one after the other.
+            these and on heaps whose pinned inputs lie anywhere. Where the heap's holes are known, the middle of what
+            runs of the schedule on all threads take there, one after the other, and what the most of many more would.
         """
         if self.holes is not None:
             return self._on_sounded_heap(graph, schedule, in_one_order, handed_in)
