@@ -261,13 +261,19 @@ class _Search:
         if budgets and not self._held.fitting:
             self._hold_the_cheapest()
         for number in range(budgets):
-            if not self._held.all or (self._held.fitting and not self._held.may_gain(_LITTLE_TIME)):
+            if not self._may_gain_one_by_one():
                 break
             guess_bytes = self._held.next_guess(1.0, by_share=False) if number else self.tried.target_bytes
             try:
                 self._hold(guess_bytes, self.find(guess_bytes))
             except InfeasibleBudget:
                 break
+
+    def _may_gain_one_by_one(self) -> bool:
+        held, fitting = self._held, self._held.fitting
+        if any(held.is_close(one, self._rounds.close_enough) for one in fitting):
+            return False
+        return held.may_gain(_LITTLE_TIME) if fitting else bool(held.all)
 
     def _hold_the_cheapest(self) -> None:
         """The cheapest plan that fits leaves room one by one, which may be worth more than it takes."""
