@@ -42,7 +42,7 @@ that share of the budget stays unused.
 """
 
 _UNSEEN_OF_LIKE_STEPS: Final = 0.025
-"""The same where the heap's holes are known and no variable moves on it, so that steps differ in their order at most.
+"""The same where the order of the operations changes nothing, and every step takes what the first one takes.
 
 Tensors that are not held in order come to 2 % of a peak at most (``emit._LIGHT_TOGETHER``).
 """
@@ -197,7 +197,8 @@ class ExecutedFunction(FunctionCandidate):
     def real_peak(self, plan: Plan) -> PeakRange:
         """The peak of the function under a plan."""
         peak = self._allocator.peak_range(self.graph_of(plan), self._runs(plan), plan.one_by_one, self._handed_in(plan))
-        if not self._allocator.steps_are_alike(self.graph_of(plan)):
+        is_sure = plan.one_by_one or peak.highest_bytes == peak.expected_bytes
+        if not is_sure or not self._allocator.steps_are_alike(self.graph_of(plan)):
             return peak
         # A target leaves the whole reserve of its budget, of which such a plan needs less.
         unseen = (1 + _UNSEEN_OF_LIKE_STEPS) / (1 + self.reserve)
@@ -227,7 +228,7 @@ class ExecutedFunction(FunctionCandidate):
         if not _is_quick(request) or self._allocator.holes is None:
             return None
         graph = self.variant_of(plan).graph_to_plan
-        if self._allocator.steps_are_alike(graph):
+        if plan.one_by_one:
             target_bytes = int(target_bytes * (1 + self.reserve) / (1 + _UNSEEN_OF_LIKE_STEPS))
         most = self._most.setdefault((plan.fingerprint, plan.one_by_one), {})
         over_at = self._allocator.over_at(graph, self._runs(plan), target_bytes, plan.one_by_one, self._handed_in(plan))
