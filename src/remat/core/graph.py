@@ -157,11 +157,22 @@ class Graph:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A digest of everything that a schedule depends on: not what is for people, nor the turning point."""
+        """A digest of everything that a schedule depends on: not what is for people, nor the turning point.
+
+        Nor which of two inputs a kernel takes over where it may take either: names may decide that.
+        """
         parts = {
             "tensors": [(t.size_bytes, t.alias_of) for t in self.tensors],
             "ops": [
-                (op.inputs, op.outputs, op.recomputable, op.workspace_bytes, op.after, op.in_place) for op in self.ops
+                (
+                    op.inputs,
+                    op.outputs,
+                    op.recomputable,
+                    op.workspace_bytes,
+                    op.after,
+                    sorted(op.in_place, key=lambda pair: op.inputs.index(pair[0])),
+                )
+                for op in self.ops
             ],
             "inputs": self.inputs,
             "outputs": self.outputs,
