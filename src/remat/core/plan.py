@@ -217,7 +217,7 @@ class Plan:
         write_json(path, values)
 
     def to_json(self) -> dict[str, Any]:
-        """The plan as a JSON-ready dictionary in the ``remat.plan`` format; what is None or no is left out."""
+        """The plan as a JSON-ready dictionary in the ``remat.plan`` format. What is None or false is left out."""
         # Only the fields of Plan: a front end's plan carries more than the format has.
         values = {one.name: value for one in fields(Plan) if (value := getattr(self, one.name)) is not None}
         if not self.one_by_one:

@@ -282,14 +282,16 @@ class _Search:
         cheapest = min(self.tried.fitting, key=lambda one: one.time_s)
         order_time_s, extra_s = self._order_time_s(cheapest.plan), cheapest.time_s - cheapest.plan.baseline_time_s
         if order_time_s is not None and order_time_s * _WORTH_HOLDING <= extra_s:
-            held = dataclasses.replace(cheapest.plan, one_by_one=True)
-            self._held.add(cheapest.guess_bytes, held, order_time_s)
+            self._add_held(cheapest.guess_bytes, cheapest.plan, order_time_s)
 
     def _hold(self, guess_bytes: int, plan: Plan) -> TriedPlan | None:
         """What a plan comes to with its ops one by one; None where that is not cheaper than what fits."""
         order_time_s = self._order_time_s(plan)
         if order_time_s is None or plan.time_s + order_time_s >= self._best_s():
             return None
+        return self._add_held(guess_bytes, plan, order_time_s)
+
+    def _add_held(self, guess_bytes: int, plan: Plan, order_time_s: float) -> TriedPlan:
         return self._held.add(guess_bytes, dataclasses.replace(plan, one_by_one=True), order_time_s)
 
     def _best_s(self) -> float:

@@ -28,7 +28,7 @@ _MOST_LOST: Final = 0.3
 _MOST_LOST_S: Final = 20e-6
 """What an operation that has none beside it loses at most: a share of its time, and seconds for each further thread.
 
-Measured on two cores: five plans of the demo's networks, a GPT-2 and residual blocks, held one by one in turns with the
+Measured on two cores: six plans of the demo's networks, a GPT-2 and residual blocks, held one by one in turns with the
 same plans in spans, took 11, 5, 3, 3, 0 and 0 % more of a plain step, and 11, 11, 4, 3, 9 and 1 by this
 (docs/tensorflow.md). Too small, plans are held one by one for bytes that do not pay for it; too large, dearer plans are
 taken in their place.
