@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import tensorflow as tf
-from small_steps import BATCH, WIDTH, Chain, copies_in, inputs
+from small_steps import BATCH, DEPTH, WIDTH, Chain, copies_in, inputs
 
 import remat
 import remat.testing
@@ -19,6 +19,7 @@ from remat.fit.variants import Variants
 from remat.running.cost_model import get_profile
 from remat.tensorflow import measure
 from remat.tensorflow._traces import call_when_traced
+from remat.tensorflow.early_updates import EarlyUpdates
 from remat.tensorflow.emit.emit import emit
 from remat.tensorflow.loops.variants import Variant
 from remat.tensorflow.peak.allocator import AllocatorModel
@@ -40,7 +41,7 @@ class Written:
     function: Any
 
 
-def write(budget, rewrite=True, chain=None, one_by_one=False):
+def write(budget, rewrite=True, chain=None, one_by_one=False, updates=False):
     """A chain's training step, planned by tensors alone: the schedule is the planner's, whatever the device counts."""
     chain = chain or Chain()
     found = {}
@@ -53,12 +54,17 @@ def write(budget, rewrite=True, chain=None, one_by_one=False):
 
         def finish(succeeded):
             step = trace_func_graph(graph, profile=get_profile("cpu"))
+            step = EarlyUpdates().moved(step) if updates else step
             plan = remat.plan(step.graph, budget, planner="peak_greedy")
             plan = dataclasses.replace(plan, one_by_one=one_by_one)
             found.update(step=step, plan=plan, copies=emit(plan, step).copies if rewrite else ())
 
         call_when_traced(finish)
-        return tape.gradient(loss, chain.weights)
+        gradients = tape.gradient(loss, chain.weights)
+        if updates:
+            for weight, gradient in zip(chain.weights, gradients, strict=True):
+                weight.assign_sub(gradient)
+        return gradients
 
     function.get_concrete_function(inputs())
     return Written(function=function, **found)
@@ -139,6 +145,29 @@ def test_an_order_takes_time_where_several_threads_would_share_it(written, monke
         assert seconds(1, 2, plan) == seconds(2, 1, plan) == seconds(1, 1, plan)
     plain, planned = (seconds(2, 2, plan) / seconds(1, 1, plan) for plan in (None, written.plan))
     assert 1 < plain < planned < 1.18 + 1e-9
+
+
+def unawaited_reads(written):
+    """For each update of a variable, what reads the value before it and may still run when it begins."""
+    operations = {op.name: op for op in written.step.operations} | {op.name: op for op in written.copies}
+    found = {}
+    for name, update in operations.items():
+        if update.type == "AssignSubVariableOp":
+            handle = update.inputs[0]
+            reads = [op for op in operations.values() if op.type == "ReadVariableOp" and op.inputs[0] is handle]
+            readers = {reader.name for read in reads for reader in read.outputs[0].consumers()}
+            assert readers
+            found[name] = readers - {op.name for op in ancestors(update)}
+    return found
+
+
+def test_the_update_of_a_variable_waits_for_those_that_read_the_value_before():
+    """While one reads it, an update writes into a copy, which then is the variable: in a hole, at worst."""
+    assert any(unawaited_reads(write("65%", rewrite=False, updates=True)).values())
+
+    updates = unawaited_reads(write("65%", updates=True))
+    assert len(updates) == DEPTH
+    assert not any(updates.values())
 
 
 def ancestors(operation):

@@ -8,7 +8,6 @@ what looks for updates is shown each assignment with the variable's new value as
 from __future__ import annotations
 
 import dataclasses
-from typing import Final
 
 import tensorflow as tf
 
@@ -16,11 +15,9 @@ from remat.core.graph import Graph, Op, Tensor
 from remat.core.plan import Update
 from remat.core.simulator import simulate
 from remat.tensorflow import _private
+from remat.tensorflow.trace import op_facts
 from remat.tensorflow.trace.func_graph import TracedStep
 from remat.transform.early_update import early_updates
-
-_ASSIGNMENTS: Final = ("AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp", "ResourceApply")
-"""How the kinds of operations begin that write the whole of the variable that they read first."""
 
 
 class EarlyUpdates:
@@ -70,7 +67,7 @@ def _with_assigned_values(step: TracedStep) -> Graph:
 
 def _assigned_shape(operation: tf.Operation) -> tuple[int, ...] | None:
     """The shape of the variable that an operation assigns to; None for any other operation."""
-    if not operation.type.startswith(_ASSIGNMENTS):
+    if not operation.type.startswith(op_facts.ASSIGNMENTS):
         return None
     shapes = _private.handle_shapes(operation.inputs[0])
     if not shapes or not shapes[0][0].is_fully_defined():

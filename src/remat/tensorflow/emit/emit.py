@@ -16,6 +16,7 @@ from typing import Final
 
 import tensorflow as tf
 
+from remat.core.graph import Op
 from remat.core.plan import Plan
 from remat.tensorflow import _private
 from remat.tensorflow.emit import xla_ties
@@ -107,6 +108,12 @@ class _Emitter:
             for number in range(len(self.graph.tensors))
         ]
         self.readers_of_shapes = self._readers_of_shapes()
+        self.variables = {
+            root
+            for root in self.pinned
+            if step.tensors[root].dtype == tf.resource and self.graph.tensors[root].size_bytes > self.light_bytes
+        }
+        self.readers_of_value: dict[int, list[tf.Operation]] = {}  # For each of these, of its present value.
 
     def _readers_of_shapes(self) -> dict[int, list[tuple[tf.Operation, set[int]]]]:
         """For each op, who reads the shape of a large tensor that it makes, with all whose shapes that one reads.
@@ -149,6 +156,7 @@ class _Emitter:
                     self.loose.append((operation, self._merged_with(index)))
                 else:
                     self._keep_in_order(index, operation)
+            self._write_after_reading(index, operation)
             self.runs[index] += 1
             for reader, sources in self.readers_of_shapes.pop(index, ()):
                 if all(self.runs[source] for source in sources):
@@ -160,9 +168,29 @@ class _Emitter:
         op = self.graph.ops[index]
         if op.kind in op_facts.RESIDENT:
             return False  # What a loop hands on is there before anything runs.
-        if op.outputs and all(self.graph.tensors[t].alias_of is not None for t in op.outputs):
+        if self._makes_views(op):
             return False
         return any(self.large[t] for t in op.inputs) or any(self.large[t] for t in op.outputs)
+
+    def _makes_views(self, op: Op) -> bool:
+        return bool(op.outputs) and all(self.graph.tensors[t].alias_of is not None for t in op.outputs)
+
+    def _write_after_reading(self, index: int, operation: tf.Operation) -> None:
+        """Let an update of a large variable wait for those that read the value before it.
+
+        Where one of them still runs, say the layer's gradient by its input, TensorFlow writes into a copy that becomes
+        the variable's memory. Wherever that lies, it may split a hole that large tensors of later steps need.
+        """
+        op = self.graph.ops[index]
+        if not op.inputs:
+            return
+        if operation.type.startswith(op_facts.ASSIGNMENTS):
+            missing = self.readers_of_value.pop(self.graph.roots[op.inputs[0]], [])
+            _private.add_control_inputs(operation, missing)
+            self.control_edges += len(missing)
+        elif not self._makes_views(op):
+            for root in {self.graph.roots[t] for t in op.inputs} & self.variables:
+                self.readers_of_value.setdefault(root, []).append(operation)
 
     def _merged_with(self, index: int) -> frozenset[int]:
         """The ops that oneDNN may merge this one with."""
@@ -323,6 +351,9 @@ class _XlaEmitter(_Emitter):
 
     def _end_span(self) -> None:
         """The compiler decides what runs side by side."""
+
+    def _write_after_reading(self, index: int, operation: tf.Operation) -> None:
+        """The compiler decides where a variable's new value lies."""
 
     def _keep_in_order(self, index: int, operation: tf.Operation) -> None:
         if self.copies and operation is self.copies[-1]:

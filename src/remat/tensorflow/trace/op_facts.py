@@ -54,6 +54,9 @@ MERGED_BY_ONEDNN = {
 # Not operations of the step: their value is resident while the step's function exists.
 RESIDENT = frozenset({"Const", "Placeholder", "VarHandleOp"})
 
+ASSIGNMENTS: Final = ("AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp", "ResourceApply")
+"""How the kinds of operations begin that write the whole of the variable that they read first."""
+
 # Stateless in the registry, yet never repeated: control flow, calls out of the graph, other devices.
 _NEVER_REPEATED_PREFIXES = ("Collective", "Nccl", "XlaHost", "_Host", "_Recv", "_Send", "TPU")
 _NEVER_REPEATED = frozenset(
