@@ -13,6 +13,7 @@ from hypothesis import given, settings
 import remat
 from remat import Graph, Op, Tensor
 from remat.fit.peaks import PeakRange
+from remat.running.best_fit_heap import ENDLESS_BYTES
 from remat.tensorflow.peak import allocator
 from remat.tensorflow.peak.allocator import AllocatorModel
 from remat.tensorflow.peak.device import Device
@@ -270,6 +271,18 @@ def test_one_by_one_the_peak_is_that_of_the_schedule_and_of_every_step_alike():
         assert peak == PeakRange.exactly(12 * MIB + lost + 256)
         assert peak.highest_bytes <= known.peak_range(graph, schedule).highest_bytes
         assert known.over_at(graph, schedule, 12 * MIB, in_one_order=True).keys() == {schedule[2], 3}
+
+
+def test_of_two_free_chunks_of_one_size_the_lower_one_is_handed_out():
+    """At step 4 there are two of 4 MiB: a hole, and what the block of 1 MiB, which then goes, has left of that of 5."""
+    graph = step_of((3 * MIB, 1, 3), (MIB, 3, 4), (3 * MIB, 4, 8), (4 * MIB, 5, 8))
+
+    def highest(*holes):
+        return dataclasses.replace(EVERYTHING, holes=holes).peak_range(graph, graph.plain_schedule, True).highest_bytes
+
+    assert highest(5 * MIB, 4 * MIB) == 8 * MIB
+    assert highest(4 * MIB, 5 * MIB) == 9 * MIB
+    assert highest(4 * MIB, ENDLESS_BYTES) == 8 * MIB == highest(4 * MIB)
 
 
 def test_a_batch_that_is_made_anew_may_lie_in_a_hole():

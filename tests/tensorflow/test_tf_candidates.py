@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 
 from remat import load_graph, simulate
+from remat.fit.peaks import PeakRange
 from remat.fit.request import Request
 from remat.fit.variants import Variants
 from remat.planning.find import find
@@ -89,9 +90,12 @@ def test_less_is_reserved_where_the_order_changes_nothing(monkeypatch: pytest.Mo
     of_heap = HEAP.peak_range(GRAPH, carried_out(STEP, plan.schedule), in_one_order=True)
 
     assert one_by_one.highest_bytes < in_spans.highest_bytes
-    # What fits a target fits the budget with 2.5 % to spare; the target itself leaves 4.
-    assert one_by_one.highest_bytes == int(of_heap.highest_bytes * 1.025 / 1.04)
+    # What fits a target fits the budget with 1 % to spare; the target itself leaves 4.
+    assert one_by_one.highest_bytes == int(of_heap.highest_bytes * 1.01 / 1.04)
     assert one_by_one.expected_bytes == of_heap.expected_bytes
+
+    monkeypatch.setattr(AllocatorModel, "peak_range", lambda *_: PeakRange.exactly(104 * MIB))
+    assert candidate.real_peak(plan).highest_bytes == int(102.5 * MIB), "no order that is replayed changes it"
 
 
 def test_what_is_made_of_a_plan_is_run_as_it_is() -> None:

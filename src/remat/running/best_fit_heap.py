@@ -14,6 +14,9 @@ _ALIGNMENT_BYTES: Final = 256
 _MAX_UNSPLIT_BYTES: Final = 128 << 20
 _LARGEST_BIN: Final = 20
 
+ENDLESS_BYTES: Final = 1 << 50
+"""Of a hole in which everything fits."""
+
 
 @dataclass(slots=True)
 class _Chunk:
@@ -42,7 +45,11 @@ class Heap:
 
     @classmethod
     def with_holes(cls, holes: Iterable[int]) -> Heap:
-        """A heap with nothing in use that is known, and these free chunks, no two of which touch one another."""
+        """A heap with nothing in use that is known, and these free chunks, no two of which touch one another.
+
+        Args:
+            holes: bytes of each, the lowest address first: of chunks of one size the lowest is handed out.
+        """
         heap = cls(_ALIGNMENT_BYTES)
         for size in holes:
             heap.add_hole(size)

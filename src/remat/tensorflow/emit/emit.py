@@ -108,11 +108,7 @@ class _Emitter:
             for number in range(len(self.graph.tensors))
         ]
         self.readers_of_shapes = self._readers_of_shapes()
-        self.variables = {
-            root
-            for root in self.pinned
-            if step.tensors[root].dtype == tf.resource and self.graph.tensors[root].size_bytes > self.light_bytes
-        }
+        self.variables = {root for root in self.pinned if step.tensors[root].dtype == tf.resource}
         self.readers_of_value: dict[int, list[tf.Operation]] = {}  # For each of these, of its present value.
 
     def _readers_of_shapes(self) -> dict[int, list[tuple[tf.Operation, set[int]]]]:
@@ -176,10 +172,10 @@ class _Emitter:
         return bool(op.outputs) and all(self.graph.tensors[t].alias_of is not None for t in op.outputs)
 
     def _write_after_reading(self, index: int, operation: tf.Operation) -> None:
-        """Let an update of a large variable wait for those that read the value before it.
+        """Let an update of a variable wait for those that read the value before it.
 
         Where one of them still runs, say the layer's gradient by its input, TensorFlow writes into a copy that becomes
-        the variable's memory. Wherever that lies, it may split a hole that large tensors of later steps need.
+        the variable's memory. However small, it may split a hole that large tensors of later steps need.
         """
         op = self.graph.ops[index]
         if not op.inputs:

@@ -23,7 +23,7 @@ import tensorflow as tf
 from remat.core.graph import Graph
 from remat.core.simulator import simulate
 from remat.fit.peaks import PeakRange
-from remat.running.best_fit_heap import Heap
+from remat.running.best_fit_heap import ENDLESS_BYTES, Heap
 from remat.tensorflow.peak.blocks import BlockEvent, StepBlocks, moved_variables
 from remat.tensorflow.peak.executor import Run, one_by_one, side_by_side
 from remat.tensorflow.peak.spans import span_starts
@@ -68,9 +68,6 @@ _STEPS_ONE_BY_ONE: Final = 8
 A judgement: where that is asked for, most of them are as high as the first.
 """
 
-_ENDLESS_BYTES: Final = 1 << 50
-"""Of the hole behind those that are known."""
-
 _PAST: Final = (0, None)
 """An event of a past in which a block comes or goes."""
 
@@ -87,8 +84,8 @@ class AllocatorModel:
             kernels for, among them those of float64, or none.
         compiles_calls: does XLA compile functions by themselves that a step calls and that ask for it? Not where it
             compiles the step as a whole.
-        holes: the free chunks of the heap as it is now, in bytes, less one that holds whatever fits in no other; None
-            where they are not known.
+        holes: the free chunks of the heap as it is now, in bytes, the lowest address first; None where they are not
+            known. What fits in none is in a region of its own.
         threads: operations that run at a time, at most.
     """
 
@@ -174,13 +171,15 @@ class AllocatorModel:
         """
         pinned = self._pinned_bytes(graph)
         counted = {root: size for root, size in pinned.items() if self.counted(size)}
+        holes = self.holes or ()
         in_holes: list[set[int]] = [set()]
         if anew := counted.keys() & set(handed_in):
             in_holes.append(anew)
         for number, roots in enumerate(in_holes):
-            heap = Heap.with_holes(self.holes or ())
+            heap = Heap.with_holes(holes)
             heap.of_inputs.update((root, heap.allocate_alone(counted[root])) for root in counted if root not in roots)
-            heap.add_hole(_ENDLESS_BYTES)
+            if ENDLESS_BYTES not in holes:
+                heap.add_hole(ENDLESS_BYTES)
             before = heap.in_use_bytes + sum(counted[root] for root in roots)
             heap.of_inputs.update((root, heap.allocate(counted[root])) for root in counted if root in roots)
             if in_one_order:

@@ -42,9 +42,15 @@ that share of the budget stays unused.
 """
 
 _UNSEEN_OF_LIKE_STEPS: Final = 0.025
-"""The same where the order of the operations changes nothing, and every step takes what the first one takes.
+"""The same where no order that is replayed changes anything, and every step takes what the first one takes.
 
 Tensors that are not held in order come to 2 % of a peak at most (``emit._LIGHT_TOGETHER``).
+"""
+
+_UNSEEN_ONE_BY_ONE: Final = 0.01
+"""The same where, besides, each operation waits for the one before it.
+
+Measured: of thirteen such plans with sixty steps each, none took more than was replayed.
 """
 
 _LONGER_ALONE: Final = 0.18
@@ -205,8 +211,8 @@ class ExecutedFunction(FunctionCandidate):
         if not is_sure or not self._allocator.steps_are_alike(self.graph_of(plan)):
             return peak
         # A target leaves the whole reserve of its budget, of which such a plan needs less.
-        unseen = (1 + _UNSEEN_OF_LIKE_STEPS) / (1 + self.reserve)
-        return dataclasses.replace(peak, highest_bytes=int(peak.highest_bytes * unseen))
+        unseen = _UNSEEN_ONE_BY_ONE if plan.one_by_one else _UNSEEN_OF_LIKE_STEPS
+        return dataclasses.replace(peak, highest_bytes=int(peak.highest_bytes * (1 + unseen) / (1 + self.reserve)))
 
     def _handed_in(self, plan: Plan) -> frozenset[int]:
         """What is no variable's: the batch, which lies elsewhere at each step."""
@@ -233,7 +239,7 @@ class ExecutedFunction(FunctionCandidate):
             return None
         graph = self.variant_of(plan).graph_to_plan
         if plan.one_by_one:
-            target_bytes = int(target_bytes * (1 + self.reserve) / (1 + _UNSEEN_OF_LIKE_STEPS))
+            target_bytes = int(target_bytes * (1 + self.reserve) / (1 + _UNSEEN_ONE_BY_ONE))
         most = self._most.setdefault((plan.fingerprint, plan.one_by_one), {})
         over_at = self._allocator.over_at(graph, self._runs(plan), target_bytes, plan.one_by_one, self._handed_in(plan))
         for op, added_bytes in over_at.items():

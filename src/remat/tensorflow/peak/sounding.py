@@ -13,6 +13,7 @@ from typing import Final
 import numpy as np
 import tensorflow as tf
 
+from remat.running.best_fit_heap import ENDLESS_BYTES
 from remat.tensorflow.peak.device import Device
 
 _MOST_BLOCKS: Final = 2000
@@ -26,7 +27,7 @@ _ODD_BYTES: Final = 4096
 
 
 def free_chunks(device: Device, most_bytes: int) -> tuple[int, ...] | None:
-    """The bytes of the heap's free chunks that are smaller than ``most_bytes`` together, the smallest first.
+    """The bytes of the heap's free chunks that are smaller than ``most_bytes`` together, the lowest address first.
 
     While this looks, the device's counter shows up to ``most_bytes`` more, which then stand in its peak. Chunks below
     the smallest block that the counter knows of are not found.
@@ -36,9 +37,10 @@ def free_chunks(device: Device, most_bytes: int) -> tuple[int, ...] | None:
         most_bytes: that may be asked for, in all.
 
     Returns:
-        Of the last one at least so many bytes where its end cannot be found within ``most_bytes``. None where nothing
-        can be told: with fewer bytes than a block has, without memory for one, on a GPU, on a CPU without a counter or
-        one that several devices share, and where TensorFlow makes graphs only.
+        Of the largest one at least so many bytes where its end cannot be found within ``most_bytes``, and
+        ``ENDLESS_BYTES`` where it holds whatever may be asked for. None where nothing can be told: with fewer bytes
+        than a block has, without memory for one, on a GPU, on a CPU without a counter or one that several devices
+        share, and where TensorFlow makes graphs only.
     """
     if (
         device.is_gpu
@@ -55,13 +57,13 @@ def free_chunks(device: Device, most_bytes: int) -> tuple[int, ...] | None:
             holes = _joined(_blocks(device, itertools.repeat(block_bytes, most_bytes // block_bytes)))
             if not holes:
                 return None
-            sizes = [size for _, size in holes]
-            last_bytes = _whole(device, holes[-1][0], max(sizes), most_bytes)
-            return (*sizes[:-1], *(() if last_bytes is None else (last_bytes,)))
+            start = holes[-1][0]  # The smallest is filled first.
+            ends = {**dict(holes), start: _whole(device, start, max(size for _, size in holes), most_bytes)}
+            return tuple(size for _, size in sorted(ends.items()))
 
 
-def _whole(device: Device, start: int, least_bytes: int, most_bytes: int) -> int | None:
-    """The bytes of the largest hole, of which the search may have seen the beginning only; None where all fits.
+def _whole(device: Device, start: int, least_bytes: int, most_bytes: int) -> int:
+    """The bytes of the largest hole, of which the search may have seen the beginning only.
 
     The heap hands out a chunk as a whole where it has less than twice of what is asked for, and the counter shows that.
 
@@ -76,10 +78,10 @@ def _whole(device: Device, start: int, least_bytes: int, most_bytes: int) -> int
         return least_bytes
     for asked_bytes in (half_bytes, least_bytes + _ALIGNMENT_BYTES):
         if asked_bytes > half_bytes:  # What fits in no other hole fits in this one.
-            return None
+            return ENDLESS_BYTES
         for address, size in _blocks(device, [asked_bytes]):
             if address == start:
-                return None if size == half_bytes else size
+                return ENDLESS_BYTES if size == half_bytes else size
     return least_bytes
 
 
