@@ -119,14 +119,13 @@ def _polished(found: Plan, candidate: Candidate, request: Request, target_bytes:
         if better is None or better.time_s >= found.time_s:
             break
         peak = candidate.real_peak(better)
-        if peak.highest_bytes <= target_bytes:
-            return dataclasses.replace(better, peak_bytes=peak.expected_bytes)
-        squeezed = candidate.squeezed(better, target_bytes, request)
-        if squeezed is not None and squeezed.time_s < found.time_s:
-            peak_then = candidate.real_peak(squeezed)
-            if peak_then.highest_bytes <= target_bytes:
-                return dataclasses.replace(squeezed, peak_bytes=peak_then.expected_bytes)
-        budget_bytes -= peak.highest_bytes - target_bytes
+        over_bytes = peak.highest_bytes - target_bytes
+        changed = better if over_bytes <= 0 else candidate.squeezed(better, target_bytes, request)
+        if changed is not None and changed.time_s < found.time_s:
+            peak = peak if changed is better else candidate.real_peak(changed)
+            if peak.highest_bytes <= target_bytes:
+                return dataclasses.replace(changed, peak_bytes=peak.expected_bytes)
+        budget_bytes -= over_bytes
     return found
 
 
