@@ -13,7 +13,7 @@ from hypothesis import given, settings
 import remat
 from remat import Graph, Op, Tensor
 from remat.fit.peaks import PeakRange
-from remat.running.best_fit_heap import ENDLESS_BYTES
+from remat.running.best_fit_heap import ENDLESS_BYTES, Heap
 from remat.tensorflow.peak import allocator
 from remat.tensorflow.peak.allocator import AllocatorModel
 from remat.tensorflow.peak.device import Device
@@ -295,6 +295,36 @@ def test_a_batch_that_is_made_anew_may_lie_in_a_hole():
         assert anew.highest_bytes - alone.highest_bytes == 2 * MIB
         over_at = known.over_at(graph, graph.plain_schedule, alone.highest_bytes, in_one_order, handed_in=(1,))
         assert set(over_at.values()) == {5 * MIB // 2}
+
+
+@pytest.mark.parametrize("hole", [12, 16, 20])
+def test_variables_that_move_join_and_divide_holes(hole):
+    """What a block of 5 and one of 6 MiB lose depends on where three variables went in the steps before."""
+
+    def highest(kind):
+        variables = tuple(Tensor(size * MIB) for size in (1, 2, 3))
+        tensors = (*variables, *variables, Tensor(5 * MIB), Tensor(6 * MIB), Tensor(256))
+        made = [Op(outputs=(number + 3,)) for number in range(3)]
+        assigned = [Op(inputs=(number, number + 3), kind=kind, recomputable=False) for number in range(3)]
+        blocks = (Op(outputs=(6,)), Op(outputs=(7,)), Op(inputs=(6, 7), outputs=(8,)))
+        updates = (op for pair in zip(made, assigned, strict=True) for op in pair)
+        graph = Graph((*updates, *blocks), tensors, inputs=(0, 1, 2), outputs=(8,), free_order=False)
+        return (
+            dataclasses.replace(EVERYTHING, holes=(hole * MIB,)).peak_range(graph, graph.plain_schedule).highest_bytes
+        )
+
+    assert highest("AssignVariableOp") > highest("AssignAddVariableOp") + MIB
+
+
+def test_chunks_right_before_a_hole_join_it():
+    heap = Heap(1)
+    first, second = heap.add_hole_behind((MIB, 2 * MIB - 1), 4 * MIB)
+
+    assert second == first + MIB
+    assert heap.in_use_bytes == 3 * MIB
+    heap.free(second)
+    assert heap.allocate(6 * MIB) == second
+    assert heap.in_use_bytes == 7 * MIB
 
 
 def test_more_runs_than_are_replayed_would_come_higher_where_the_highest_differ(monkeypatch):

@@ -43,26 +43,29 @@ class Heap:
     _free: list[tuple[int, int, int]] = field(default_factory=list)  # (bin, size, address), sorted
     _end: int = 0
 
-    @classmethod
-    def with_holes(cls, holes: Iterable[int]) -> Heap:
-        """A heap with nothing in use that is known, and these free chunks, no two of which touch one another.
-
-        Args:
-            holes: bytes of each, the lowest address first: of chunks of one size the lowest is handed out.
-        """
-        heap = cls(_ALIGNMENT_BYTES)
-        for size in holes:
-            heap.add_hole(size)
-        return heap
-
     def add_hole(self, size_bytes: int) -> None:
-        """A free chunk more, which touches no other one; the next region is larger."""
+        """A free chunk more, which touches no other one, at an address above all others; the next region is larger."""
         self.region_bytes = max(self.region_bytes, size_bytes)
         self._add_region(size_bytes)
 
+    def add_hole_behind(self, sizes: Iterable[int], size_bytes: int) -> list[int]:
+        """A free chunk more, and right before it chunks of these sizes: their addresses, one after the other."""
+        sizes = [_aligned(size) for size in sizes]
+        address = self._end
+        self.add_hole(sum(sizes) + size_bytes)
+        found = []
+        for size in sizes:
+            self._remove_free(address)
+            self._split(address, size)
+            self._chunks[address].used = True
+            self.in_use_bytes += size
+            found.append(address)
+            address += size
+        return found
+
     def allocate(self, size_bytes: int) -> int:
         """The address of a chunk of at least this size."""
-        size = -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        size = _aligned(size_bytes)
         place = self._find(size)
         if place == len(self._free):
             self._extend(size)
@@ -144,6 +147,10 @@ class Heap:
     def _remove_free(self, address: int) -> None:
         size = self._chunks[address].size
         del self._free[bisect.bisect_left(self._free, (_bin(size), size, address))]
+
+
+def _aligned(size_bytes: int) -> int:
+    return -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
 @functools.lru_cache(maxsize=1 << 16)  # A step asks for the same few sizes over and over.
