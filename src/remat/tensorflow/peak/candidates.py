@@ -36,7 +36,7 @@ from remat.tensorflow.trace.threads import executor_threads, kernel_threads
 _UNSEEN: Final = 0.04
 """The share of a budget that is left for what neither the allocator's model nor the compiler's figures contain.
 
-Measured: of 26 plans with sixty steps each, the widest step took 4.1 % more than the highest peak in one, and 2.9 at
+Measured: of 34 plans with sixty steps each, the widest step took 4.1 % more than the highest peak in one, and 3.8 at
 most in the others; none went above its budget (docs/tensorflow.md). Too small, a step goes above its budget; too large,
 that share of the budget stays unused.
 """
