@@ -8,6 +8,7 @@ nothing is freed before the last has ended, they hold less than the schedule's o
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -109,7 +110,8 @@ class _Emitter:
         ]
         self.readers_of_shapes = self._readers_of_shapes()
         self.variables = {root for root in self.pinned if step.tensors[root].dtype == tf.resource}
-        self.readers_of_value: dict[int, list[tf.Operation]] = {}  # For each of these, of its present value.
+        # For each of these, who reads its present value, and the number in the graph of who does so at its first run.
+        self.readers_of_value: dict[int, list[tuple[tf.Operation, int | None]]] = {}
 
     def _readers_of_shapes(self) -> dict[int, list[tuple[tf.Operation, set[int]]]]:
         """For each op, who reads the shape of a large tensor that it makes, with all whose shapes that one reads.
@@ -175,18 +177,31 @@ class _Emitter:
         """Let an update of a variable wait for those that read the value before it.
 
         Where one of them still runs, say the layer's gradient by its input, TensorFlow writes into a copy that becomes
-        the variable's memory. However small, it may split a hole that large tensors of later steps need.
+        the variable's memory. However small, it may split a hole that large tensors of later steps need. What the
+        update depends on has run: an edge from it would keep the graph optimizer from fusing it with its readers.
         """
         op = self.graph.ops[index]
         if not op.inputs:
             return
         if operation.type.startswith(op_facts.ASSIGNMENTS):
-            missing = self.readers_of_value.pop(self.graph.roots[op.inputs[0]], [])
+            readers = self.readers_of_value.pop(self.graph.roots[op.inputs[0]], [])
+            missing = [reader for reader, first in readers if first is None or not self.ancestors[index] >> first & 1]
             _private.add_control_inputs(operation, missing)
             self.control_edges += len(missing)
         elif not self._makes_views(op):
+            first = None if self.runs[index] else index
             for root in {self.graph.roots[t] for t in op.inputs} & self.variables:
-                self.readers_of_value.setdefault(root, []).append(operation)
+                self.readers_of_value.setdefault(root, []).append((operation, first))
+
+    @functools.cached_property
+    def ancestors(self) -> list[int]:
+        """For each op of the graph, those that its first run waits for, one bit each."""
+        maker = {tensor: index for index, op in enumerate(self.graph.ops) for tensor in op.outputs}
+        found: list[int] = []
+        for op in self.graph.ops:
+            before = {maker[tensor] for tensor in op.inputs if tensor in maker} | set(op.after)
+            found.append(functools.reduce(int.__or__, (found[one] | 1 << one for one in before), 0))
+        return found
 
     def _merged_with(self, index: int) -> frozenset[int]:
         """The ops that oneDNN may merge this one with."""
