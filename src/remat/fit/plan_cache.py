@@ -34,7 +34,7 @@ _OFF: Final = frozenset({"0", "off", "no", "false"})
 
 _FRAMEWORKS: Final = ("jax", "keras", "paddle", "tensorflow", "torch")
 
-_VERSION: Final = 3
+_VERSION: Final = 4
 """Of what the planners do. Raise it where they find so much better plans that earlier ones are not worth following."""
 
 _MOST_FILES: Final = 500  # A judgement: of some 50 kB each. Those that were used longest ago go first.
