@@ -165,9 +165,14 @@ def test_the_update_of_a_variable_waits_for_those_that_read_the_value_before():
     """While one reads it, an update writes into a copy, which then is the variable: in a hole, at worst."""
     assert any(unawaited_reads(write("65%", rewrite=False, updates=True)).values())
 
-    updates = unawaited_reads(write("65%", updates=True))
+    written = write("65%", updates=True)
+    updates = unawaited_reads(written)
     assert len(updates) == DEPTH
     assert not any(updates.values())
+    awaited = {op for one in written.step.operations if one.name in updates for op in one.control_inputs}
+    forward = {op.name for op in written.step.operations if op.type == "MatMul" and "gradient" not in op.name}
+    assert len(forward) == DEPTH
+    assert forward.isdisjoint(op.name for op in awaited), "a fused product has no control edge"
 
 
 def ancestors(operation):
