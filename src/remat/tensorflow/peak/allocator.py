@@ -5,8 +5,8 @@ half of it, so a step holds several per cent more than the sum of its tensors. H
 the heap has when the step begins, and changes from step to step. So a schedule is replayed on several heaps: on the
 one that is there, where its holes are known, else on heaps with random histories. On a CPU with oneDNN, blocks under
 256 KiB go past that heap, and past its counter: they are added at their own size. Without oneDNN there is no such heap,
-and every block is. So a peak is what a budget means, of which the counter may show less. docs/tensorflow.md has the
-measurements.
+and every block is. So a peak is what a budget means, of which the counter may show less. The measurements are in
+docs/tensorflow_peaks.md.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from remat.fit.peaks import PeakRange
 from remat.running.best_fit_heap import ENDLESS_BYTES, Heap
 from remat.tensorflow.peak.blocks import BlockEvent, StepBlocks, moved_variables
 from remat.tensorflow.peak.executor import Run, one_by_one, side_by_side
+from remat.tensorflow.peak.reserves import TAIL_IN_RESERVE
 from remat.tensorflow.peak.spans import span_starts
 from remat.tensorflow.trace.cpu_scratch import NOT_IN_ONEDNN
 
 # How the pasts of the heaps are drawn. Chosen on 68 plans of seven networks and checked on 45 later plans of ten models
-# (docs/tensorflow.md): the expected peak was .99 of the measured one, and no measured peak above the budget. With fewer
-# heaps or tamer pasts the highest peak is too low and budgets break; with more of either, budgets stay partly unused.
+# (docs/tensorflow_peaks.md): the expected peak was .99 of the measured one, and no measured peak above the budget. With
+# fewer heaps or tamer pasts the highest peak is too low and budgets break; with more, budgets stay partly unused.
 _HEAPS_TO_EXPECT: Final = 8
 _HEAPS_TO_HOLD: Final = 16
 _ALLOCATE_SHARE: Final = 0.6  # Of the events of a past; the rest frees.
@@ -40,7 +41,7 @@ _MOST_OTHERS: Final = 8  # Blocks of others that stay.
 _SOUNDED_RUNS: Final = 64
 """Where the heap's holes are known: runs that are replayed there one after the other, each in another order.
 
-Measured: docs/tensorflow.md. With fewer, the highest peak is too low and budgets break; with more, planning takes
+Measured: docs/tensorflow_peaks.md. With fewer, the highest peak is too low and budgets break; with more, planning takes
 longer.
 """
 
@@ -48,7 +49,7 @@ _STEPS_WITH_MOVES: Final = 8
 """Steps that are replayed one after the other where a step assigns new tensors to variables.
 
 What is assigned stays where it was made, in a chunk that may be larger, so that a step finds other holes than the one
-before. With fewer, small budgets break (docs/tensorflow.md); with more, planning takes longer.
+before. With fewer, small budgets break (docs/tensorflow_peaks.md); with more, planning takes longer.
 """
 
 _HEAPS_WITH_MOVES: Final = 4
@@ -65,9 +66,6 @@ _TIMES_AS_MANY: Final = 10
 Far above their middle, peaks fall off by an exponential, whose mean tells what the most of more of them comes to
 (Pickands 1975). Measured on the residual blocks in 116 MiB: 64 runs at most 107.3 MiB, steps 109 to 120.
 """
-
-_RESERVED: Final = 0.03
-"""The share of it that the reserve of a budget covers anyway."""
 
 _STEPS_ONE_BY_ONE: Final = 8
 """Where the heap's holes are known: steps that are replayed there one after the other, all in the same order.
@@ -165,7 +163,7 @@ class AllocatorModel:
         most = pinned_bytes + added[-1]
         if not in_one_order:
             further = math.log(_TIMES_AS_MANY) * (sum(tail) / len(tail) - tail[0])
-            most = max(most, int((most + further) / (1 + _RESERVED)))
+            most = max(most, int((most + further) / (1 + TAIL_IN_RESERVE)))
         return PeakRange(pinned_bytes + added[len(added) // 2], most)
 
     def _on_sounded_heaps(

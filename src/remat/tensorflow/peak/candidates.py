@@ -24,6 +24,7 @@ from remat.running.step_time import step_time_s
 from remat.tensorflow import _private
 from remat.tensorflow.emit.emit import emit
 from remat.tensorflow.loops.variants import Variant
+from remat.tensorflow.peak import reserves
 from remat.tensorflow.peak.allocator import AllocatorModel
 from remat.tensorflow.peak.carried_out import carried_out
 from remat.tensorflow.peak.compiled_memory import program_memory
@@ -32,26 +33,6 @@ from remat.tensorflow.peak.sounding import free_chunks
 from remat.tensorflow.peak.spans import order_time_s, share_alone, span_starts
 from remat.tensorflow.trace.func_graph import FunctionToPlan, TracedStep
 from remat.tensorflow.trace.threads import executor_threads, kernel_threads
-
-_UNSEEN: Final = 0.04
-"""The share of a budget that is left for what neither the allocator's model nor the compiler's figures contain.
-
-Measured: of 34 plans with sixty steps each, the widest step took 4.1 % more than the highest peak in one, and 3.8 at
-most in the others; none went above its budget (docs/tensorflow.md). Too small, a step goes above its budget; too large,
-that share of the budget stays unused.
-"""
-
-_UNSEEN_OF_LIKE_STEPS: Final = 0.025
-"""The same where no order that is replayed changes anything, and every step takes what the first one takes.
-
-Tensors that are not held in order come to 2 % of a peak at most (``emit._LIGHT_TOGETHER``).
-"""
-
-_UNSEEN_ONE_BY_ONE: Final = 0.01
-"""The same where, besides, each operation waits for the one before it.
-
-Measured: of thirteen such plans with sixty steps each, none took more than was replayed.
-"""
 
 _LONGER_ALONE: Final = 0.18
 """How much longer an operation takes alone, cut into pieces for two cores, than beside another one of its size.
@@ -107,7 +88,7 @@ class FunctionCandidate(Candidate):
         resident_bytes: device memory in use that the function does not know of.
     """
 
-    reserve = _UNSEEN
+    reserve = reserves.UNSEEN
 
     def __init__(self, step: TracedStep, allocator: AllocatorModel, resident_bytes: int) -> None:
         self.step = step
@@ -211,7 +192,7 @@ class ExecutedFunction(FunctionCandidate):
         if not is_sure or not self._allocator.steps_are_alike(self.graph_of(plan)):
             return peak
         # A target leaves the whole reserve of its budget, of which such a plan needs less.
-        unseen = _UNSEEN_ONE_BY_ONE if plan.one_by_one else _UNSEEN_OF_LIKE_STEPS
+        unseen = reserves.UNSEEN_ONE_BY_ONE if plan.one_by_one else reserves.UNSEEN_OF_LIKE_STEPS
         return dataclasses.replace(peak, highest_bytes=int(peak.highest_bytes * (1 + unseen) / (1 + self.reserve)))
 
     def _handed_in(self, plan: Plan) -> frozenset[int]:
@@ -239,7 +220,7 @@ class ExecutedFunction(FunctionCandidate):
             return None
         graph = self.variant_of(plan).graph_to_plan
         if plan.one_by_one:
-            target_bytes = int(target_bytes * (1 + self.reserve) / (1 + _UNSEEN_ONE_BY_ONE))
+            target_bytes = int(target_bytes * (1 + self.reserve) / (1 + reserves.UNSEEN_ONE_BY_ONE))
         most = self._most.setdefault((plan.fingerprint, plan.one_by_one), {})
         over_at = self._allocator.over_at(graph, self._runs(plan), target_bytes, plan.one_by_one, self._handed_in(plan))
         for op, added_bytes in over_at.items():

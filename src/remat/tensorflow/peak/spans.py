@@ -19,9 +19,9 @@ from remat.core.simulator import simulate, storage_lifetimes
 _SPARE: Final = 0.05
 """The share of the peak that a span of several operations leaves unused.
 
-An allocator loses another part of its blocks in every order. A judgement, under which no step in docs/tensorflow.md
-went above its budget; there the order that is left costs 1 to 3 % of a step. Smaller, steps may go above their budget;
-larger, spans are shorter and cores wait.
+An allocator loses another part of its blocks in every order. A judgement, under which no step in
+docs/tensorflow_peaks.md went above its budget; the order that is left costs 1 to 3 % of a step (docs/tensorflow.md).
+Smaller, steps may go above their budget; larger, spans are shorter and cores wait.
 """
 
 _MOST_LOST: Final = 0.3
