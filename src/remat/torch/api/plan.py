@@ -36,8 +36,8 @@ EAGER_LEVERS: Final = ("recompute", "update")
 _RESERVE: Final = 0.02
 """The share of a peak that is left for scratch memory of kernels that ``trace.cpu_scratch`` does not know.
 
-Measured: in the table of docs/torch.md a step needs up to 1.9 % more than was predicted (ResNet-50 at its smallest).
-Too small, a step breaks its budget; too large, it recomputes more than it has to.
+Measured: in the table of docs/torch_measured.md a step needs up to 1.9 % more than was predicted (ResNet-50 at its
+smallest). Too small, a step breaks its budget; too large, it recomputes more than it has to.
 """
 
 _CALL_BYTES: Final = 900

@@ -32,12 +32,14 @@ Modules: TypeAlias = tuple[fx.GraphModule, fx.GraphModule]
 _RESERVE: Final = 0.03
 """The share of a peak that is left for scratch memory of operators that are not Inductor's own.
 
-A judgement: one point above the reserve of eager plans, of which docs/torch.md shows up to 1.9 % in use. Too small, a
-step breaks its budget; too large, it recomputes more than it has to.
+A judgement: one point above the reserve of eager plans, of which docs/torch_measured.md shows up to 1.9 % in use. Too
+small, a step breaks its budget; too large, it recomputes more than it has to.
 """
 _RESERVE_ON_CPU: Final = 0.01
 """The same on a CPU, where scratch memory is asked of the kernels, and the peaks of compiled plans that were measured
-are those predicted (docs/torch.md). With 3 %, a step was refused the bytes that ``torch.compile`` itself takes."""
+are those predicted (docs/torch_compile.md). With 3 %, a step was refused the bytes that ``torch.compile`` itself
+takes.
+"""
 
 _OWN_BUDGETS: Final = (0.75, 0.5, 0.25)
 """PyTorch's ``activation_memory_budget`` for its own partitions that are tried beside a planner's. A judgement: a cut
