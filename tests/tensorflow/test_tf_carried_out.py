@@ -7,8 +7,11 @@ from types import SimpleNamespace
 import tensorflow as tf
 
 from remat import Graph, Op, Tensor
+from remat.core.plan import plan_for_schedule
 from remat.running.cost_model import get_profile
-from remat.tensorflow.peak.carried_out import carried_out
+from remat.tensorflow.emit.emit import _Emitter
+from remat.tensorflow.peak.carried_out import carried_out, carried_out_at
+from remat.tensorflow.peak.spans import span_starts
 from remat.tensorflow.trace.func_graph import trace_func_graph
 
 # 0 and 1 each read the one before; 2 reads nothing; 3 reads 1 and 2.
@@ -66,3 +69,23 @@ def test_a_run_stays_whose_shape_somebody_reads():
         schedule = (*plain[:both], inner, *plain[both:])
         first = inner if reads_shape else inner + 1
         assert carried_out(step, schedule) == (*plain[:inner], *plain[first:both], inner, *plain[both:])
+
+
+def test_spans_are_written_as_they_are_replayed():
+    """What is left out holds nothing, so that spans are longer than those of the whole schedule."""
+
+    def function(x):
+        inner = tf.exp(x, name="inner")
+        outer = tf.sin(tf.cos(tf.tanh(x)))
+        return tf.add(inner, outer, name="both")
+
+    step = step_of(function)
+    names = [op.name for op in step.graph.ops]
+    plain, both = step.graph.plain_schedule, names.index("both")
+    plan = plan_for_schedule(step.graph, (*plain[:both], names.index("inner"), *plain[both:]), planner="by hand")
+    replayed = span_starts(step.graph, carried_out(step, plan.schedule))
+
+    at = carried_out_at(step, plan.schedule)
+
+    assert replayed != span_starts(step.graph, plan.schedule)
+    assert _Emitter(plan, step)._span_starts() == {at[start] for start in replayed}

@@ -21,6 +21,7 @@ from remat.core.graph import Op
 from remat.core.plan import Plan
 from remat.tensorflow import _private
 from remat.tensorflow.emit import xla_ties
+from remat.tensorflow.peak.carried_out import carried_out_at
 from remat.tensorflow.peak.spans import span_starts
 from remat.tensorflow.trace import op_facts
 from remat.tensorflow.trace.func_graph import TracedStep
@@ -144,7 +145,7 @@ class _Emitter:
         return light
 
     def run(self) -> Rewritten:
-        starts = frozenset(span_starts(self.graph, self.plan.schedule))
+        starts = self._span_starts()
         for position, index in enumerate(self.plan.schedule):
             if self.plan.one_by_one or position in starts:
                 self._end_span()
@@ -160,6 +161,12 @@ class _Emitter:
                 if all(self.runs[source] for source in sources):
                     self.unawaited[reader.name] = reader
         return Rewritten(self.plan, self.step, tuple(self.copies), self.control_edges)
+
+    def _span_starts(self) -> frozenset[int]:
+        """Where spans begin: as in the replay of a peak, which has no runs that TensorFlow leaves out."""
+        at = carried_out_at(self.step, self.plan.schedule)
+        starts = span_starts(self.graph, [self.plan.schedule[position] for position in at])
+        return frozenset(at[start] for start in starts)
 
     def _heavy(self, index: int) -> bool:
         """Does the op read or make a large tensor? A view's bytes are its source's; it is never held."""

@@ -7,6 +7,7 @@ right away then, and runs again where it is read. TensorFlow leaves out what nob
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 from remat.core.schedule import Schedule
 from remat.tensorflow import _private
@@ -14,21 +15,27 @@ from remat.tensorflow.trace.func_graph import TracedStep
 
 
 def carried_out(step: TracedStep, schedule: Schedule) -> Schedule:
-    """The schedule without the runs that are left out. In O(reads), and at once where no op runs again.
+    """The schedule without the runs that are left out. In O(reads).
 
     Args:
         step: the traced function, before anything of it is rewritten.
         schedule: for its graph.
     """
+    return tuple(schedule[position] for position in carried_out_at(step, schedule))
+
+
+def carried_out_at(step: TracedStep, schedule: Schedule) -> Sequence[int]:
+    """The positions in a schedule of the runs that are carried out; otherwise as ``carried_out``."""
     runs = Counter(schedule)
     if len(runs) == len(schedule):
-        return schedule
+        return range(len(schedule))
     graph = step.graph
     wanted = [False] * len(graph.tensors)
     for tensor in graph.outputs:
         wanted[tensor] = True
     kept: list[int] = []
-    for index in reversed(schedule):
+    for position in reversed(range(len(schedule))):
+        index = schedule[position]
         op = graph.ops[index]
         is_wanted = any(wanted[tensor] for tensor in op.outputs)
         if runs[index] > 1 and not is_wanted and _is_read_as_the_graph_says(step, index):
@@ -38,8 +45,8 @@ def carried_out(step: TracedStep, schedule: Schedule) -> Schedule:
             wanted[tensor] = False
         for tensor in op.inputs:
             wanted[tensor] = True
-        kept.append(index)
-    return tuple(reversed(kept))
+        kept.append(position)
+    return kept[::-1]
 
 
 def _is_read_as_the_graph_says(step: TracedStep, index: int) -> bool:
