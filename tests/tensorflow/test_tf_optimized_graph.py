@@ -208,6 +208,32 @@ def test_a_span_waits_for_whoever_reads_a_shape_in_the_span_before_it(monkeypatc
         assert all(is_ancestor(reader, name, parents) for name in later)
 
 
+def test_who_reads_a_shape_behind_a_check_is_waited_for_behind_what_is_checked(monkeypatch):
+    """As the loss of a label for each pixel does. What is checked may be held in a later span than what has the shape.
+
+    A barrier that waits for the reader in the earlier span is one that waits for itself: TensorFlow refuses the graph.
+    """
+
+    def checked(x, weight):
+        y = tf.tanh(x @ weight)
+        z = tf.exp(tf.sin(y))
+        same = tf.reduce_all(tf.equal(tf.raw_ops.Shape(input=z), [BATCH, WIDTH]))
+        with tf.control_dependencies([tf.raw_ops.Assert(condition=same, data=["another shape"])]):
+            rows = tf.raw_ops.Shape(input=y, name="behind_a_check")[0]
+        return z / tf.cast(rows, tf.float32)
+
+    written, _ = optimized_step(checked, monkeypatch, 1)  # Runs it.
+    operations = written.step.operations[0].graph.get_operations()
+    parents = {op.name: [one.name for one in (*(t.op for t in op.inputs), *op.control_inputs)] for op in operations}
+    order = [op.name for _, op in scheduled(written)]
+    readers = [op.name for op in operations if op.name.startswith("behind_a_check")]
+    assert len(readers) > 2
+    for number, reader in enumerate(readers):
+        later = order[order.index("Exp" if not number else f"Exp_{number}") + 1 :]
+        assert later
+        assert all(is_ancestor(reader, name, parents) for name in later if not is_ancestor(name, reader, parents))
+
+
 @pytest.mark.parametrize("layer", [cubed, scaled_by_a_cube], ids=lambda layer: layer.__name__)
 def test_powers_become_products_as_in_the_plain_step(layer, monkeypatch):
     """A power takes ten times a product's time, and one with control inputs ends the optimizer's work altogether."""

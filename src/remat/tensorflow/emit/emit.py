@@ -115,7 +115,7 @@ class _Emitter:
         self.readers_of_value: dict[int, list[tuple[tf.Operation, int | None]]] = {}
 
     def _readers_of_shapes(self) -> dict[int, list[tuple[tf.Operation, set[int]]]]:
-        """For each op, who reads the shape of a large tensor that it makes, with all whose shapes that one reads.
+        """For each op, who reads the shape of a large tensor and waits for that op, with all that this one waits for.
 
         To the graph these read nothing. But until such an operation has run it holds the tensor, and nothing waits for
         it before the backward pass: a thread that is stopped right before it may hold a tensor too many.
@@ -128,8 +128,10 @@ class _Emitter:
             operation = self.step.operations[index]
             sources = {maker[source.op.name] for source in operation.inputs if source.op.name in maker}
             if any(self.large[tensor] for source in sources for tensor in self.graph.ops[source].outputs):
-                for source in sources:
-                    found.setdefault(source, []).append((operation, sources))
+                # Behind a check, say, it waits for more than what it reads: for what may be held in a later span.
+                awaited = sources | set(self.graph.ops[index].after)
+                for before in awaited:
+                    found.setdefault(before, []).append((operation, awaited))
         return found
 
     def _light_bytes(self) -> int:
@@ -157,8 +159,8 @@ class _Emitter:
                     self._keep_in_order(index, operation)
             self._write_after_reading(index, operation)
             self.runs[index] += 1
-            for reader, sources in self.readers_of_shapes.pop(index, ()):
-                if all(self.runs[source] for source in sources):
+            for reader, awaited in self.readers_of_shapes.pop(index, ()):
+                if all(self.runs[before] for before in awaited):
                     self.unawaited[reader.name] = reader
         return Rewritten(self.plan, self.step, tuple(self.copies), self.control_edges)
 
