@@ -19,6 +19,7 @@ QUICK = [
     ("transformer", "tape", ("50%",)),
     ("mlp", "fit", ("50%",)),
 ]
+THOROUGH = [("unet", "fit", ("70%",))]  # A label for each pixel, whose loss checks shapes before it reads them.
 # Double precision is for the numbers alone; at its small batches the weights leave nearly nothing to save.
 BUDGETS = {
     name: ("minimum",) if case.policy == "float64" else ("70%", "50%", "minimum") for name, case in COMMON.items()
@@ -54,6 +55,7 @@ COMPILED += [
 ]
 COMPILED += [("unet large", "fit", ("70%",))]
 RUNS = [pytest.param(*run, False, id="-".join([*run[:2], "quick"])) for run in QUICK]
+RUNS += [pytest.param(*run, False, id="-".join([*run[:2], "thorough"]), marks=pytest.mark.thorough) for run in THOROUGH]
 RUNS += [pytest.param(*run, False, id="-".join(run[:2]), marks=pytest.mark.slow) for run in EVERY]
 RUNS += [pytest.param(*run, True, id="-".join([*run[:2], *run[2], "xla"]), marks=pytest.mark.slow) for run in COMPILED]
 # The filter gradients of double precision unfold their input as far as a cache allows, which no trace tells.
