@@ -208,6 +208,26 @@ def test_a_span_waits_for_whoever_reads_a_shape_in_the_span_before_it(monkeypatc
         assert all(is_ancestor(reader, name, parents) for name in later)
 
 
+def test_what_is_held_by_nothing_does_not_end_the_order(monkeypatch):
+    """A bias' gradient may run early, also where it is all that its span has: the next span waits for the one before.
+
+    As in a dense layer of three axes, whose products read another tensor than the bias' gradient, by another shape.
+    """
+
+    def dense(x, weight):
+        y = tf.nn.bias_add(tf.reshape(x @ weight, [BATCH // 8, 8, WIDTH]), weight[0])
+        return tf.reshape(y, [BATCH, WIDTH])
+
+    written, _ = optimized_step(dense, monkeypatch, 1)
+    operations = written.step.operations[0].graph.get_operations()
+    parents = {op.name: [one.name for one in (*(t.op for t in op.inputs), *op.control_inputs)] for op in operations}
+    products = [op.name for _, op in as_scheduled(written) if op.type == "MatMul"]
+    assert any(op.type == "BiasAddGrad" for op in operations)
+    assert len(products) > 8
+    for before, after in itertools.pairwise(products):
+        assert is_ancestor(before, after, parents), f"{after} does not wait for {before}"
+
+
 def test_who_reads_a_shape_behind_a_check_is_waited_for_behind_what_is_checked(monkeypatch):
     """As the loss of a label for each pixel does. What is checked may be held in a later span than what has the shape.
 
@@ -259,12 +279,19 @@ def test_powers_that_a_region_makes_again_become_products():
     assert not [node.name for node in graph.node if node.op == "Pow"]
 
 
-def scheduled(written):
+def as_scheduled(written):
+    """Each position of the schedule, and the operation that runs there."""
     copies = iter(written.copies)
     seen = set()
     for position, index in enumerate(written.plan.schedule):
-        operation = next(copies) if index in seen else written.step.operations[index]
+        yield position, next(copies) if index in seen else written.step.operations[index]
         seen.add(index)
+
+
+def scheduled(written):
+    """Those that make a large tensor."""
+    for position, operation in as_scheduled(written):
+        index = written.plan.schedule[position]
         made = [written.step.graph.tensors[t] for t in written.step.graph.ops[index].outputs]
         if any(t.size_bytes >= TENSOR_BYTES and t.alias_of is None for t in made):
             assert operation.type not in op_facts.MERGED_BY_ONEDNN

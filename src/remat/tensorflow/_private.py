@@ -26,6 +26,7 @@ from tensorflow.python.eager.polymorphic_function import polymorphic_function as
 from tensorflow.python.framework import ops as _ops
 from tensorflow.python.framework import random_seed as _random_seed
 from tensorflow.python.framework.func_graph import FuncGraph
+from tensorflow.python.framework.function_def_to_graph import function_def_to_graph
 from tensorflow.python.ops import control_flow_util as _control_flow_util
 from tensorflow.python.ops import control_flow_util_v2 as _control_flow_util_v2
 from tensorflow.python.ops import gradients_impl as _gradients_impl
@@ -563,8 +564,13 @@ def _outermost(tensor: Any) -> Any:
 
 
 def function_of(op: tf.Operation, attribute: str) -> FuncGraph:
-    """The function that an attribute of ``op`` names, such as the body of a loop."""
-    return op.graph._get_function(op.get_attr(attribute).name).graph
+    """The function that an attribute of ``op`` names, such as the body of a loop.
+
+    TensorFlow's older functions, of which it still makes some itself (CTC's loss), keep no graph: one is made of what
+    they are defined by.
+    """
+    function = op.graph._get_function(op.get_attr(attribute).name)
+    return function.graph if hasattr(function, "graph") else function_def_to_graph(function.definition)
 
 
 def asks_for_xla(call: tf.Operation) -> bool:

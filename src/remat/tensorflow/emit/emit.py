@@ -300,6 +300,8 @@ class _Emitter:
         done = [late for late, others in self.loose if all(self.runs[n] for n in others)]
         self.loose = [(late, others) for late, others in self.loose if late not in done]
         last = [*self.unawaited.values(), *done]
+        if last and not self.span:
+            last += self.barrier  # Nothing of this span has waited for it: what comes next is to.
         if len(last) > 1:
             self.control_edges += len(last)
             last = [_private.after_all(last)]
