@@ -33,6 +33,7 @@ SYMBOLS = [
     ("tensorflow.python.ops.resource_variable_ops", "variable_accessed"),
     ("tensorflow.python.framework.ops", "add_exit_callback_to_default_func_graph"),
     ("tensorflow.python.framework.func_graph", "FuncGraph"),
+    ("tensorflow.python.framework.function_def_to_graph", "function_def_to_graph"),
     ("tensorflow.python.ops.control_flow_util", "GraphOrParentsInXlaContext"),
     ("tensorflow.python.ops.control_flow_util_v2", "create_new_tf_function"),
     ("tensorflow.python.ops.gradients", "gradients"),

@@ -65,6 +65,38 @@ def test_a_loop_is_counted_and_exact(weight: tf.Variable) -> None:
         np.testing.assert_allclose(value, want, rtol=1e-4, atol=1e-5 * float(np.abs(want).max()))
 
 
+def test_a_loop_of_an_older_function_is_kept(weight: tf.Variable) -> None:
+    """TensorFlow makes loops of functions without a graph for the loss of CTC."""
+    random = np.random.default_rng(2)
+    x = tf.constant(random.normal(size=(16 * 64, SHAPE[1])).astype("float32"))
+    labels = tf.constant(random.integers(1, 6, (16, 10)), tf.int32)
+
+    def gradient(**limit: str) -> tuple[tf.Tensor, list]:
+        tapes = []
+
+        @tf.function
+        def step(x: tf.Tensor) -> tf.Tensor:
+            tape = remat.tensorflow.GradientTape(**limit) if limit else tf.GradientTape()
+            tapes.append(tape)
+            with tape:
+                h = x
+                for _ in range(8):
+                    h = tf.tanh(h @ weight)
+                logits = tf.reshape(h, [16, 64, SHAPE[1]])[..., :6]
+                lengths = [tf.fill([16], 10), tf.fill([16], 64)]
+                loss = tf.reduce_mean(tf.nn.ctc_loss(labels, logits, *lengths, logits_time_major=False, blank_index=0))
+            return tape.gradient(loss, weight)
+
+        return step(x), tapes
+
+    expected, _ = gradient()
+    with pytest.warns(UserWarning, match="number of iterations"):
+        found, tapes = gradient(budget="70%")
+    assert any(op.type in LOOPS for op in tapes[-1]._rewritten.step.operations)
+    assert tapes[-1].plan.recomputed > 0
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5 * float(np.abs(expected).max()))
+
+
 def test_the_lists_of_a_loop_grow_with_its_iterations(weight: tf.Variable) -> None:
     step, _ = make_step(weight, None)
     graph = remat.tensorflow.trace(step, tf.TensorSpec(SHAPE), tf.TensorSpec((), tf.int32))
