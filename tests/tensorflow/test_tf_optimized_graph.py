@@ -191,8 +191,7 @@ def test_a_span_waits_for_whoever_reads_a_shape_in_the_span_before_it(monkeypatc
         return tf.reshape(tf.nn.conv2d(y, weight[None, None], 1, "SAME"), [BATCH, WIDTH])
 
     written, _ = optimized_step(convolved, monkeypatch, SPAN)
-    operations = written.step.operations[0].graph.get_operations()
-    parents = {op.name: [one.name for one in (*(t.op for t in op.inputs), *op.control_inputs)] for op in operations}
+    operations, parents = as_written(written)
     first = {}
     for position, op in scheduled(written):
         first.setdefault(op.name, position)
@@ -219,8 +218,7 @@ def test_what_is_held_by_nothing_does_not_end_the_order(monkeypatch):
         return tf.reshape(y, [BATCH, WIDTH])
 
     written, _ = optimized_step(dense, monkeypatch, 1)
-    operations = written.step.operations[0].graph.get_operations()
-    parents = {op.name: [one.name for one in (*(t.op for t in op.inputs), *op.control_inputs)] for op in operations}
+    operations, parents = as_written(written)
     products = [op.name for _, op in as_scheduled(written) if op.type == "MatMul"]
     assert any(op.type == "BiasAddGrad" for op in operations)
     assert len(products) > 8
@@ -243,8 +241,7 @@ def test_who_reads_a_shape_behind_a_check_is_waited_for_behind_what_is_checked(m
         return z / tf.cast(rows, tf.float32)
 
     written, _ = optimized_step(checked, monkeypatch, 1)  # Runs it.
-    operations = written.step.operations[0].graph.get_operations()
-    parents = {op.name: [one.name for one in (*(t.op for t in op.inputs), *op.control_inputs)] for op in operations}
+    operations, parents = as_written(written)
     order = [op.name for _, op in scheduled(written)]
     readers = [op.name for op in operations if op.name.startswith("behind_a_check")]
     assert len(readers) > 2
@@ -277,6 +274,14 @@ def test_powers_that_a_region_makes_again_become_products():
     graph = optimized_graph(function)
     assert [node.name for node in graph.node if "recompute/" in node.name and node.op == "Tanh"]
     assert not [node.name for node in graph.node if node.op == "Pow"]
+
+
+def as_written(written):
+    """The operations of the rewritten function, and by name those that each of them waits for."""
+    operations = written.step.operations[0].graph.get_operations()
+    return operations, {
+        op.name: [one.name for one in (*(t.op for t in op.inputs), *op.control_inputs)] for op in operations
+    }
 
 
 def as_scheduled(written):

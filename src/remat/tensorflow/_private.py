@@ -23,10 +23,10 @@ from tensorflow.python.client import pywrap_tf_session as _pywrap_tf_session
 from tensorflow.python.eager import context as _context
 from tensorflow.python.eager import record as _record
 from tensorflow.python.eager.polymorphic_function import polymorphic_function as _polymorphic_function
+from tensorflow.python.framework import function_def_to_graph as _function_def_to_graph
 from tensorflow.python.framework import ops as _ops
 from tensorflow.python.framework import random_seed as _random_seed
 from tensorflow.python.framework.func_graph import FuncGraph
-from tensorflow.python.framework.function_def_to_graph import function_def_to_graph
 from tensorflow.python.ops import control_flow_util as _control_flow_util
 from tensorflow.python.ops import control_flow_util_v2 as _control_flow_util_v2
 from tensorflow.python.ops import gradients_impl as _gradients_impl
@@ -570,7 +570,9 @@ def function_of(op: tf.Operation, attribute: str) -> FuncGraph:
     they are defined by.
     """
     function = op.graph._get_function(op.get_attr(attribute).name)
-    return function.graph if hasattr(function, "graph") else function_def_to_graph(function.definition)
+    if hasattr(function, "graph"):
+        return function.graph
+    return _function_def_to_graph.function_def_to_graph(function.definition)
 
 
 def asks_for_xla(call: tf.Operation) -> bool:

@@ -114,22 +114,22 @@ class _Emitter:
         # For each of these, who reads its present value, and the number in the graph of who does so at its first run.
         self.readers_of_value: dict[int, list[tuple[tf.Operation, int | None]]] = {}
 
-    def _readers_of_shapes(self) -> dict[int, list[tuple[tf.Operation, set[int]]]]:
+    def _readers_of_shapes(self) -> dict[int, list[tuple[tf.Operation, Sequence[int]]]]:
         """For each op, who reads the shape of a large tensor and waits for that op, with all that this one waits for.
 
         To the graph these read nothing. But until such an operation has run it holds the tensor, and nothing waits for
         it before the backward pass: a thread that is stopped right before it may hold a tensor too many.
         """
         maker = {operation.name: index for index, operation in enumerate(self.step.operations)}
-        found: dict[int, list[tuple[tf.Operation, set[int]]]] = {}
+        found: dict[int, list[tuple[tf.Operation, Sequence[int]]]] = {}
         for index in dict.fromkeys(self.plan.schedule):
             if self.graph.ops[index].inputs:
                 continue
             operation = self.step.operations[index]
             sources = {maker[source.op.name] for source in operation.inputs if source.op.name in maker}
             if any(self.large[tensor] for source in sources for tensor in self.graph.ops[source].outputs):
-                # Behind a check, say, it waits for more than what it reads: for what may be held in a later span.
-                awaited = sources | set(self.graph.ops[index].after)
+                # Those and, behind a check, say, more than what it reads: what may be held in a later span.
+                awaited = self.graph.ops[index].after
                 for before in awaited:
                     found.setdefault(before, []).append((operation, awaited))
         return found
