@@ -99,14 +99,16 @@ def in_turns(make, args, budget="60%", train=three_updates, loss_of=cross_entrop
         "calls": [plain_calls, calls],
         "modes": [plan.mode for plan in loss.plans],
         "plans": [[p.recomputed, p.peak_bytes, p.measured_peak_bytes, p.budget_bytes] for p in loss.plans],
-        "largest_gather": max((largest_gather(plan.graph) for plan in loss.plans if plan.mode == "graph"), default=0),
+        "largest_exchange": max((exchanged_bytes(one.graph) for one in loss.plans if one.mode == "graph"), default=0),
         "peaks": peaks,
         "said": said.messages,
     }
 
 
-def largest_gather(graph):
-    return max(graph.tensors[number].size_bytes for op in graph.ops if op.kind == "gather" for number in op.outputs)
+def exchanged_bytes(graph):
+    """The most bytes that one gather makes, or one reduction sends; the latter may be wider than parameters are."""
+    exchanged = ("gather", "take_gradients")
+    return max(graph.tensors[number].size_bytes for op in graph.ops if op.kind in exchanged for number in op.outputs)
 
 
 class _Said(logging.Handler):
