@@ -9,8 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
@@ -185,6 +185,24 @@ class Graph:
     def plain_schedule(self) -> tuple[int, ...]:
         """Every op once, in program order."""
         return tuple(range(len(self.ops)))
+
+    def in_order(self, order: Sequence[int]) -> Graph:
+        """The same step with its program in another order.
+
+        Args:
+            order: the ops, each once, each behind all whose tensors it reads and all that its ``after`` names.
+
+        Raises:
+            InvalidGraph: for an order that is none.
+        """
+        if sorted(order) != list(range(len(self.ops))):
+            raise InvalidGraph(f"an order of {len(self.ops)} ops names each of them once; this one has {len(order)}")
+        place = {op: number for number, op in enumerate(order)}
+        ops = tuple(
+            replace(self.ops[op], after=tuple(sorted(map(place.__getitem__, self.ops[op].after)))) for op in order
+        )
+        turn = None if self.turning_point is None else place[self.turning_point]
+        return replace(self, ops=tuple(ops), turning_point=turn)
 
     def describe_op(self, index: int) -> str:
         """The op's index, kind and name in one phrase for messages."""

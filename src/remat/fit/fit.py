@@ -114,6 +114,9 @@ def _searched(candidate: Candidate, request: Request, target_bytes: int) -> Plan
 def _polished(found: Plan, candidate: Candidate, request: Request, target_bytes: int) -> Plan:
     """The plan, or a cheaper one that fits, too, and that more work finds than each round of the loop is worth."""
     budget_bytes = found.budget_bytes
+    if found.one_by_one:
+        # Its real peak grows with that of its tensors, byte by byte.
+        budget_bytes += max(0, target_bytes - candidate.real_peak(found).highest_bytes)
     for _ in range(candidate.polishes):
         better = candidate.polished(found, budget_bytes, request)
         if better is None or better.time_s >= found.time_s:

@@ -53,10 +53,11 @@ class Variants(Sequence[_W], Generic[_W]):
     Args:
         makers: make the variants, in this order; each is called once at most.
         suggested: numbers of variants that are tried as they are, whatever the trace says of their bytes.
-        aside: make further variants, which have no place in the order and are never planned: they run as they are.
+        aside: make further variants, which have no place in the order and are not planned with the others.
 
     Attributes:
         suggested: as above.
+        makers_aside: ``aside``, each of which makes its variant once at most.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class Variants(Sequence[_W], Generic[_W]):
         aside: Sequence[Callable[[], _W]] = (),
     ) -> None:
         self._makers = tuple(makers)
-        self._aside = tuple(map(functools.cache, aside))
+        self.makers_aside = tuple(map(functools.cache, aside))
         self.suggested = tuple(suggested)
         self._made: dict[int, _W] = {}
         self._peaks: dict[int, int] = {}
@@ -85,7 +86,9 @@ class Variants(Sequence[_W], Generic[_W]):
     def changed(self, change: Callable[[_W], _W]) -> Variants[_W]:
         """The same variants, each changed when it is asked for."""
         makers = [partial(lambda place: change(self[place]), place) for place in range(len(self))]
-        return Variants(makers, self.suggested, [partial(lambda make: change(make()), make) for make in self._aside])
+        return Variants(
+            makers, self.suggested, [partial(lambda make: change(make()), make) for make in self.makers_aside]
+        )
 
     def as_it_is(self, number: int) -> Plan:
         """The plan that runs a variant with nothing recomputed."""
@@ -94,7 +97,7 @@ class Variants(Sequence[_W], Generic[_W]):
 
     def aside(self, planner: str) -> Iterator[Plan]:
         """The plans that run the variants aside as they are, by the name of who wrote them so."""
-        for make in self._aside:
+        for make in self.makers_aside:
             yield beside(_plain(make().graph, planner), self[0].graph.time_s)
 
     def first_within(self, budget_bytes: int) -> int:
@@ -126,7 +129,7 @@ class Variants(Sequence[_W], Generic[_W]):
     def _likeliest_first(self, plan: Plan) -> Iterator[_W]:
         made = dict(sorted(self._made.items()))
         yield from made.values()
-        yield from (make() for make in self._aside)
+        yield from (make() for make in self.makers_aside)
         budget_bytes = plan.budget_bytes if plan.traced_budget_bytes is None else plan.traced_budget_bytes
         near = self.first_within(budget_bytes)
         for number in sorted(range(len(self)), key=lambda one: abs(one - near)):

@@ -62,10 +62,5 @@ def _in_order(variant: Variant, found: EarlyUpdates) -> Variant:
     program = dataclasses.replace(
         program, instructions=tuple(program.instructions[op] for op in found.order), regions=tuple(sorted(regions))
     )
-    ops = tuple(
-        dataclasses.replace(graph.ops[op], after=tuple(sorted(map(place.__getitem__, graph.ops[op].after))))
-        for op in found.order
-    )
-    turn = None if graph.turning_point is None else place[graph.turning_point]
-    graph = dataclasses.replace(graph, ops=ops, turning_point=turn)
+    graph = graph.in_order(found.order)
     return dataclasses.replace(variant, program=program, graph=graph, turning_point=Problem.of(graph).turning_point)

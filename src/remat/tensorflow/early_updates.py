@@ -29,7 +29,7 @@ class EarlyUpdates:
     def moved(self, step: TracedStep) -> TracedStep:
         """The step with its updates moved; as it is, where that would raise the peak of its plain schedule."""
         found = early_updates(_with_assigned_values(step))
-        changed = _in_order(step, found.order)
+        changed = step.in_order(found.order)
         saved_bytes = _plain_peak(step.graph) - _plain_peak(changed.graph)
         if saved_bytes < 0 or not found.moved:
             changed, saved_bytes = step, 0
@@ -73,14 +73,3 @@ def _assigned_shape(operation: tf.Operation) -> tuple[int, ...] | None:
     if not shapes or not shapes[0][0].is_fully_defined():
         return None
     return tuple(shapes[0][0])
-
-
-def _in_order(step: TracedStep, order: tuple[int, ...]) -> TracedStep:
-    graph = step.graph
-    place = {op: position for position, op in enumerate(order)}
-    ops = tuple(
-        dataclasses.replace(graph.ops[op], after=tuple(sorted(map(place.__getitem__, graph.ops[op].after))))
-        for op in order
-    )
-    operations = tuple(step.operations[op] for op in order)
-    return dataclasses.replace(step, graph=dataclasses.replace(graph, ops=ops), operations=operations)

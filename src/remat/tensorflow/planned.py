@@ -40,6 +40,7 @@ from remat.tensorflow.split.choose import SplittableFunction
 from remat.tensorflow.trace.device_part import device_part, inputs_of_device
 from remat.tensorflow.trace.func_graph import FunctionToPlan, TracedStep, trace_func_graph
 from remat.tensorflow.trace.sizes import sizes_with_loops
+from remat.transform.frugal_order import frugal_order
 
 _log = logging.getLogger("remat")
 
@@ -77,6 +78,7 @@ class PlannableFunction:
 
     Attributes:
         plain: the function in one piece, with its updates early where that is a lever.
+        as_written: its trace, the operations in the order in which they were made.
 
     Raises:
         UnsupportedStep: where a shape is unknown.
@@ -87,10 +89,8 @@ class PlannableFunction:
         if self._updates is not None:
             function = dataclasses.replace(function, in_order=self._updates.moved)
         self._function = function
-        step = _traced(function)
-        self.plain: FunctionCandidate = _executed(function, step)
-        if function.in_xla:
-            self.plain = CompiledFunction(function, step, current_device().allocator, _resident_bytes(function))
+        self.as_written = _traced(function)
+        self.plain = self._candidate_of(function, _variants(function, self.as_written), _resident_bytes(function))
 
     def fitted(self, request: Request, *, proves: bool = True) -> Plan:
         """The cheapest plan within the budget of a request, in slices where its levers allow that.
@@ -120,7 +120,7 @@ class PlannableFunction:
         """
         variant = self.candidate_for(plan).variant_of(plan)
         if self._updates is not None:
-            plan = dataclasses.replace(plan, update=self._updates.described(variant.graph))
+            plan = dataclasses.replace(plan, update=self._updates.described(variant.as_written))
         if plan.split is not None:
             variant = dataclasses.replace(variant, step=self._splittable.write(plan, variant.step))
         return plan, variant
@@ -142,13 +142,17 @@ class PlannableFunction:
 
         def of_copy(copied: FunctionToPlan) -> FunctionCandidate:
             # What lies beside a copy is what lies beside the function; loops in a copy stay as they are.
-            step = _traced(copied)
-            if copied.in_xla:
-                return CompiledFunction(copied, step, current_device().allocator, plain.resident_bytes)
-            as_it_is = Variants([lambda: Variant(step)])
-            return ExecutedFunction(as_it_is, current_device().allocator, plain.resident_bytes)
+            return self._candidate_of(copied, _as_it_is(_traced(copied)), plain.resident_bytes)
 
         return SplittableFunction(function, plain, of_copy)
+
+    @staticmethod
+    def _candidate_of(function: FunctionToPlan, variants: Variants[Variant], resident_bytes: int) -> FunctionCandidate:
+        """The function as it would run; XLA finds an order by itself."""
+        allocator = current_device().allocator
+        if function.in_xla:
+            return CompiledFunction(function, variants[0].step, allocator, resident_bytes)
+        return ExecutedFunction(_in_frugal_order(variants), allocator, resident_bytes)
 
 
 def with_bytes_for_auto(request: Request) -> Request:
@@ -173,9 +177,8 @@ def _planned(function: FunctionToPlan, request: Request) -> tuple[Plan, Variant]
         known = plans_of_replicas.known_for(function.func_graph, plannable.plain.graph)
         request = dataclasses.replace(request, known=known)
     if request.checkpoints is not None and request.plan is None:
-        step = plannable.plain.step
-        as_it_is = Variants([lambda: Variant(step)])
-        executed = ExecutedFunction(as_it_is, current_device().allocator, _resident_bytes(function))
+        step = plannable.as_written
+        executed = ExecutedFunction(_as_it_is(step), current_device().allocator, _resident_bytes(function))
         return chosen_plan(executed, request, function.forward_ends), Variant(step)
     if request.plan is not None:
         plan = request.plan
@@ -211,13 +214,24 @@ def _traced(function: FunctionToPlan, bodies: Mapping[tf.Operation, FuncGraph] |
     return step if function.in_order is None else function.in_order(step)
 
 
-def _executed(function: FunctionToPlan, step: TracedStep) -> ExecutedFunction:
-    return ExecutedFunction(_variants(function, step), current_device().allocator, _resident_bytes(function))
+def _as_it_is(step: TracedStep) -> Variants[Variant]:
+    return Variants([lambda: Variant(step)])
+
+
+def _in_frugal_order(variants: Variants[Variant]) -> Variants[Variant]:
+    """Variants whose plans take less memory; the step as it was written is aside, for plans that have that order."""
+
+    def changed(variant: Variant) -> Variant:
+        step = variant.step
+        return dataclasses.replace(variant, step=step.in_order(frugal_order(step.graph)), in_made_order=step)
+
+    makers = [partial(lambda place: changed(variants[place]), place) for place in range(len(variants))]
+    return Variants(makers, variants.suggested, [lambda: variants[0]])
 
 
 def _variants(function: FunctionToPlan, step: TracedStep) -> Variants[Variant]:
-    if not isinstance(function.func_graph, FuncGraph):
-        return Variants([lambda: Variant(step)])
+    if function.in_xla or not isinstance(function.func_graph, FuncGraph):
+        return _as_it_is(step)
     sizes = sizes_with_loops(function.func_graph, function.input_shapes)
     return variants_of(step, sizes, profile_here(), partial(_traced, function))
 

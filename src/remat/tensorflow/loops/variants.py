@@ -34,10 +34,13 @@ class Variant:
     Attributes:
         step: its trace.
         bodies: those that its loops get.
+        in_made_order: the same trace with its operations in the order in which they were made; None where ``step`` has
+            that order.
     """
 
     step: TracedStep
     bodies: tuple[Bodies, ...] = ()
+    in_made_order: TracedStep | None = None
 
     @property
     def graph(self) -> Graph:
@@ -48,6 +51,11 @@ class Variant:
     def graph_to_plan(self) -> Graph:
         """The joint graph; nothing is held in it."""
         return self.step.graph
+
+    @property
+    def as_written(self) -> Graph:
+        """The joint graph with its operations in the order in which they were made."""
+        return (self.step if self.in_made_order is None else self.in_made_order).graph
 
     def give_bodies(self) -> None:
         """Write the loops of the function in this way."""

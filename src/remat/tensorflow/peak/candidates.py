@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from typing import Any, Final
 
 import tensorflow as tf
 
+from remat.core.errors import InfeasibleBudget
 from remat.core.graph import Graph
 from remat.core.plan import Plan
 from remat.core.schedule import Schedule
@@ -59,6 +61,12 @@ for the budget that the error names may fail again; too large, the error names m
 """
 
 _AUTO_PLANNER: Final = "auto"  # The only one that can be told to search less thoroughly.
+
+_JUST_BELOW: Final = 1.05
+"""Up to so many times a budget, what the function needs in one order it may not need in another.
+
+Measured: of nine traced models the smallest peaks that are found differ by 2.5 % at most.
+"""
 
 _AROUND_A_LOOP: Final = 0.01
 """What the program around a loop adds to the loop's own block of memory, as a share of it; 0.2 % was measured."""
@@ -157,8 +165,21 @@ class ExecutedFunction(FunctionCandidate):
         self._most: dict[tuple[str, bool], dict[int, int]] = {}
 
     def find(self, budget_bytes: int, request: Request) -> Plan:
-        """The cheapest plan over the variants, found with little work."""
-        return cheapest_plan(self._variants, budget_bytes, request, request.time_limit_s, **_defaults(request))
+        """The cheapest plan over the variants, found with little work.
+
+        Where a budget is just below what they need, one for the function in the order in which it was written: the
+        smallest peaks of both orders differ by a few per cent in either direction.
+        """
+        options = _defaults(request)
+        try:
+            return cheapest_plan(self._variants, budget_bytes, request, request.time_limit_s, **options)
+        except InfeasibleBudget as error:
+            if error.minimum_bytes > _JUST_BELOW * budget_bytes or not self._variants.makers_aside:
+                raise
+            as_written = Variants(self._variants.makers_aside)
+            with contextlib.suppress(InfeasibleBudget):
+                return cheapest_plan(as_written, budget_bytes, request, request.time_limit_s, **options)
+            raise
 
     def recognises(self, plan: Plan) -> bool:
         """Is a plan for one of the variants?"""
@@ -183,7 +204,8 @@ class ExecutedFunction(FunctionCandidate):
     @functools.cached_property
     def plain_peak(self) -> PeakRange:
         """The peak of the function as it is."""
-        return self._allocator.peak_range(self.graph, self.graph.plain_schedule)
+        graph = self._variants[0].as_written
+        return self._allocator.peak_range(graph, graph.plain_schedule)
 
     def real_peak(self, plan: Plan) -> PeakRange:
         """The peak of the function under a plan."""
@@ -253,7 +275,7 @@ class ExecutedFunction(FunctionCandidate):
         """
         if current_device().is_gpu:
             return None
-        graph = self.graph if plan is None else self.graph_of(plan)
+        graph = self._variants[0].as_written if plan is None else self.graph_of(plan)
         schedule = graph.plain_schedule if plan is None else self._runs(plan)
         time_s = step_time_s(graph, schedule, profile_here())
         if min(kernel_threads(), executor_threads()) == 1:

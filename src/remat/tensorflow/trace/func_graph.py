@@ -101,6 +101,11 @@ class TracedStep:
         )
         return TracedStep(self.graph, operations, tensors)
 
+    def in_order(self, order: Sequence[int]) -> TracedStep:
+        """The same step with its operations in another order, as ``Graph.in_order`` has it."""
+        operations = tuple(self.operations[op] for op in order)
+        return TracedStep(self.graph.in_order(order), operations, self.tensors)
+
 
 def trace_func_graph(
     func_graph: _private.FuncGraph,
