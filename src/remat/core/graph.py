@@ -202,7 +202,7 @@ class Graph:
             replace(self.ops[op], after=tuple(sorted(map(place.__getitem__, self.ops[op].after)))) for op in order
         )
         turn = None if self.turning_point is None else place[self.turning_point]
-        return replace(self, ops=tuple(ops), turning_point=turn)
+        return replace(self, ops=ops, turning_point=turn)
 
     def describe_op(self, index: int) -> str:
         """The op's index, kind and name in one phrase for messages."""

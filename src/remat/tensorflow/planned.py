@@ -90,7 +90,7 @@ class PlannableFunction:
             function = dataclasses.replace(function, in_order=self._updates.moved)
         self._function = function
         self.as_written = _traced(function)
-        self.plain = self._candidate_of(function, _variants(function, self.as_written), _resident_bytes(function))
+        self.plain = _candidate_of(function, _variants(function, self.as_written), _resident_bytes(function))
 
     def fitted(self, request: Request, *, proves: bool = True) -> Plan:
         """The cheapest plan within the budget of a request, in slices where its levers allow that.
@@ -142,17 +142,9 @@ class PlannableFunction:
 
         def of_copy(copied: FunctionToPlan) -> FunctionCandidate:
             # What lies beside a copy is what lies beside the function; loops in a copy stay as they are.
-            return self._candidate_of(copied, _as_it_is(_traced(copied)), plain.resident_bytes)
+            return _candidate_of(copied, _as_it_is(_traced(copied)), plain.resident_bytes)
 
         return SplittableFunction(function, plain, of_copy)
-
-    @staticmethod
-    def _candidate_of(function: FunctionToPlan, variants: Variants[Variant], resident_bytes: int) -> FunctionCandidate:
-        """The function as it would run; XLA finds an order by itself."""
-        allocator = current_device().allocator
-        if function.in_xla:
-            return CompiledFunction(function, variants[0].step, allocator, resident_bytes)
-        return ExecutedFunction(_in_frugal_order(variants), allocator, resident_bytes)
 
 
 def with_bytes_for_auto(request: Request) -> Request:
@@ -214,6 +206,14 @@ def _traced(function: FunctionToPlan, bodies: Mapping[tf.Operation, FuncGraph] |
     return step if function.in_order is None else function.in_order(step)
 
 
+def _candidate_of(function: FunctionToPlan, variants: Variants[Variant], resident_bytes: int) -> FunctionCandidate:
+    """The function as it would run; XLA finds an order by itself."""
+    allocator = current_device().allocator
+    if function.in_xla:
+        return CompiledFunction(function, variants[0].step, allocator, resident_bytes)
+    return ExecutedFunction(_in_frugal_order(variants), allocator, resident_bytes)
+
+
 def _as_it_is(step: TracedStep) -> Variants[Variant]:
     return Variants([lambda: Variant(step)])
 
@@ -221,12 +221,13 @@ def _as_it_is(step: TracedStep) -> Variants[Variant]:
 def _in_frugal_order(variants: Variants[Variant]) -> Variants[Variant]:
     """Variants whose plans take less memory; the step as it was written is aside, for plans that have that order."""
 
-    def changed(variant: Variant) -> Variant:
+    def ordered(place: int) -> Variant:
+        variant: Variant = variants[place]
         step = variant.step
         return dataclasses.replace(variant, step=step.in_order(frugal_order(step.graph)), in_made_order=step)
 
-    makers = [partial(lambda place: changed(variants[place]), place) for place in range(len(variants))]
-    return Variants(makers, variants.suggested, [lambda: variants[0]])
+    makers = [partial(ordered, place) for place in range(len(variants))]
+    return Variants(makers, variants.suggested, aside=[lambda: variants[0]])
 
 
 def _variants(function: FunctionToPlan, step: TracedStep) -> Variants[Variant]:

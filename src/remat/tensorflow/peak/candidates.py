@@ -65,7 +65,7 @@ _AUTO_PLANNER: Final = "auto"  # The only one that can be told to search less th
 _JUST_BELOW: Final = 1.05
 """Up to so many times a budget, what the function needs in one order it may not need in another.
 
-Measured: of nine traced models the smallest peaks that are found differ by 2.5 % at most.
+Measured: of eight traced models the smallest peaks that are found in the new order are 2.5 % higher at most.
 """
 
 _AROUND_A_LOOP: Final = 0.01
