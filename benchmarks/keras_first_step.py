@@ -114,6 +114,8 @@ def main() -> None:
     for name in MODELS:
         for backend in BACKENDS:
             plain = in_a_process(backend, name, PLAIN)
+            if "error" in plain:
+                raise SystemExit(f"{name} on {backend}, plain: {plain['error']}")
             for budget in BUDGETS:
                 lines.append(row(name, backend, budget, plain, in_a_process(backend, name, budget)))
                 print(" | ".join(lines[-1]), flush=True)

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 import venv
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -26,19 +27,14 @@ from typing import Any, Final
 
 ROOT: Final = Path(__file__).parents[1]
 PAGE: Final = ROOT / "docs" / "versions.md"
-# What the tests of every front end import beside the framework.
+# What the tests of every front end import beside the framework: what remat needs, in its range, and their own.
 COMMON: Final = (
-    "highspy",
+    *tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"],
     "hypothesis",
-    "jinja2",
     "matplotlib",
-    "numpy",
-    "platformdirs",
     "pytest",
     "pytest-timeout",
     "pytest-xdist",
-    "rich",
-    "typer",
 )
 INSTALL_LIMIT_S: Final = 1800  # Judgements, on two cores: CUDA's libraries arrive in ten minutes, and the longest
 TEST_LIMIT_S: Final = 1800  # quick tests, TensorFlow's, take six.
@@ -77,11 +73,11 @@ class Combination:
 
 
 TESTS: Final = {
-    "PyTorch": "tests/torch",
-    "JAX": "tests/jax",
-    "TensorFlow": "tests/tensorflow",
-    "Keras": "tests/keras",
-    "PaddlePaddle": "tests/paddle",
+    "PyTorch": ("tests/torch",),
+    "JAX": ("tests/jax",),
+    "TensorFlow": ("tests/tensorflow",),
+    "Keras": ("tests/keras", "tests/keras_jax", "tests/keras_torch"),
+    "PaddlePaddle": ("tests/paddle",),
 }
 
 # Of each minor version the newest patch at the time of writing; of the oldest the first, whose users cannot upgrade.
@@ -91,6 +87,7 @@ _TENSORFLOW: Final = (
     (("tensorflow-cpu==2.21.0", "keras==3.15.0"), "tf_keras==2.21.0"),
     (("tensorflow-cpu==2.21.0", "keras==3.15.1"), "tf_keras==2.21.0"),
 )
+_OTHER_BACKENDS: Final = ("jax", "torch==2.13.0")
 COMBINATIONS: Final = (
     *(Combination("PyTorch", (f"torch=={v}",), ("transformers",)) for v in ("2.9.0", "2.13.0", "2.15.0")),
     *(
@@ -101,9 +98,9 @@ COMBINATIONS: Final = (
         Combination("JAX", (f"jax=={v}", f"jaxlib=={v}"), ("equinox", "flax", "optax"), least_python=(3, 12))
         for v in ("0.11.2", "0.12.0.1")
     ),
-    # Keras imports JAX if it finds it, and would find the folder tests/jax where there is none.
-    *(Combination("TensorFlow", versions, ("jax",), (other,)) for versions, other in _TENSORFLOW[:3]),
-    *(Combination("Keras", tuple(reversed(versions)), ("jax",), (other,)) for versions, other in _TENSORFLOW),
+    # Keras imports JAX and PyTorch if it finds them, and would find the folders of their tests where there are none.
+    *(Combination("TensorFlow", versions, _OTHER_BACKENDS, (other,)) for versions, other in _TENSORFLOW[:3]),
+    *(Combination("Keras", tuple(reversed(versions)), _OTHER_BACKENDS, (other,)) for versions, other in _TENSORFLOW),
     *(Combination("PaddlePaddle", (f"paddlepaddle=={v}",)) for v in ("3.3.0", "3.3.1")),
 )
 
@@ -158,7 +155,7 @@ def tested(combination: Combination, folder: Path) -> Outcome:
         "no:cacheprovider",
         "-o",
         f"faulthandler_timeout={STANDSTILL_S}",
-        TESTS[combination.front_end],
+        *TESTS[combination.front_end],
     ]
     output, failure = run_quietly(command, TEST_LIMIT_S, folder / f"{combination.name}.{combination.front_end}.log")
     counts = counted(output)

@@ -29,6 +29,7 @@ from remat.keras.jax.step import MicroBatchedStep
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from keras_versions import ACTIVITY_REGULARIZER
 from worker_process import serve
 
 WIDTH, BATCH = 32, 128
@@ -47,7 +48,7 @@ def functional() -> keras.Model:
     x = inputs
     for layer in stack():
         x = layer(x)
-    return keras.Model(inputs, layers.Dense(10, kernel_regularizer="l2", activity_regularizer="l2")(x))
+    return keras.Model(inputs, layers.Dense(10, kernel_regularizer="l2", activity_regularizer=ACTIVITY_REGULARIZER)(x))
 
 
 class Subclassed(keras.Model):
@@ -74,7 +75,7 @@ def dense(*, is_normalised: bool = False) -> keras.Model:
     x = layers.BatchNormalization()(inputs) if is_normalised else inputs
     for number in range(8):
         x = layers.Dense(2 * WIDTH, activation="tanh", name=f"hidden_{number}")(x)
-    return keras.Model(inputs, layers.Dense(10, kernel_regularizer="l2", activity_regularizer="l2")(x))
+    return keras.Model(inputs, layers.Dense(10, kernel_regularizer="l2", activity_regularizer=ACTIVITY_REGULARIZER)(x))
 
 
 def masked() -> keras.Model:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from keras_versions import FOLLOWED, IS_BEFORE_3_14
 from worker_process import worker
 
 
@@ -58,7 +59,7 @@ def test_code_that_may_read_anything_is_guarded(name):
     """Dynamo captures it: it reads a global variable that changes."""
     result = ask("beside_plain", name)
     assert result["why not called"].endswith("of your own")
-    assert result["mode"] == "graph"
+    assert result["mode"] == FOLLOWED
     assert result["called"] == 0
     assert result["same logs"]
     assert result["same weights"]
@@ -68,7 +69,7 @@ def test_code_that_may_read_anything_is_guarded(name):
 def test_experts_that_are_picked_by_value(mode):
     """Keras' ``one_hot`` looks at them, and the layer's own loss is not that of a trace."""
     result = ask("beside_plain", "experts", mode)
-    assert result["mode"] == mode
+    assert result["mode"] == (FOLLOWED if mode == "graph" else mode)
     assert result["recomputed"] > 0
     assert result["same logs"]
     assert result["same weights"]
@@ -82,6 +83,7 @@ def test_a_function_of_ones_own_that_comes_later():
     assert result["same weights"]
 
 
+@pytest.mark.skipif(IS_BEFORE_3_14, reason="Dynamo follows Keras from 3.14 on")
 def test_both_ways_capture_the_same_operators():
     result = ask("by_both_ways")
     assert result["same operators"], result["operators"]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from keras_versions import IS_BEFORE_3_14
 from worker_process import worker
 
 
@@ -59,7 +60,9 @@ def test_what_needs_all_gradients_is_named(name, bound_by):
     assert result["bound by"] == bound_by
     assert result["measured"] == pytest.approx(result["plain"], rel=0.01)
     if name != "loss scale":  # It asks for a value, and what comes after that is not traced.
-        assert result["predicted"] == pytest.approx(result["measured"], rel=0.02)
+        # Earlier Keras leaves each operation's arguments in cycles, which a trace collects at its end only.
+        most = result["measured"] + result["weights"] * IS_BEFORE_3_14
+        assert 0.98 * result["measured"] <= result["predicted"] <= 1.02 * most
 
 
 def test_an_optimizer_that_counts_its_calls_is_refused():

@@ -32,6 +32,7 @@ from remat.keras.torch import choose, graph_step
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from keras_versions import ACTIVITY_REGULARIZER
 from worker_process import serve
 
 WIDTH, BATCH = 32, 128
@@ -42,7 +43,7 @@ def functional() -> keras.Model:
     x = layers.BatchNormalization()(inputs)
     for number in range(6):
         x = layers.Dropout(0.2)(layers.Dense(4 * WIDTH, activation="tanh", name=f"hidden_{number}")(x))
-    return keras.Model(inputs, layers.Dense(10, kernel_regularizer="l2", activity_regularizer="l2")(x))
+    return keras.Model(inputs, layers.Dense(10, kernel_regularizer="l2", activity_regularizer=ACTIVITY_REGULARIZER)(x))
 
 
 def dense(classes: int = 10, regulariser: str | None = None) -> keras.Model:
