@@ -115,13 +115,17 @@ def optimized_step(layer, monkeypatch, span):
 
 def optimized_graph(function):
     """A function's graph as the executor gets it."""
+    return max(optimized_graphs(function), key=lambda graph: len(graph.node))
+
+
+def optimized_graphs(function):
+    """The same, with those of all functions that are made ready meanwhile."""
     context.enable_run_metadata()
     try:
         function(inputs())
-        graphs = context.export_run_metadata().function_graphs
+        return [graph.post_optimization_graph for graph in context.export_run_metadata().function_graphs]
     finally:
         context.disable_run_metadata()
-    return max((g.post_optimization_graph for g in graphs), key=lambda g: len(g.node))
 
 
 def again_before_every_reader(graph):

@@ -21,6 +21,7 @@ from remat.core.graph import Op
 from remat.core.plan import Plan
 from remat.tensorflow import _private
 from remat.tensorflow.emit import xla_ties
+from remat.tensorflow.emit.fused import Group, fused_groups, fuses
 from remat.tensorflow.peak.carried_out import carried_out_at
 from remat.tensorflow.peak.spans import span_starts
 from remat.tensorflow.trace import op_facts
@@ -102,6 +103,7 @@ class _Emitter:
         self.late: dict[str, tf.Tensor] = {}  # By name, what stands in for tensors of earlier spans in this one.
         self.computed: dict[str, tf.Tensor] = {}  # By name, copies of constants that are made at each run.
         self.merges = _private.uses_onednn()
+        self.begins_kernel = False  # Is the run that is written now the first of a group that becomes one kernel?
         self.pinned = {self.graph.roots[t] for t in self.graph.inputs}
         self.light_bytes = self._light_bytes()
         self.large = [
@@ -148,9 +150,15 @@ class _Emitter:
 
     def run(self) -> Rewritten:
         starts = self._span_starts()
+        groups = self._groups()
+        inside = {position for group in groups for position in range(group[0] + 1, group[-1] + 1)}
+        # A span that would begin inside of a kernel begins before it.
+        starts |= {group[0] for group in groups if not starts.isdisjoint(range(group[0], group[-1] + 1))}
+        first = {group[0] for group in groups}
         for position, index in enumerate(self.plan.schedule):
-            if self.plan.one_by_one or position in starts:
+            if position not in inside and (self.plan.one_by_one or position in starts):
                 self._end_span()
+            self.begins_kernel = position in first
             operation = self._copy(index) if self.runs[index] else self._rebind(index)
             if self._heavy(index):
                 if self.merges and self.graph.ops[index].kind in op_facts.MERGED_BY_ONEDNN:
@@ -169,6 +177,21 @@ class _Emitter:
         at = carried_out_at(self.step, self.plan.schedule)
         starts = span_starts(self.graph, [self.plan.schedule[position] for position in at])
         return frozenset(at[start] for start in starts)
+
+    def _groups(self) -> list[Group]:
+        """What becomes one kernel, with nothing beside it meanwhile that is held in order."""
+        if not fuses():
+            return []
+
+        def is_by_itself(group: Group) -> bool:
+            beside = set(range(group[0], group[-1])) - set(group)
+            return not any(self._heavy(self.plan.schedule[position]) for position in beside)
+
+        return list(filter(is_by_itself, fused_groups(self.step, self.plan.schedule)))
+
+    def _reads_late(self, operation: tf.Operation) -> bool:
+        """Is an operation held back by what it reads? A control edge would be lost, or would keep kernels apart."""
+        return self.begins_kernel or operation.type in op_facts.REGROUPED
 
     def _heavy(self, index: int) -> bool:
         """Does the op read or make a large tensor? A view's bytes are its source's; it is never held."""
@@ -239,14 +262,14 @@ class _Emitter:
     def _held_copy(self, index: int, inputs: list[tf.Tensor], name: str) -> tf.Operation:
         """A copy of an op that runs no sooner than the schedule says."""
         operation = self.step.operations[index]
-        if operation.type in op_facts.REGROUPED:
+        if self._reads_late(operation):
             return _private.copy_operation(operation, self._late(index, inputs), [], name)
         self.control_edges += len(self.barrier)
         return _private.copy_operation(operation, inputs, self.barrier, name)
 
     def _keep_in_order(self, index: int, operation: tf.Operation) -> None:
         self._keep_from_being_constant(operation)
-        if operation.type in op_facts.REGROUPED:
+        if self._reads_late(operation):
             self._read_from(operation, self._late(index, operation.inputs))
         before = {op.name for op in operation.control_inputs} | {t.op.name for t in operation.inputs}
         # Who waits for another operation of the span waits for the barrier, too; but a product that is waited for and
@@ -272,10 +295,13 @@ class _Emitter:
         from the beginning. A constant is a number, mostly, of which the optimizer may make quicker operations.
         """
         late = list(inputs)
-        for position, number in enumerate(self.graph.ops[index].inputs):
-            root = self.graph.roots[number]
+        roots = [self.graph.roots[number] for number in self.graph.ops[index].inputs]
+        # One input of a kernel is enough.
+        holds_weights = not self.begins_kernel or self.pinned.issuperset(roots)
+        for position, root in enumerate(roots):
             source = inputs[position]
-            is_bias = root in self.pinned and self.graph.tensors[root].size_bytes <= self.light_bytes
+            is_light = self.graph.tensors[root].size_bytes <= self.light_bytes
+            is_bias = root in self.pinned and (is_light or not holds_weights)
             is_of_span = self.newest[root].op.name in self.span or source.op.name in self.span
             if self.barrier and not is_bias and not is_of_span and not self._is_constant(source.op):
                 late[position] = self._waiting(source)
@@ -370,6 +396,10 @@ class _XlaEmitter(_Emitter):
             if operation.outputs[0].name in self.elements:
                 self.elements[late.name] = self.elements[operation.outputs[0].name]
             self.newest[outputs[0]] = late
+
+    def _groups(self) -> list[Group]:
+        """The compiler decides what becomes one kernel."""
+        return []
 
     def _end_span(self) -> None:
         """The compiler decides what runs side by side."""

@@ -38,7 +38,7 @@ def carried_out_at(step: TracedStep, schedule: Schedule) -> Sequence[int]:
         index = schedule[position]
         op = graph.ops[index]
         is_wanted = any(wanted[tensor] for tensor in op.outputs)
-        if runs[index] > 1 and not is_wanted and _is_read_as_the_graph_says(step, index):
+        if runs[index] > 1 and not is_wanted and is_read_as_the_graph_says(step, index):
             runs[index] -= 1
             continue
         for tensor in op.outputs:
@@ -49,7 +49,7 @@ def carried_out_at(step: TracedStep, schedule: Schedule) -> Sequence[int]:
     return kept[::-1]
 
 
-def _is_read_as_the_graph_says(step: TracedStep, index: int) -> bool:
+def is_read_as_the_graph_says(step: TracedStep, index: int) -> bool:
     """Are the readers of an op those that its graph knows?
 
     Who reads a shape only reads nothing there, and goes on reading the first run.
