@@ -58,9 +58,10 @@ def test_what_needs_all_gradients_is_named(name, bound_by):
     check(result)
     assert result["moved"] == 0
     assert result["bound by"] == bound_by
-    assert result["measured"] == pytest.approx(result["plain"], rel=0.01)
+    # Earlier Keras leaves each operation's arguments in cycles: steps hold them until Python collects these.
+    assert result["measured"] == pytest.approx(result["plain"], rel=0.05 if IS_BEFORE_3_14 else 0.01)
     if name != "loss scale":  # It asks for a value, and what comes after that is not traced.
-        # Earlier Keras leaves each operation's arguments in cycles, which a trace collects at its end only.
+        # A trace collects them at its end only.
         most = result["measured"] + result["weights"] * IS_BEFORE_3_14
         assert 0.98 * result["measured"] <= result["predicted"] <= 1.02 * most
 
