@@ -103,6 +103,7 @@ class _Emitter:
         self.late: dict[str, tf.Tensor] = {}  # By name, what stands in for tensors of earlier spans in this one.
         self.computed: dict[str, tf.Tensor] = {}  # By name, copies of constants that are made at each run.
         self.merges = _private.uses_onednn()
+        self.carried_out_at = carried_out_at(step, plan.schedule)
         self.begins_kernel = False  # Is the run that is written now the first of a group that becomes one kernel?
         self.pinned = {self.graph.roots[t] for t in self.graph.inputs}
         self.light_bytes = self._light_bytes()
@@ -174,7 +175,7 @@ class _Emitter:
 
     def _span_starts(self) -> frozenset[int]:
         """Where spans begin: as in the replay of a peak, which has no runs that TensorFlow leaves out."""
-        at = carried_out_at(self.step, self.plan.schedule)
+        at = self.carried_out_at
         starts = span_starts(self.graph, [self.plan.schedule[position] for position in at])
         return frozenset(at[start] for start in starts)
 
@@ -187,7 +188,7 @@ class _Emitter:
             beside = set(range(group[0], group[-1])) - set(group)
             return not any(self._heavy(self.plan.schedule[position]) for position in beside)
 
-        return list(filter(is_by_itself, fused_groups(self.step, self.plan.schedule)))
+        return list(filter(is_by_itself, fused_groups(self.step, self.plan.schedule, self.carried_out_at)))
 
     def _reads_late(self, operation: tf.Operation) -> bool:
         """Is an operation held back by what it reads? A control edge would be lost, or would keep kernels apart."""
@@ -296,14 +297,15 @@ class _Emitter:
         """
         late = list(inputs)
         roots = [self.graph.roots[number] for number in self.graph.ops[index].inputs]
-        # One input of a kernel is enough.
+        # Of a kernel, one input that waits is enough: its weights need not, unless all that it reads is there from the
+        # beginning.
         holds_weights = not self.begins_kernel or self.pinned.issuperset(roots)
         for position, root in enumerate(roots):
             source = inputs[position]
             is_light = self.graph.tensors[root].size_bytes <= self.light_bytes
-            is_bias = root in self.pinned and (is_light or not holds_weights)
+            may_be_early = root in self.pinned and (is_light or not holds_weights)
             is_of_span = self.newest[root].op.name in self.span or source.op.name in self.span
-            if self.barrier and not is_bias and not is_of_span and not self._is_constant(source.op):
+            if self.barrier and not may_be_early and not is_of_span and not self._is_constant(source.op):
                 late[position] = self._waiting(source)
         return late
 

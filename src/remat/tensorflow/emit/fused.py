@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from remat.core.schedule import Schedule
 from remat.tensorflow import _private
-from remat.tensorflow.peak.carried_out import carried_out_at, is_read_as_the_graph_says
+from remat.tensorflow.peak.carried_out import is_read_as_the_graph_says
 from remat.tensorflow.peak.device import current_device
 from remat.tensorflow.trace.func_graph import TracedStep
 
@@ -44,14 +44,14 @@ def fuses() -> bool:
     return _private.uses_onednn() and not is_off and not current_device().is_gpu
 
 
-def fused_groups(step: TracedStep, schedule: Schedule) -> list[Group]:
+def fused_groups(step: TracedStep, schedule: Schedule, positions: Sequence[int]) -> list[Group]:
     """What becomes one kernel of a schedule, where the graph optimizer ``fuses``. In O(reads).
 
     Args:
         step: the traced function, before anything of it is rewritten.
         schedule: for its graph.
+        positions: of the runs in it that are carried out, rising.
     """
-    positions = carried_out_at(step, schedule)
     readers = _readers(step, schedule, positions)
     groups = (_group_at(step, schedule, readers, position) for position in positions)
     return [group for group in groups if group is not None]
