@@ -11,6 +11,7 @@ import torch
 from torch._subclasses.functional_tensor import dispatch_functionalize
 from torch.profiler import ProfilerActivity, profile
 
+import remat.torch
 from remat.torch import _backward_pass, _private
 from remat.torch.trace import op_facts
 
@@ -202,6 +203,26 @@ def test_backward_passes_can_be_surrounded():
     _backward_pass.no_longer_around_backward_passes(around)
     x.sum().backward()
     assert seen == ["before", "after"] * 2
+
+
+@pytest.mark.parametrize("activation", [torch.nn.functional.silu, torch.nn.functional.mish])
+def test_what_autograd_leaves_whole_stays_whole_while_aotautograd_traces(monkeypatch, activation):
+    from remat.torch.graph_mode import _aot
+
+    func = getattr(torch.ops.aten, f"{activation.__name__}_backward").default
+    x = torch.randn(4)
+    expected = func(x, x)
+    monkeypatch.setattr(_aot, "_KEEPS_OPERATORS_WHOLE", False)  # As on PyTorch 2.9.
+    with _aot._whole_operators():
+        assert func.decompose(x, x) is NotImplemented
+        # Eager PyTorch has no kernel for it.
+        assert torch.ops.aten.matmul.default.decompose(x, x) is not NotImplemented
+    torch.testing.assert_close(func.decompose(x, x), expected)
+    limited = remat.torch.limit_memory(lambda x: activation(x).square().sum(), "100%", mode="graph")
+    y = x.clone().requires_grad_()
+    limited(y).backward()
+    activation(x.requires_grad_()).square().sum().backward()
+    assert torch.equal(y.grad, x.grad)
 
 
 def test_while_aotautograd_traces_no_kernel_in_python_stands_in_for_pytorchs_own():

@@ -15,7 +15,7 @@ from typing import Any, Final, TypeAlias
 import torch
 import torch._decomp.decompositions
 import torch._refs  # With the line above: all kernels in Python are there before they are taken away.
-from torch import fx
+from torch import Tensor, fx
 from torch._C import DispatchKey
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import eval_frame
@@ -28,6 +28,8 @@ from torch._guards import TracingContext, tracing
 from torch._logging._internal import trace_log
 from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode, PythonFunctionalizeAPI
+from torch.utils import _python_dispatch
+from torch.utils._pytree import tree_leaves
 
 from remat.core.collecting import without_collections
 from remat.core.errors import UnsupportedStep
@@ -61,6 +63,9 @@ _GRAPH_LOGS: Final[dict[str, Callable[..., Any]]] = {
     "_log_joint_graph": lambda *args, **kwargs: None,
     "_log_fw_bw_graphs": lambda *args, **kwargs: (None, None),
 }
+
+# Does PyTorch itself ask whether autograd would have taken an operator apart? PyTorch 2.13 does, 2.9 does not.
+_KEEPS_OPERATORS_WHOLE: Final = hasattr(_python_dispatch, "autograd_would_have_decomposed")
 
 # Kernels of these keys stand between the caller and the operators that eager PyTorch runs.
 _ABOVE_OPERATORS = (DispatchKey.CompositeImplicitAutograd, DispatchKey.Autograd)
@@ -145,6 +150,7 @@ class Backend:
         with (
             _eager_kernels(),
             _eager_layouts(),
+            _whole_operators(),
             functorch_config.patch(_AT_ONCE),
             without_collections(),
             _without_unread_logs(),
@@ -427,6 +433,36 @@ def _eager_kernels() -> Iterator[None]:
         for overload, key, kernel in removed:
             overload.py_kernels[key] = kernel
             overload._dispatch_cache.clear()
+
+
+_taken_apart: Any = OpOverload.decompose
+
+
+def _taken_apart_as_by_autograd(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """What AOTAutograd asks for the parts of an operator. One that the device has a kernel for stays whole."""
+    device = next((one.device.type for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)), None)
+    if device is not None:
+        key = _engine._parse_dispatch_key(_engine._dispatch_key_for_device(device))
+        if _engine._dispatch_has_kernel_for_dispatch_key(func.name(), key):
+            return NotImplemented
+    return _taken_apart(func, *args, **kwargs)
+
+
+@contextmanager
+def _whole_operators() -> Iterator[None]:
+    """Inside, operators with a kernel of their own stay whole, as autograd leaves them; PyTorch 2.13 does so by itself.
+
+    PyTorch 2.9 makes nine operators of ``silu_backward``, with other last bits than the one that eager PyTorch runs.
+    """
+    operator: Any = OpOverload
+    if _KEEPS_OPERATORS_WHOLE:
+        yield
+        return
+    operator.decompose = _taken_apart_as_by_autograd
+    try:
+        yield
+    finally:
+        operator.decompose = _taken_apart
 
 
 _functionalize: Any = FunctionalTensorMode.__torch_dispatch__
