@@ -89,7 +89,7 @@ _TENSORFLOW: Final = (
 )
 _OTHER_BACKENDS: Final = ("jax", "torch==2.13.0")
 COMBINATIONS: Final = (
-    *(Combination("PyTorch", (f"torch=={v}",), ("transformers",)) for v in ("2.9.0", "2.13.0", "2.15.0")),
+    *(Combination("PyTorch", (f"torch=={v}",), ("transformers",)) for v in ("2.9.0", "2.13.0", "2.14.1", "2.15.0")),
     *(
         Combination("JAX", (f"jax=={v}", f"jaxlib=={v}"), ("equinox", "flax", "optax"))
         for v in ("0.8.0", "0.8.3", "0.9.0", "0.9.2", "0.10.0", "0.10.2")

@@ -48,6 +48,9 @@ __all__ = [
 
 Storage: TypeAlias = torch.UntypedStorage
 
+VERSION: Final = tuple(int(part) for part in torch.__version__.split(".")[:2])
+"""PyTorch's major and minor version, where nothing else tells how its kernels differ."""
+
 _autograd: Any = torch._C._autograd
 _engine: Any = torch._C
 _DisableTorchDispatch: Any = torch._C._DisableTorchDispatch

@@ -47,6 +47,11 @@ _POOLS_BACKWARD: Final = frozenset(
     {"aten::max_pool2d_with_indices_backward", "aten::avg_pool2d_backward", "aten::_adaptive_avg_pool2d_backward"}
 )
 
+# From PyTorch 2.14 on these kernels copy what does not lie in the order of their input. Here is how many pictures they
+# read, the input last. Up to 2.13 they read any gradient as it lies, and take no input with gaps.
+_GROUP_NORMS: Final = {"aten::native_group_norm": 1, "aten::native_group_norm_backward": 2}
+_GROUP_NORMS_COPY: Final = _private.VERSION >= (2, 14)
+
 _BLOCK_BYTES: Final = 128 * 1024
 """Over another dimension than the last one, softmax kernels work on so many bytes at a time in each thread:
 ``BLOCK_SIZE`` in ``SoftMaxKernel.cpp``."""
@@ -86,6 +91,8 @@ def workspace_bytes(func: OpOverload, args: tuple[Any, ...], out: Any) -> int:
         is_last = _private.is_ordered_as_channels_last(gradient)
         order = torch.channels_last if is_last else torch.contiguous_format
         return sum(_bytes(one) for one in (gradient, *indices, out) if not one.is_contiguous(memory_format=order))
+    if name in _GROUP_NORMS and _GROUP_NORMS_COPY:
+        return _copied_by_group_norm(tensors[: _GROUP_NORMS[name]])
     if name in _PRODUCTS and tensors[0].dtype in (torch.bfloat16, torch.float16):
         return onednn_scratch.of_product(func, args) if _private.onednn_computes(tensors[0].dtype) else 0
     if name in _LOSSES:
@@ -136,6 +143,12 @@ def _noted_by_softmax(name: str, tensor: torch.Tensor, dim: int) -> int:
     if tensor.element_size() >= torch.float32.itemsize:
         copies = 0
     return threads * places * (numbers + copies * along) * max(tensor.element_size(), torch.float32.itemsize)
+
+
+def _copied_by_group_norm(read: Sequence[torch.Tensor]) -> int:
+    """Bytes of what does not lie in the order of the input: the input itself, read last, or its gradient before it."""
+    order = torch.channels_last if _private.is_ordered_as_channels_last(read[-1]) else torch.contiguous_format
+    return sum(_bytes(one) for one in read if not one.is_contiguous(memory_format=order))
 
 
 def _has_channels_last(tensor: torch.Tensor) -> bool:

@@ -16,14 +16,14 @@ from typing import Any, Final, Literal, TypeAlias
 
 import torch
 
-from remat.torch._private import OpOverload
+from remat.torch._private import VERSION, OpOverload
 from remat.torch.trace.op_facts import base_name
 
 Kernel: TypeAlias = Literal["cudnn", "flash", "efficient", "math"]
 
 _HALF: Final = (torch.float16, torch.bfloat16)
 
-_IS_UP_TO_2_11: Final = tuple(int(part) for part in torch.__version__.split(".")[:2]) <= (2, 11)
+_IS_UP_TO_2_11: Final = VERSION <= (2, 11)
 """Seen on an H200: 2.11 gives cuDNN heads of 256 and any dropout there. The newest sources do not, and which version
 between was the first is not known."""
 
