@@ -135,6 +135,18 @@ def test_before_a_budget_is_refused_what_was_seen_around_is_forgotten() -> None:
     assert plan.peak_bytes <= smallest
 
 
+def test_a_refusal_names_what_can_be_kept_here_where_that_is_less() -> None:
+    with pytest.raises(InfeasibleBudget, match=r"can be kept is \d+ bytes \([^)]*\)\. What binds") as caught:
+        fit(Counted(), Request(budget="1%"))
+    named = caught.value.minimum_bytes
+    with pytest.raises(InfeasibleBudget, match=rf"can be kept is {named} bytes \([^)]*\), or \d+ \(") as caught:
+        fit(Rounded(grows=0.8), Request(budget="1%"))
+    assert caught.value.minimum_bytes == named
+    here = int(str(caught.value).partition(", or ")[2].partition(" ")[0])
+    assert here < 0.82 * named
+    assert fit(Rounded(grows=0.8), Request(budget=here), proves=False).peak_bytes <= here
+
+
 def test_a_cautious_request_is_planned_without_a_look_around() -> None:
     step = Rounded(grows=1.5)
     plan = fit(step, Request(budget="60%", is_cautious=True), proves=False)

@@ -187,8 +187,9 @@ def test_chunks_of_every_kind_are_exact(monkeypatch, reverse, steps, chunked, ch
     made = emit(program, plain_order, variants[1].turning_point, "data")(leaves, list(program.constants.values()))
 
     assert ran
-    # The same operations on the same values in the same order: equal to the last bit, up to how they were compiled.
-    assert_close(made, jax.tree.leaves(jax.jit(gradient)(*leaves)), rtol=1e-6)
+    # The same operations on the same values in the same order: equal to the last bit, up to how they were compiled. On
+    # jaxlib 0.10.0 the loss of one way differs by 1.3e-6, on others by less than 1e-6.
+    assert_close(made, jax.tree.leaves(jax.jit(gradient)(*leaves)), rtol=2e-6)
 
 
 def gru(own, h, t):

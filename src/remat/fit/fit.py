@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Final
 
 from remat.core.budget import format_bytes, parse_budget
 from remat.core.collecting import collecting_rarely
@@ -13,6 +14,9 @@ from remat.fit.candidate import Candidate
 from remat.fit.loop import plan_within
 from remat.fit.plan_cache import Entry
 from remat.fit.request import Request
+
+# A smallest budget that holds here alone is named where it is less by this share at least. A judgement.
+_LITTLE_LESS: Final = 0.01
 
 
 @collecting_rarely()
@@ -59,11 +63,7 @@ def fit(candidate: Candidate, request: Request, *, share_of_bytes: int | None = 
         found = candidate.find(max(1, simulate(graph, graph.plain_schedule).peak_bytes), request)
         found = dataclasses.replace(found, peak_bytes=plain.expected_bytes)
     else:
-        try:
-            found = _found_here(candidate, request, target_bytes)
-        except InfeasibleBudget as error:
-            minimum_bytes = candidate.smallest_budget(min(error.minimum_bytes, plain.highest_bytes))
-            raise infeasible(budget_bytes, minimum_bytes, error.binding_op) from None
+        found = _found_here(candidate, request, budget_bytes)
         if proves:
             found = _polished(found, candidate, request, target_bytes)
     found = dataclasses.replace(found, traced_budget_bytes=found.budget_bytes)
@@ -82,14 +82,21 @@ def fit(candidate: Candidate, request: Request, *, share_of_bytes: int | None = 
     return _with_expected_time(found, candidate)
 
 
-def _found_here(candidate: Candidate, request: Request, target_bytes: int) -> Plan:
-    """What is found for what was seen around, or else without that."""
-    try:
-        return _searched(candidate, request, target_bytes)
-    except InfeasibleBudget:
-        if not candidate.looks_around(None):
-            raise
-    return _searched(candidate, request, target_bytes)
+def _found_here(candidate: Candidate, request: Request, budget_bytes: int) -> Plan:
+    """What is found for what was seen around, or else without that.
+
+    Raises:
+        InfeasibleBudget: if nothing is; what is named holds whatever is around.
+    """
+    refusals: list[InfeasibleBudget] = []
+    while not refusals or candidate.looks_around(None):
+        try:
+            return _searched(candidate, request, candidate.target_bytes(budget_bytes))
+        except InfeasibleBudget as error:
+            refusals.append(error)
+    plain_bytes = candidate.plain_peak.highest_bytes
+    named = [candidate.smallest_budget(min(one.minimum_bytes, plain_bytes)) for one in refusals]
+    raise infeasible(budget_bytes, named[-1], refusals[-1].binding_op, here_bytes=named[0])
 
 
 def _searched(candidate: Candidate, request: Request, target_bytes: int) -> Plan:
@@ -144,12 +151,24 @@ def fits_plainly(candidate: Candidate, budget_bytes: int) -> bool:
     return highest_bytes <= candidate.target_bytes(budget_bytes) or not highest_bytes
 
 
-def infeasible(budget_bytes: int, minimum_bytes: int, binding_op: str) -> InfeasibleBudget:
-    """The error for a budget that cannot be kept, restating both figures."""
+def infeasible(
+    budget_bytes: int, minimum_bytes: int, binding_op: str, *, here_bytes: int | None = None
+) -> InfeasibleBudget:
+    """The error for a budget that cannot be kept, restating the figures.
+
+    Args:
+        budget_bytes: the budget.
+        minimum_bytes: the smallest that can be kept.
+        binding_op: what needs that.
+        here_bytes: the smallest as long as what is around stays as it is.
+    """
+    less = ""
+    if here_bytes is not None and here_bytes < (1 - _LITTLE_LESS) * minimum_bytes:
+        less = f", or {here_bytes} ({format_bytes(here_bytes)}) while memory lies as it does in this process now"
     return InfeasibleBudget(
         f"no schedule within {budget_bytes} bytes ({format_bytes(budget_bytes)}) was found: the smallest budget that "
-        f"can be kept is {minimum_bytes} bytes ({format_bytes(minimum_bytes)}). What binds there is {binding_op}. Ask "
-        "for at least that, make the batch smaller, or try another planner",
+        f"can be kept is {minimum_bytes} bytes ({format_bytes(minimum_bytes)}){less}. What binds there is "
+        f"{binding_op}. Ask for at least that, make the batch smaller, or try another planner",
         minimum_bytes=minimum_bytes,
         budget_bytes=budget_bytes,
         binding_op=binding_op,
