@@ -2,7 +2,7 @@
 
     python -m benchmarks.demo_runs [--runs 5]   # from the project's root, on a machine that does nothing else
 
-A run is what ``remat demo`` does: each training has a process of its own, in which plain and planned steps take turns.
+A run is what ``remat demo`` does: each training has a process of its own, in which plain and planned epochs take turns.
 Times are wall time on all cores. Writes ``benchmarks/results/demo-runs.md`` after each run.
 """
 

@@ -27,9 +27,9 @@ _WEIGHTS_FILE: Final = "weights.npz"
 _PLAN_FILE: Final = "plan.json"
 _GRAPH_FILE: Final = "graph.json.gz"
 _TIME_LIMIT_S: Final = 900.0  # The README's eight runs took 126 s together: one that takes 15 minutes hangs.
-_EPOCHS: Final = 7
-"""Epochs in which every second planned step is timed beside a plain one: 21 pairs of steps. A judgement: some 20 s a
-run. Ratios of neighbours vary by 6 points on a machine with other work, their median by 1 or 2."""
+_TURNS: Final = 9
+"""Epochs of each kind in which steps are timed, of eight steps, the first of which makes an iterator. A judgement: some
+25 s a run. With three, five runs of one plan showed extra times from -7 to +17 % on a machine with other work."""
 
 # The counter of CPU memory works with oneDNN only, which is the default on most machines but not on all.
 _ENVIRONMENT: Final = {"TF_CPP_MIN_LOG_LEVEL": "3", "TF_ENABLE_ONEDNN_OPTS": "1", "KERAS_BACKEND": "tensorflow"}
@@ -158,44 +158,34 @@ def _train(name: str, budget: str | None, quick: bool, folder: Path) -> None:
 
 
 def _times_in_turns(planned: Any, plain: Any) -> tuple[float, float]:
-    """Seconds of a planned step and of a plain one soon after it, of the pair whose ratio is in the middle.
+    """Median seconds of a planned and of a plain step, epoch by epoch in turns: what the machine does hits both.
 
-    What the machine does hits both. Each has a step of its own kind before it, since what the other kind left in caches
-    is of no use to it. With whole epochs in turns, of which each took a second or two, five runs of one
-    plan showed extra times from -7 to +17 % on a machine with other work.
+    Not step by step: after a step of the other kind one takes longer, and a planned one more so (2 to 5 % of it). They
+    are those of the turn whose ratio is in the middle. Medians over all turns are of two speeds where a machine
+    changes its own meanwhile: one whose steps all took 1.27 times as long every half minute showed 1.33 to 1.49 in
+    three of twelve runs of a plan that takes 1.09.
     """
     import keras
 
-    size = plain.batch_size
-    full = len(planned.images) // size * size
-    pairs: list[tuple[float, float]] = []
-
     class Clock(keras.callbacks.Callback):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.times: list[float] = []
+
         def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
             self.started = time.perf_counter()
 
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             float(logs["loss"])  # Waits until the step is done.
-            self.seconds = time.perf_counter() - self.started
+            self.times.append(time.perf_counter() - self.started)
 
-    class BesidePlain(Clock):
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            super().on_train_batch_end(batch, logs)
-            if batch % 2:
-                clock = Clock()
-                two = slice(2 * size)
-                plain.model.fit(plain.images[two], plain.labels[two], batch_size=size, verbose=0, callbacks=[clock])
-                pairs.append((self.seconds, clock.seconds))
-
-    planned.model.fit(
-        planned.images[:full],
-        planned.labels[:full],
-        batch_size=size,
-        epochs=_EPOCHS,
-        verbose=0,
-        callbacks=[BesidePlain()],
-    )
-    return of_the_middle_ratio(pairs[1:])  # The first one traces the plain step.
+    turns: list[tuple[float, float]] = []
+    for _ in range(_TURNS + 1):
+        clocks = (Clock(), Clock())
+        for work, clock in zip((planned, plain), clocks, strict=True):
+            work.model.fit(work.images, work.labels, batch_size=work.batch_size, verbose=0, callbacks=[clock])
+        turns.append((_median(clocks[0].times[1:]), _median(clocks[1].times[1:])))
+    return of_the_middle_ratio(turns[1:])  # The first one traces the plain step.
 
 
 def of_the_middle_ratio(turns: Sequence[tuple[float, float]]) -> tuple[float, float]:
