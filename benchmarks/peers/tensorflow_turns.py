@@ -1,7 +1,7 @@
 """TensorFlow's peers' model in turns: plain, ``tf.recompute_grad`` and remat in its bytes, in one process, five times.
 
-    python -m benchmarks.peers.tensorflow_turns              # from the project's root
-    python -m benchmarks.peers.tensorflow_turns one [small]  # prints one run, or one of a small model as a check
+    python -m benchmarks.peers.tensorflow_turns                  # from the project's root
+    python -m benchmarks.peers.tensorflow_turns --one [--small]  # prints one run, or one of a small model as a check
 
 Each run is a process of its own, in which the three steps take turns, so that what the machine does meanwhile hits all
 of them. Peaks are those of TensorFlow's counter, times medians over the rounds of what a step takes relative to the
@@ -10,6 +10,7 @@ plain step of its round: wall time, and processor time. Writes ``benchmarks/resu
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import statistics
@@ -83,13 +84,19 @@ def written(runs: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     """See the module."""
-    if sys.argv[1:]:
-        print(json.dumps(one_run(small="small" in sys.argv)))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--one", action="store_true", help="one run, here, as JSON")
+    parser.add_argument("--small", action="store_true", help="with --one: a small model, to see that it works")
+    asked = parser.parse_args()
+    if asked.one:
+        print(json.dumps(one_run(small=asked.small)))
         return
+    if asked.small:
+        parser.error("--small goes with --one: five runs of the small model are no result")
     runs = []
     for _ in range(RUNS):
         done = subprocess.run(
-            [sys.executable, "-m", "benchmarks.peers.tensorflow_turns", "one"],
+            [sys.executable, "-m", "benchmarks.peers.tensorflow_turns", "--one"],
             env={**os.environ, "REMAT_PLAN_CACHE": "off", "TF_ENABLE_ONEDNN_OPTS": "1"},
             stdout=subprocess.PIPE,
             text=True,

@@ -1,6 +1,6 @@
 """Graph mode beside ``apply``, checkpoints and Inductor: ``python -m benchmarks.peers.torch_graph_mode [MODEL ...]``.
 
-With ``--extra`` in front of the models, only the extra times of lines that are there are measured anew.
+With ``--extra`` only the extra times of lines that are there are measured anew.
 
 Small configurations of transformers with random weights, each in a process of its own. All ways to run a step take
 turns in it, and a figure is the median ratio of their processor times over ``ROUNDS`` rounds. "Extra" is the time of a
@@ -16,6 +16,7 @@ others keep their lines from before. Writes ``benchmarks/results/torch-graph-mod
 
 from __future__ import annotations
 
+import argparse
 import copy
 import json
 import os
@@ -363,7 +364,7 @@ def with_extra_times(found: dict[str, Any]) -> None:
     budgets = json.dumps({peer: found["lines"][peer]["peak_bytes"] for peer in lines})
     for line in lines.values():
         line["processes"] = []
-    command = [sys.executable, "-m", "benchmarks.peers.torch_graph_mode", "--times", found["model"], budgets]
+    command = [sys.executable, "-m", "benchmarks.peers.torch_graph_mode", found["model"], "--times", budgets]
     environment = {**os.environ, **KEEPING, "REMAT_PLAN_CACHE": "off"}
     for _ in range(PROCESSES):
         done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
@@ -387,17 +388,26 @@ def measured(name: str) -> dict[str, Any] | None:
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["--one"]:
-        print(json.dumps(table(sys.argv[2])))
-        return
-    if sys.argv[1:2] == ["--times"]:
-        print(json.dumps(extra_times(sys.argv[2], json.loads(sys.argv[3]))))
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(MODELS)}; all if none is named")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--extra", action="store_true", help="measure extra times of lines that are there")
+    what.add_argument("--one", action="store_true", help="the lines of one model, here, as JSON")
+    what.add_argument("--times", type=json.loads, metavar="BUDGETS", help="extra times of one model, here, as JSON")
+    asked = parser.parse_args()
+    if unknown := [name for name in asked.models if name not in MODELS]:
+        parser.error(f"there is no model {', '.join(unknown)}: take some of {', '.join(MODELS)}")
+    if asked.one or asked.times is not None:
+        if len(asked.models) != 1:
+            parser.error(f"--one and --times take one model, and there are {len(asked.models)}")
+        (name,) = asked.models
+        print(json.dumps(table(name) if asked.one else extra_times(name, asked.times)))
         return
     file = RESULTS / "torch-graph-mode.json"
     tables = {one["model"]: one for one in json.loads(file.read_text())["tables"]} if file.exists() else {}
-    only_extra = sys.argv[1:2] == ["--extra"]
-    for name in sys.argv[1 + only_extra :] or MODELS:
-        found = tables.get(name) if only_extra else measured(name)
+    for name in asked.models or MODELS:
+        found = tables.get(name) if asked.extra else measured(name)
         if found is None:
             continue
         with_extra_times(found)

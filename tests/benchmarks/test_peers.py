@@ -43,7 +43,7 @@ def test_tables_are_written_whole(framework: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_three_steps_take_turns(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.peers.tensorflow_turns", "one", "small"]
+    command = [sys.executable, "-m", "benchmarks.peers.tensorflow_turns", "--one", "--small"]
     environment = {**os.environ, "TF_ENABLE_ONEDNN_OPTS": "1"}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, env=environment)
     assert done.returncode == 0, done.stderr
