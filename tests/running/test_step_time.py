@@ -100,6 +100,11 @@ def test_bytes_in_no_cache_take_the_time_of_main_memory(monkeypatch: pytest.Monk
     monkeypatch.setattr(step_time, "cache_bytes", lambda: MIB)
 
     assert step_time_s(graph, graph.plain_schedule, PROFILE) == pytest.approx(2.0 + 16 * MIB / 1e9, rel=0.01)
+    # Of all of the cache a process may have a part.
+    monkeypatch.setattr(step_time, "cache_bytes", lambda: 64 * MIB)
+    assert step_time_s(graph, graph.plain_schedule, PROFILE) < 2.0 + 9 * MIB / 1e9
+    has_s = step_time_s(graph, graph.plain_schedule, PROFILE, cached_bytes=MIB)
+    assert has_s == pytest.approx(2.0 + 16 * MIB / 1e9, rel=0.01)
 
 
 def test_a_plan_that_holds_less_misses_less() -> None:

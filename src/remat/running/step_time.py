@@ -52,7 +52,14 @@ def cache_bytes() -> int:
     return size if size > 0 else _USUAL_CACHE_BYTES
 
 
-def step_time_s(graph: Graph, schedule: Sequence[int], profile: DeviceProfile, *, timed_alone: bool = False) -> float:
+def step_time_s(
+    graph: Graph,
+    schedule: Sequence[int],
+    profile: DeviceProfile,
+    *,
+    timed_alone: bool = False,
+    cached_bytes: int | None = None,
+) -> float:
     """Seconds of one step among many, pages that it fetches anew left out.
 
     Args:
@@ -61,11 +68,13 @@ def step_time_s(graph: Graph, schedule: Sequence[int], profile: DeviceProfile, *
         profile: of a CPU.
         timed_alone: are the seconds of the ops measured in place of that, each op run over and over by itself? Then
             what it reads lay in caches.
+        cached_bytes: what the last-level cache holds for this process; None for all of it.
 
     Complexity: O(bytes touched / line), in Python; twice.
     """
     in_caches_s = [op.time_s if timed_alone else _in_caches_s(graph, op, profile) for op in graph.ops]
-    return sum(in_caches_s[op] for op in schedule) + missed_bytes(graph, schedule, cache_bytes()) / profile.memory_rate
+    holds = cache_bytes() if cached_bytes is None else cached_bytes
+    return sum(in_caches_s[op] for op in schedule) + missed_bytes(graph, schedule, holds) / profile.memory_rate
 
 
 def _in_caches_s(graph: Graph, op: Op, profile: DeviceProfile) -> float:

@@ -23,6 +23,7 @@ from remat.fit.variants import Variants, beside, cheapest_plan
 from remat.planning.find import find
 from remat.planning.improve import improved, squeezed
 from remat.running.step_time import step_time_s
+from remat.running.usable_cache import usable_cache_bytes
 from remat.tensorflow import _private
 from remat.tensorflow.emit.emit import emit
 from remat.tensorflow.loops.variants import Variant
@@ -277,7 +278,7 @@ class ExecutedFunction(FunctionCandidate):
             return None
         graph = self._variants[0].as_written if plan is None else self.graph_of(plan)
         schedule = graph.plain_schedule if plan is None else self._runs(plan)
-        time_s = step_time_s(graph, schedule, profile_here())
+        time_s = step_time_s(graph, schedule, profile_here(), cached_bytes=usable_cache_bytes())
         if min(kernel_threads(), executor_threads()) == 1:
             return time_s
         starts = (0,) if schedule == graph.plain_schedule else span_starts(graph, schedule)

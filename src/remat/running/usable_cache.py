@@ -1,0 +1,57 @@
+"""How much of the last-level cache a process has: other processes of a machine, or other guests of it, fill the rest.
+
+What the system says is the whole cache. On a guest with two cores of a larger machine that says 32 MiB, sums over up to
+12 MiB ran at the speed of caches and those over 16 at that of main memory; a plan's steps took what 12 MiB predict. So
+a vector is multiplied where it lies, in a few lengths, which takes .1 s once in a process.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from typing import Any, Final
+
+import numpy as np
+
+from remat.running.step_time import cache_bytes
+
+_SHARES: Final = (1, 3 / 4, 1 / 2, 3 / 8, 1 / 4, 3 / 16, 1 / 8)
+"""Of the whole cache, that a process may have."""
+
+_SURELY_CACHED: Final = 1 / 16
+_SURELY_NOT: Final = 2.0
+"""Shares of the whole cache that are there in any case, and that are not."""
+
+_PASSES: Final = 4
+"""Over each length, of which the first fills the cache and the quickest counts. A judgement: what disturbs one makes it
+slower. Too few, a cache looks smaller than it is."""
+
+_CLEAR: Final = 1.2
+"""Caches are that much quicker than main memory at least; otherwise the machine is too busy to tell."""
+
+
+@functools.cache
+def usable_cache_bytes() -> int:
+    """Bytes of the last-level cache that work for this process, as it was first asked."""
+    whole = cache_bytes()
+    vector = np.ones(int(_SURELY_NOT * whole) // 4, dtype=np.float32)
+    cached, uncached = _bytes_per_s(vector, int(_SURELY_CACHED * whole)), _bytes_per_s(vector, int(_SURELY_NOT * whole))
+    if cached < _CLEAR * uncached:
+        return whole
+    between = math.sqrt(cached * uncached)
+    for share in _SHARES:
+        if _bytes_per_s(vector, int(share * whole)) >= between:
+            return int(share * whole)
+    return int(_SURELY_CACHED * whole)
+
+
+def _bytes_per_s(vector: np.ndarray[Any, Any], length_bytes: int) -> float:
+    """Bytes in a second at which the beginning of a vector is multiplied where it lies."""
+    part = vector[: length_bytes // vector.itemsize]
+    least_s = math.inf
+    for _ in range(_PASSES):
+        started = time.perf_counter()
+        np.multiply(part, np.float32(1), out=part)
+        least_s = min(least_s, time.perf_counter() - started)
+    return length_bytes / max(least_s, 1e-9)
