@@ -16,12 +16,16 @@ import numpy as np
 
 from remat.running.step_time import cache_bytes
 
-_SHARES: Final = (1, 3 / 4, 1 / 2, 3 / 8, 1 / 4, 3 / 16, 1 / 8)
-"""Of the whole cache, that a process may have."""
+_SHARES: Final = (3 / 4, 1 / 2, 3 / 8, 1 / 4, 3 / 16, 1 / 8)
+"""Of the whole cache, that a process may have, if it has not all of it."""
 
 _SURELY_CACHED: Final = 1 / 16
 _SURELY_NOT: Final = 2.0
 """Shares of the whole cache that are there in any case, and that are not."""
+
+_MOST_BYTES: Final = 64 << 20
+"""Of a larger cache so much is looked at, with a vector of twice that: a judgement, .1 s and 128 MiB for a moment.
+Where all of that is there, all of the cache is."""
 
 _PASSES: Final = 4
 """Over each length, of which the first fills the cache and the quickest counts. A judgement: what disturbs one makes it
@@ -35,15 +39,16 @@ _CLEAR: Final = 1.2
 def usable_cache_bytes() -> int:
     """Bytes of the last-level cache that work for this process, as it was first asked."""
     whole = cache_bytes()
-    vector = np.ones(int(_SURELY_NOT * whole) // 4, dtype=np.float32)
-    cached, uncached = _bytes_per_s(vector, int(_SURELY_CACHED * whole)), _bytes_per_s(vector, int(_SURELY_NOT * whole))
-    if cached < _CLEAR * uncached:
-        return whole
+    seen = min(whole, _MOST_BYTES)
+    vector = np.ones(int(_SURELY_NOT * seen) // 4, dtype=np.float32)
+    cached, uncached = (_bytes_per_s(vector, int(share * seen)) for share in (_SURELY_CACHED, _SURELY_NOT))
     between = math.sqrt(cached * uncached)
+    if cached < _CLEAR * uncached or _bytes_per_s(vector, seen) >= between:
+        return whole
     for share in _SHARES:
-        if _bytes_per_s(vector, int(share * whole)) >= between:
-            return int(share * whole)
-    return int(_SURELY_CACHED * whole)
+        if _bytes_per_s(vector, int(share * seen)) >= between:
+            return int(share * seen)
+    return int(_SURELY_CACHED * seen)
 
 
 def _bytes_per_s(vector: np.ndarray[Any, Any], length_bytes: int) -> float:
