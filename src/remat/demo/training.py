@@ -160,10 +160,10 @@ def _train(name: str, budget: str | None, quick: bool, folder: Path) -> None:
 def _times_in_turns(planned: Any, plain: Any) -> tuple[float, float]:
     """Median seconds of a planned and of a plain step, epoch by epoch in turns: what the machine does hits both.
 
-    Not step by step, which showed 2 to 5 points more: a step behind one of the other kind takes longer. The seconds are
-    those of the turn whose ratio is in the middle. Medians over all turns are of two speeds where a machine changes its
-    own meanwhile: one whose steps all took 1.27 times as long every half minute showed 1.33 to 1.49 in three of twelve
-    runs of a plan that takes 1.09.
+    Not step by step, which showed up to 5 points more: a step behind one of the other kind takes longer. The seconds
+    are those of the turn whose ratio is in the middle. Medians over all turns are of two speeds where a machine changes
+    its own meanwhile: one whose steps all took 1.27 times as long every half minute showed 1.33 to 1.49 in three of
+    twelve runs of a plan that takes 1.09.
     """
     import keras
 

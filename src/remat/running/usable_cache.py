@@ -17,11 +17,11 @@ import numpy as np
 from remat.running.step_time import cache_bytes
 
 _SHARES: Final = (3 / 4, 1 / 2, 3 / 8, 1 / 4, 3 / 16, 1 / 8)
-"""Of the whole cache, that a process may have, if it has not all of it."""
+"""Of what is looked at, the part that a process may have where it has not all of it."""
 
 _SURELY_CACHED: Final = 1 / 16
 _SURELY_NOT: Final = 2.0
-"""Shares of the whole cache that are there in any case, and that are not."""
+"""Of what is looked at, a part that is there in any case, and a length that is not."""
 
 _MOST_BYTES: Final = 64 << 20
 """Of a larger cache so much is looked at, with a vector of twice that: a judgement, .1 s and 128 MiB for a moment.

@@ -452,7 +452,7 @@ def _taken_apart_as_by_autograd(func: Any, *args: Any, **kwargs: Any) -> Any:
 def _whole_operators() -> Iterator[None]:
     """Inside, operators with a kernel of their own stay whole, as autograd leaves them; PyTorch 2.13 does so by itself.
 
-    PyTorch 2.9 makes nine operators of ``silu_backward``, with other last bits than the one that eager PyTorch runs.
+    PyTorch 2.9 makes eight operators of ``silu_backward``, with other last bits than the one that eager PyTorch runs.
     """
     operator: Any = OpOverload
     if _KEEPS_OPERATORS_WHOLE:
