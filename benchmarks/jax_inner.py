@@ -19,6 +19,7 @@ import numpy as np
 
 import remat.jax
 from benchmarks.jax_split import LEVERS, UPDATES, Params, measured, smallest
+from benchmarks.one_core import stay_on_one_core
 from benchmarks.split_table import table
 
 RESULT = Path(__file__).parent / "results" / "jax-inner.md"
@@ -136,6 +137,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="small models; keeps no result")
     parser.add_argument("--model", choices=MODELS, help="one model alone; keeps no result")
     options = parser.parse_args()
+    stay_on_one_core()
     models = [options.model] if options.model else list(MODELS)
     lines = [line for model in models for line in lines_of(model, quick=options.quick, time_limit_s=0.3)]
     about = (

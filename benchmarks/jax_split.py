@@ -24,6 +24,7 @@ import optax
 
 import remat
 import remat.jax
+from benchmarks.one_core import stay_on_one_core
 from benchmarks.split_table import table
 from remat.jax.peak import peak_of
 from remat.running import resident_set
@@ -241,6 +242,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="small vocabularies; keeps no result")
     parser.add_argument("--model", choices=MODELS, help="one model alone; keeps no result")
     options = parser.parse_args()
+    stay_on_one_core()
     lines = []
     for name, words, gated in [MODELS[options.model]] if options.model else MODELS.values():
         sizes = (words // 16, 32) if options.quick else (words, 128)

@@ -23,6 +23,7 @@ import numpy as np
 import remat
 import remat.jax
 from benchmarks.jax_peers.models import Size, transformer
+from benchmarks.one_core import stay_on_one_core
 from remat.jax.peak import peak_of
 
 RESULTS = Path(__file__).parent.parent / "results"
@@ -148,6 +149,7 @@ def main() -> None:
     parser.add_argument("--time-limit-s", type=float, default=2.0, help="planning, each round")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
+    stay_on_one_core()
     size = Size(layers=options.layers)
     tables = {}
     for title, scanned in (("Unrolled layers", False), ("Scanned layers", True)):

@@ -160,6 +160,33 @@ def test_plans_of_a_captured_step_are_compared_with_it_as_it_is():
     assert "in place of the framework" not in as_markdown("jax", [record_of(Model())], "here")
 
 
+def test_the_first_step_after_another_methods_is_not_timed():
+    ran = []
+
+    class Disturbed(Captured):
+        """A step takes nine times as long where the one before was of another method."""
+
+        def prepared(self, peak_bytes, off=0.0):
+            seconds = [0.0]
+
+            def run():
+                seconds[0] += 1.0 if ran and ran[-1] is seconds else 9.0
+                ran.append(seconds)
+
+            return dataclasses.replace(super().prepared(peak_bytes, off), run=run, clock=lambda: seconds[0])
+
+    lines = [line for line in record_of(Disturbed())["lines"] if "error" not in line]
+    assert len(lines) >= 5
+    assert {line["step_s"] for line in lines} == {1.0}
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="the system keeps no process on a core")
+def test_a_process_stays_on_one_core():
+    script = "import os; from benchmarks.one_core import stay_on_one_core; stay_on_one_core(); print(os.sched_getaffinity(0))"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [f"{{{max(os.sched_getaffinity(0))}}}"]
+
+
 def test_pages_are_left_out_of_what_predictions_compare_with_where_these_do_not_know_them():
     class Fetching(Captured):
         predicts_pages = False

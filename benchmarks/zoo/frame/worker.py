@@ -6,6 +6,7 @@ import json
 import sys
 import time
 
+from benchmarks.one_core import stay_on_one_core
 from benchmarks.zoo.frame.apart import Apart
 from benchmarks.zoo.frame.measure import measured
 from benchmarks.zoo.frame.subject import is_apart, models_of
@@ -14,6 +15,7 @@ from benchmarks.zoo.frame.subject import is_apart, models_of
 def main() -> None:
     """Measure one model. What happens goes to standard error, the record to standard output."""
     framework, name = sys.argv[1:3]
+    stay_on_one_core()
     started = time.process_time()
     subject = Apart(framework, name) if is_apart(framework) else models_of(framework)[name]()
 
