@@ -182,7 +182,7 @@ def test_the_first_step_after_another_methods_is_not_timed():
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="the system keeps no process on a core")
 def test_a_process_stays_on_one_core():
-    script = "import os; from benchmarks.one_core import stay_on_one_core; stay_on_one_core(); print(os.sched_getaffinity(0))"
+    script = "import os; from benchmarks import one_core; one_core.stay_on_one_core(); print(os.sched_getaffinity(0))"
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.split() == [f"{{{max(os.sched_getaffinity(0))}}}"]
 
