@@ -11,6 +11,7 @@ from typing import Any, Final, TypeAlias
 from unittest import mock
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from remat.torch import _private
 from remat.torch.trace import cpu_scratch, cpu_times, gpu_scratch, op_facts, result_shapes
@@ -86,6 +87,23 @@ class _PackedPart:
         self.placement = placement
 
 
+class _OneHots(TorchFunctionMode):
+    """Inside, it is known whether a ``one_hot`` with a number of classes runs, under whatever name it was called."""
+
+    is_in_one = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not torch.nn.functional.one_hot:
+            return func(*args, **kwargs)
+        classes = kwargs.get("num_classes", args[1] if len(args) > 1 else -1)
+        self.is_in_one = classes != -1
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self.is_in_one = False
+
+
 class StepWatcher(_private.TorchDispatchMode):
     """Sees every operator below autograd and autocast, and notes it in a recording. It keeps no tensor alive.
 
@@ -118,7 +136,7 @@ class StepWatcher(_private.TorchDispatchMode):
         # Of each autograd node, by its number: the module and the line of source that made it.
         self._origins: dict[int, tuple[str, str]] = {}
         self._is_paused = False
-        self._is_in_one_hot = False
+        self._one_hots = _OneHots()
         self._own_code_depth = 0
         self._own_code_runs = 0
         self.gradients = Gradients(self.recording, self.storages, self._reduce_over_replicas)
@@ -170,7 +188,7 @@ class StepWatcher(_private.TorchDispatchMode):
         if func is _ITEM:
             if (value := self.storages.value_of(inputs[0])) is not None:
                 return func(value)
-            if self._is_in_one_hot:
+            if self._one_hots.is_in_one:
                 return 0
             if inputs[0].dtype is torch.bool:
                 self.guesses += 1
@@ -282,7 +300,7 @@ class StepWatcher(_private.TorchDispatchMode):
         the least and the greatest class on a CPU, to see that both are among those that there are, and hears that they
         are; the real step sees for itself. Where it is to find out how many classes there are, it is told nothing.
         """
-        own, one_hot = torch.Tensor.tolist, torch.nn.functional.one_hot
+        own = torch.Tensor.tolist
 
         def tolist(tensor: torch.Tensor) -> Any:
             with _private.no_modes():
@@ -291,17 +309,7 @@ class StepWatcher(_private.TorchDispatchMode):
                     raise _private.DataDependentOutputException(_ITEM)
                 return own(value)
 
-        def one_hot_of(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
-            self._is_in_one_hot = num_classes != -1
-            try:
-                return one_hot(tensor, num_classes)
-            finally:
-                self._is_in_one_hot = False
-
-        with (
-            mock.patch.object(torch.Tensor, "tolist", tolist),
-            mock.patch.object(torch.nn.functional, "one_hot", one_hot_of),
-        ):
+        with mock.patch.object(torch.Tensor, "tolist", tolist), self._one_hots:
             yield
 
     def _note(
