@@ -34,6 +34,7 @@ from remat.planners.view.problem import Problem
 from remat.planning.checkpoints import plan_with_checkpoints
 from remat.running import fresh_memory
 from remat.running.step_time import step_time_s
+from remat.running.usable_cache import usable_cache_bytes
 
 _log = logging.getLogger("remat")
 
@@ -109,7 +110,8 @@ class FunctionCandidate(Candidate):
         schedule = graph.plain_schedule if plan is None else plan.schedule
         peak = self.plain_peak if plan is None else self.real_peak(plan)
         fetched_bytes = fresh_memory.fetched_bytes([peak.block_bytes])
-        return step_time_s(graph, schedule, profile) + fetched_bytes / profile.fresh_rate
+        time_s = step_time_s(graph, schedule, profile, cached_bytes=usable_cache_bytes())
+        return time_s + fetched_bytes / profile.fresh_rate
 
     def find(self, budget_bytes: int, request: Request) -> Plan:
         """The cheapest plan over the variants."""
