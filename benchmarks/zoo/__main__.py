@@ -4,8 +4,9 @@
     python -m benchmarks.zoo --frameworks jax --tables                                 # written anew, nothing measured
 
 Writes ``benchmarks/results/zoo-<framework>.json`` after each model, and ``.md`` and ``.png`` of it. A model that stands
-in the file is left out, unless ``--again`` is given or other versions are installed. Models of timm, torchvision,
-diffusers and keras-hub need these packages: ``torch/vision.py``, ``torch/diffusion.py`` and ``keras/hub.py`` say which.
+in the file is left out, unless ``--again`` is given or other versions are installed. What is to be known of rows that
+were measured in another way stands in the file under "notes", by hand. Models of timm, torchvision, diffusers and
+keras-hub need these packages: ``torch/vision.py``, ``torch/diffusion.py`` and ``keras/hub.py`` say which.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def _write(framework: str, table: dict[str, Any], out: Path) -> None:
 
 def _write_tables(framework: str, table: dict[str, Any], out: Path) -> None:
     """The page and the picture; models stand in the zoo's own order, those that it no longer has are left out."""
-    line = f"{in_a_line(table['machine'], table['versions'])}."
+    line = " ".join([f"{in_a_line(table['machine'], table['versions'])}.", *table.get("notes", [])])
     records = [table["records"][name] for name in models_of(framework) if name in table["records"]]
     target = out / f"zoo-{framework}"
     target.with_suffix(".md").write_text(as_markdown(framework, records, line))

@@ -382,13 +382,14 @@ def test_tables_are_written_again_without_measuring(monkeypatch, tmp_path):
     table = {
         "machine": {"system": "Linux", "processor": "x", "cores": 2},
         "versions": {"remat": "0.0.1"},
+        "notes": ["Timed by hand."],
         "records": {record["model"]: record for record in RECORDS[2:]} | {"a": {"model": "a", "error": "exit code 1"}},
     }
     (tmp_path / "zoo-jax.json").write_text(json.dumps(table))
     monkeypatch.setattr(sys, "argv", ["zoo", "--frameworks", "jax", "--out", str(tmp_path), "--tables"])
     zoo.main()
 
-    assert "remat 0.0.1" in (tmp_path / "zoo-jax.md").read_text()
+    assert "remat 0.0.1. Timed by hand.\n" in (tmp_path / "zoo-jax.md").read_text()
     assert json.loads((tmp_path / "zoo-jax.json").read_text()) == table
 
 
