@@ -111,6 +111,7 @@ def test_temporary_memory_is_told_apart():
 
 def test_a_plan_is_expected_to_save_the_pages_that_the_plain_step_fetches(monkeypatch):
     monkeypatch.setattr(fresh_memory, "gives_back", lambda: True)
+    monkeypatch.setattr(candidate, "usable_cache_bytes", lambda: 32 << 20)  # All that the step touches.
     case = mlp(layers=8, width=64, batch=1024)
     step = jax.value_and_grad(case.loss)
     plain_bytes = jax.jit(step).lower(*case.args).compile().memory_analysis().temp_size_in_bytes
@@ -126,6 +127,20 @@ def test_a_plan_is_expected_to_save_the_pages_that_the_plain_step_fetches(monkey
     assert found.expected_time_s == without.expected_time_s
     assert found.expected_overhead < 0 < without.expected_overhead
     assert found.overhead == without.overhead
+
+
+def test_a_step_is_expected_to_take_longer_where_less_of_the_cache_is_there(monkeypatch):
+    case = mlp(layers=8, width=64, batch=1024)
+    step = jax.value_and_grad(case.loss)
+
+    def plan(cache_bytes):
+        monkeypatch.setattr(candidate, "usable_cache_bytes", lambda: cache_bytes)
+        return remat.jax.jit(step, budget="75%", **GREEDY).plan_for(*case.args)
+
+    whole, part = plan(32 << 20), plan(1 << 20)
+    assert part.baseline_expected_time_s > 1.1 * whole.baseline_expected_time_s
+    assert part.expected_time_s > 1.1 * whole.expected_time_s
+    assert part.overhead == whole.overhead
 
 
 def test_equal_programs_are_looked_at_once(monkeypatch):
