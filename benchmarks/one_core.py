@@ -1,4 +1,4 @@
-"""Where processor time is compared, a process runs on one core."""
+"""One core for a process of which processor time is compared, whatever threads its framework starts."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ def main() -> None:
         print(f"{title}: {size}", flush=True)
         tables[title] = compare(size, scanned=scanned, repeats=options.repeats, time_limit_s=options.time_limit_s)
     device = jax.devices()[0]
-    whose = "the processor's" if device.platform == "cpu" else "the clock's"
+    whose = "the processor's, on one core" if device.platform == "cpu" else "the clock's"
     machine = (
         f"{size}; float32; {device.device_kind} ({device.platform}), {platform.machine()}, "
         f"JAX {jax.__version__}, Python {platform.python_version()}. Times are {whose}: "

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from benchmarks.zoo import __main__ as zoo
-from benchmarks.zoo.frame import heap, scatter
+from benchmarks.zoo.frame import heap, scatter, worker
 from benchmarks.zoo.frame.measure import difference, measured
 from benchmarks.zoo.frame.subject import Prepared, Subject
 from benchmarks.zoo.frame.table import as_markdown
@@ -185,6 +185,19 @@ def test_a_process_stays_on_one_core():
     script = "import os; from benchmarks import one_core; one_core.stay_on_one_core(); print(os.sched_getaffinity(0))"
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.split() == [f"{{{max(os.sched_getaffinity(0))}}}"]
+
+
+def test_a_model_is_measured_on_one_core(monkeypatch, capsys):
+    done = []
+    monkeypatch.setattr(worker, "stay_on_one_core", lambda: done.append("one core"))
+    monkeypatch.setattr(worker, "is_apart", lambda _: False)
+    monkeypatch.setattr(worker, "models_of", lambda _: {"a": lambda: done.append("built")})
+    monkeypatch.setattr(worker, "measured", lambda *_: [])
+    monkeypatch.setattr(sys, "argv", ["worker", "jax", "a"])
+    worker.main()
+
+    assert done == ["one core", "built"]
+    assert json.loads(capsys.readouterr().out)["model"] == "a"
 
 
 def test_pages_are_left_out_of_what_predictions_compare_with_where_these_do_not_know_them():

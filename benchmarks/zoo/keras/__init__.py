@@ -22,7 +22,7 @@ def environment(backend: str) -> dict[str, str]:
         # The counter of a CPU's memory is there only with oneDNN, which some CPUs leave off.
         return {**found, "TF_ENABLE_ONEDNN_OPTS": os.environ.get("TF_ENABLE_ONEDNN_OPTS", "1")}
     if backend == "jax":
-        # Processor time is compared, so the work of one step stays on one thread.
+        # The process runs on one core (``one_core.py``), for which Eigen's kernels need no threads.
         return {**found, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false"}
     return found
 

@@ -31,7 +31,7 @@ _TIMES_AS_FAST_IN_CACHES: Final = 1.6
 """How much faster XLA's kernels read and write bytes in caches than the usual profile says of main memory.
 
 Sums of two vectors ran at 59 GB/s up to 4 MiB each, at 24 where each has 16 and at 12 above, on one core of an AMD EPYC
-(Zen 4), where TensorFlow's ran at 94 in caches. Too high, plans that hold less are predicted too fast.
+(Zen 4); TensorFlow's ran at 94 in caches, on another one. Too high, plans that hold less are predicted too fast.
 """
 
 
