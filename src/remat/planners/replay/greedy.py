@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 
 import numpy as np
 
@@ -64,7 +65,7 @@ def _time_to_remake(problem: Problem, drop: BoolArray, gap: int) -> float:
             maker = problem.made_by[s]
             if maker in seen or problem.small[s] or not problem.droppable[s]:
                 continue
-            last_use = int(np.searchsorted(problem.uses[s], when)) - 1
+            last_use = bisect_left(problem.uses[s], when) - 1
             if drop[problem.first_gap[s] + last_use]:
                 seen.add(maker)
                 pending.append(maker)

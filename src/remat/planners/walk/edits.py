@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Final
 
@@ -236,7 +237,7 @@ class Edits:
             op, slot = pending.pop()
             for s in board.reads[op]:
                 births = slots.births[s]
-                index = int(np.searchsorted(births, slot)) - 1 if len(births) > 1 else 0
+                index = bisect_left(births, slot) - 1 if len(births) > 1 else 0
                 if index > 0:
                     birth = births[index]
                     maker = slots.op_at[birth]

@@ -89,7 +89,7 @@ class Lives:
     def count_lives(self) -> None:
         """Work out the bytes of every slot from the births and reads."""
         problem = self.board.problem
-        change = np.zeros(self.size + 2, dtype=np.int64)
+        change = [0] * (self.size + 2)
         for s in problem.storages:
             births, size = self.births[s], problem.size[s]
             for i, birth in enumerate(births):
@@ -101,7 +101,7 @@ class Lives:
                     credit = self._credit(last, s)
                     change[last] -= credit
                     change[last + 1] += credit
-        self.bytes = np.cumsum(change)[: self.size]
+        self.bytes = np.cumsum(np.array(change, dtype=np.int64))[: self.size]
 
     def _last(self, s: int, birth: int, stop: int) -> tuple[int, bool]:
         """The last slot of an instance's life, one beyond all where it never ends, and whether a read ends it."""

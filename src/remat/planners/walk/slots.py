@@ -81,8 +81,9 @@ class Slots(Lives):
                 base[slots[0]] = board.base_bytes[op]
         places = np.flatnonzero(base >= 0)
         if len(places):
-            of_next = base[places[np.minimum(np.searchsorted(places, np.arange(self.size)), len(places) - 1)]]
-            index = np.searchsorted(places, np.arange(self.size), side="right") - 1
+            upto = np.cumsum(base >= 0)
+            of_next = base[places[np.minimum(upto - (base >= 0), len(places) - 1)]]
+            index = upto - 1
             self._bytes += np.maximum(of_next, base[places[np.maximum(index, 0)]])
         for slot, op in enumerate(self.op_at):
             if op >= 0:
