@@ -203,6 +203,15 @@ def test_copies_of_what_is_not_contiguous():
     assert cpu_scratch.workspace_bytes(ATEN.native_layer_norm.default, args, out) == 0
 
 
+@pytest.mark.parametrize("dims", [(1,), (1, 2), (1, 2, 3), ()])
+@pytest.mark.parametrize("turned", [False, True])
+def test_roll_makes_a_tensor_for_each_dimension(dims, turned):
+    x = torch.randn(8, 16, 16, 48)
+    args = (x.transpose(1, 2) if turned else x, [3] * max(1, len(dims)), list(dims))
+    scratch, out = measured(ATEN.roll.default, *args)
+    assert cpu_scratch.workspace_bytes(ATEN.roll.default, args, out) == scratch
+
+
 def test_a_loss_stands_in_the_storage_of_all_losses():
     x, y = torch.randn(1000), torch.randn(1000)
     out = ATEN.mse_loss.default(x, y)

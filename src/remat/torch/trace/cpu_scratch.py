@@ -97,6 +97,8 @@ def workspace_bytes(func: OpOverload, args: tuple[Any, ...], out: Any) -> int:
         return onednn_scratch.of_product(func, args) if _private.onednn_computes(tensors[0].dtype) else 0
     if name in _LOSSES:
         return _bytes(tensors[0]) if out.numel() == 1 else 0
+    if name == "aten::roll":
+        return _rolled_on_the_way(tensors[0], args[2] if len(args) > 2 else ())
     if name == "aten::_safe_softmax":
         return int(math.prod(out.shape))
     if name in ("aten::mkldnn_rnn_layer", "aten::mkldnn_rnn_layer_backward"):
@@ -143,6 +145,13 @@ def _noted_by_softmax(name: str, tensor: torch.Tensor, dim: int) -> int:
     if tensor.element_size() >= torch.float32.itemsize:
         copies = 0
     return threads * places * (numbers + copies * along) * max(tensor.element_size(), torch.float32.itemsize)
+
+
+def _rolled_on_the_way(tensor: torch.Tensor, dims: Sequence[int]) -> int:
+    """Bytes of what ``roll`` makes before its result: it rolls one dimension after the other, and flattens for none."""
+    if not dims:
+        return 0 if tensor.is_contiguous() else _bytes(tensor)
+    return (len(dims) - 1) * _bytes(tensor)
 
 
 def _copied_by_group_norm(read: Sequence[torch.Tensor]) -> int:
