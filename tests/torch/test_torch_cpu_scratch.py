@@ -203,6 +203,27 @@ def test_copies_of_what_is_not_contiguous():
     assert cpu_scratch.workspace_bytes(ATEN.native_layer_norm.default, args, out) == 0
 
 
+@pytest.mark.parametrize("reduction", [0, 1, 2])
+@pytest.mark.parametrize("weighs", [False, True])
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_cross_entropy_of_logits_holds_its_logarithms(reduction, weighs, turned):
+    logits, answers = torch.randn(128, 256), torch.rand(128, 256)
+    if turned:
+        logits, answers = logits.t(), answers.t()
+    args = (logits, answers, None, torch.rand(answers.shape[1]) if weighs else None, reduction)
+    scratch, out = measured(ATEN.binary_cross_entropy_with_logits.default, *args)
+    predicted = cpu_scratch.workspace_bytes(ATEN.binary_cross_entropy_with_logits.default, args, out)
+    assert predicted == pytest.approx(scratch, abs=16 << 10)  # What is turned takes 14 KiB more.
+
+
+@pytest.mark.parametrize("dims", [[1], [0], [0, 1]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logsumexp_holds_the_exponentials(dims, dtype):
+    args = (torch.randn(128, 256, dtype=dtype), dims)
+    scratch, out = measured(ATEN.logsumexp.default, *args)
+    assert cpu_scratch.workspace_bytes(ATEN.logsumexp.default, args, out) == pytest.approx(scratch, abs=16)
+
+
 @pytest.mark.parametrize("dims", [(1,), (1, 2), (1, 2, 3), ()])
 @pytest.mark.parametrize("turned", [False, True])
 def test_roll_makes_a_tensor_for_each_dimension(dims, turned):

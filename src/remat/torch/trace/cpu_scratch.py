@@ -97,6 +97,10 @@ def workspace_bytes(func: OpOverload, args: tuple[Any, ...], out: Any) -> int:
         return onednn_scratch.of_product(func, args) if _private.onednn_computes(tensors[0].dtype) else 0
     if name in _LOSSES:
         return _bytes(tensors[0]) if out.numel() == 1 else 0
+    if name == "aten::binary_cross_entropy_with_logits":
+        return _beside_a_cross_entropy(tensors[0], *args[3:5])
+    if name == "aten::logsumexp":  # The exponentials of all elements, and the largest of each row.
+        return _bytes(tensors[0]) + _bytes(out)
     if name == "aten::roll":
         return _rolled_on_the_way(tensors[0], args[2] if len(args) > 2 else ())
     if name == "aten::_safe_softmax":
@@ -145,6 +149,13 @@ def _noted_by_softmax(name: str, tensor: torch.Tensor, dim: int) -> int:
     if tensor.element_size() >= torch.float32.itemsize:
         copies = 0
     return threads * places * (numbers + copies * along) * max(tensor.element_size(), torch.float32.itemsize)
+
+
+def _beside_a_cross_entropy(logits: torch.Tensor, pos_weight: torch.Tensor | None = None, reduction: int = 1) -> int:
+    """Bytes of the sigmoids' logarithms, of how positive answers weigh, and of all losses where one number is made."""
+    copied = 0 if logits.is_contiguous() else 1
+    weighed = 0 if pos_weight is None else _bytes(pos_weight)
+    return (1 + bool(reduction) + copied) * _bytes(logits) + weighed
 
 
 def _rolled_on_the_way(tensor: torch.Tensor, dims: Sequence[int]) -> int:
