@@ -79,10 +79,11 @@ class Slots(Lives):
         for op, slots in enumerate(self.runs):
             if slots:
                 base[slots[0]] = board.base_bytes[op]
-        places = np.flatnonzero(base >= 0)
+        is_first = base >= 0
+        places = np.flatnonzero(is_first)
         if len(places):
-            upto = np.cumsum(base >= 0)
-            of_next = base[places[np.minimum(upto - (base >= 0), len(places) - 1)]]
+            upto = np.cumsum(is_first)  # First runs up to a slot, itself counted.
+            of_next = base[places[np.minimum(upto - is_first, len(places) - 1)]]
             index = upto - 1
             self._bytes += np.maximum(of_next, base[places[np.maximum(index, 0)]])
         for slot, op in enumerate(self.op_at):

@@ -153,9 +153,8 @@ def _noted_by_softmax(name: str, tensor: torch.Tensor, dim: int) -> int:
 
 def _beside_a_cross_entropy(logits: torch.Tensor, pos_weight: torch.Tensor | None = None, reduction: int = 1) -> int:
     """Bytes of the sigmoids' logarithms, of how positive answers weigh, and of all losses where one number is made."""
-    copied = 0 if logits.is_contiguous() else 1
-    weighed = 0 if pos_weight is None else _bytes(pos_weight)
-    return (1 + bool(reduction) + copied) * _bytes(logits) + weighed
+    like_logits = 1 + bool(reduction) + (not logits.is_contiguous())
+    return like_logits * _bytes(logits) + (0 if pos_weight is None else _bytes(pos_weight))
 
 
 def _rolled_on_the_way(tensor: torch.Tensor, dims: Sequence[int]) -> int:
