@@ -9,7 +9,7 @@ import pytest
 
 from remat import Graph, Op, Tensor, simulate
 from remat.core.simulator import storage_lifetimes
-from remat.tensorflow.peak.spans import order_time_s, share_alone, span_starts
+from remat.tensorflow.peak.spans import alone_time_s, order_time_s, span_starts
 from remat.testing import chain, random_graph, random_schedule
 
 RESERVE = 0.05
@@ -55,21 +55,28 @@ def test_an_empty_schedule_has_no_span():
 
 
 def test_what_runs_alone_on_two_cores():
-    """Two branches of 1 and 3 s, then 2 s that read both: a second core has work in 1 s of 5."""
+    """Two branches of 100 and 300 us, then 200 us that read both: a second core has work in 100 us of 500."""
     tensors = (Tensor(4),) * 4
     ops = (
         Op("start", outputs=(0,)),
-        Op("short", inputs=(0,), outputs=(1,), time_s=1.0),
-        Op("long", inputs=(0,), outputs=(2,), time_s=3.0),
-        Op("both", inputs=(1, 2), outputs=(3,), time_s=2.0),
+        Op("short", inputs=(0,), outputs=(1,), time_s=100e-6),
+        Op("long", inputs=(0,), outputs=(2,), time_s=300e-6),
+        Op("both", inputs=(1, 2), outputs=(3,), time_s=200e-6),
     )
     graph = Graph(ops, tensors, outputs=(3,))
     schedule = graph.plain_schedule
 
-    assert share_alone(graph, schedule, (0,)) == pytest.approx((2 * 5 - 6) / 6)
-    assert share_alone(graph, schedule, (0, 2)) == 1.0
-    assert share_alone(graph, schedule, (0, 1, 2, 3)) == 1.0
-    assert share_alone(graph, (), ()) == 0.0
+    assert alone_time_s(graph, schedule, (0,)) == pytest.approx((2 * 5 - 6) / 6 * 0.18 * 600e-6)
+    assert alone_time_s(graph, schedule, (0, 2)) == pytest.approx(0.18 * 600e-6)
+    assert alone_time_s(graph, schedule, (0, 1, 2, 3)) == pytest.approx(0.18 * 600e-6)
+    assert alone_time_s(graph, (), ()) == 0.0
+
+
+def test_what_takes_long_alone_loses_little():
+    """Cut into pieces for two cores, a product of ten milliseconds takes no tenth longer."""
+    graph = Graph((Op("product", outputs=(0,), time_s=10e-3),), (Tensor(4),), outputs=(0,))
+
+    assert alone_time_s(graph, graph.plain_schedule, (0,)) == pytest.approx(100e-6)
 
 
 def side_by_side(*seconds):

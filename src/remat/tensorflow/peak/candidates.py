@@ -33,18 +33,9 @@ from remat.tensorflow.peak.carried_out import carried_out
 from remat.tensorflow.peak.compiled_memory import program_memory
 from remat.tensorflow.peak.device import current_device, profile_here
 from remat.tensorflow.peak.sounding import free_chunks
-from remat.tensorflow.peak.spans import order_time_s, share_alone, span_starts
+from remat.tensorflow.peak.spans import alone_time_s, order_time_s, span_starts
 from remat.tensorflow.trace.func_graph import FunctionToPlan, TracedStep
 from remat.tensorflow.trace.threads import executor_threads, kernel_threads
-
-_LONGER_ALONE: Final = 0.18
-"""How much longer an operation takes alone, cut into pieces for two cores, than beside another one of its size.
-
-Measured: on two cores, six plans of the demo, five runs each, took 7 points more than predicted without this in the
-mean, at most 11, and 2 with it, at most 5; the medians of three times five runs afterwards at most 4.0
-(docs/tensorflow.md). Too small, plans that hold an order seem cheaper than they are; too large, dearer. It decides
-nothing: plans show it.
-"""
 
 _CLOSE: Final = 0.02
 """A plan that leaves less than this share of its target unused ends the search. A judgement: a round takes a second,
@@ -282,7 +273,7 @@ class ExecutedFunction(FunctionCandidate):
         if min(kernel_threads(), executor_threads()) == 1:
             return time_s
         starts = (0,) if schedule == graph.plain_schedule else span_starts(graph, schedule)
-        time_s *= 1 + _LONGER_ALONE * share_alone(graph, schedule, starts)
+        time_s += alone_time_s(graph, schedule, starts)
         if plan is not None and plan.one_by_one:
             time_s += order_time_s(graph, schedule, executor_threads())
         return time_s
