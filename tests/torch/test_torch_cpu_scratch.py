@@ -12,11 +12,11 @@ from remat.torch.trace import cpu_scratch, onednn_scratch
 ATEN = torch.ops.aten
 
 
-def measured(func, *args):
+def measured(func, *args, **kwargs):
     """Bytes that a call takes in passing, and the storages that it makes."""
-    func(*args)
+    func(*args, **kwargs)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        out = func(*args)
+        out = func(*args, **kwargs)
     now = peak = 0
     for _, size in _private.memory_events(profiled):
         now += size

@@ -50,7 +50,7 @@ def test_a_configuration_of_cublas_is_followed(monkeypatch):
     ],
 )
 def test_scratch_is_what_is_given_back(changes, expected):
-    assert gpu_scratch.scratch_in(changes) == expected
+    assert lone_calls.scratch_in(changes) == expected
 
 
 def test_a_step_without_a_gpu_keeps_no_workspace():

@@ -22,7 +22,7 @@ from remat.torch.compiled._inductor import (
     number_of,
     patch,
 )
-from remat.torch.trace import cpu_scratch, gpu_scratch
+from remat.torch.trace import cpu_trials, gpu_scratch
 
 AS_EVER: Final[Mapping[str, Any]] = {}
 """No change to Inductor's settings."""
@@ -174,10 +174,8 @@ def _scratch_bytes(kernel: Any) -> int:
     """Scratch memory of an operator's own kernel, its arguments laid out as Inductor has them."""
     if kernel.get_device_or_error().type != "cpu":
         return max(map(_scratch_on_gpu, kernel.origins), default=0)
-    laid_out = [
-        torch.empty_strided([int(n) for n in one.get_size()], [int(n) for n in one.get_stride()], device="meta")
-        for one in kernel.inputs
-    ]
+    with V.fake_mode:
+        laid_out = [_stand_in(one) for one in kernel.inputs]
     found = 0
     for origin in kernel.origins:
         if not isinstance(origin.target, OpOverload):
@@ -186,8 +184,14 @@ def _scratch_bytes(kernel: Any) -> int:
         values = laid_out if len(laid_out) == len(tensors) else [one.meta["val"] for one in tensors]
         known = dict(zip(tensors, values, strict=True))
         args = tree_map_only(fx.Node, known.__getitem__, tuple(origin.args))
-        found = max(found, cpu_scratch.workspace_bytes(origin.target, args, origin.meta["val"]))
+        kwargs = tree_map_only(fx.Node, lambda one: one.meta["val"], dict(origin.kwargs))
+        found = max(found, cpu_trials.scratch_bytes(origin.target, args, kwargs, origin.meta["val"]))
     return found
+
+
+def _stand_in(buffer: Any) -> torch.Tensor:
+    size, stride = ([int(n) for n in numbers] for numbers in (buffer.get_size(), buffer.get_stride()))
+    return torch.empty_strided(size, stride, dtype=buffer.get_dtype(), device="cpu")
 
 
 def _scratch_on_gpu(origin: fx.Node) -> int:

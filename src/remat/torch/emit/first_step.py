@@ -15,7 +15,7 @@ from remat.core.budget import format_bytes
 from remat.torch import _backward_pass, _private
 from remat.torch.emit.planned_step import unpack
 from remat.torch.emit.recipes import new_storages, tensors_in
-from remat.torch.trace import cpu_scratch, gpu_scratch, op_facts
+from remat.torch.trace import cpu_trials, gpu_scratch, op_facts
 
 _WORTH_SAYING_BYTES: Final = 1 << 16
 """Scratch memory that was not predicted is named as a reason from so many bytes on. A judgement: what kernels keep for
@@ -29,7 +29,7 @@ class StorageMeter(_private.TorchDispatchMode):
     """Counts the storages that are made while this is entered, which may be several times, as long as they live.
 
     Storages are seen as operators return them, and gone when PyTorch frees them. To these comes scratch memory: what
-    PyTorch's allocator hands out while a kernel runs, on a CPU and on a GPU, and what ``trace.cpu_scratch`` and
+    PyTorch's allocator hands out while a kernel runs, on a CPU and on a GPU, and what ``trace.cpu_trials`` and
     ``trace.gpu_scratch`` know beyond that.
 
     Attributes:
@@ -70,7 +70,7 @@ class StorageMeter(_private.TorchDispatchMode):
             self._add(storage, storage.nbytes() + rounding)
         scratch = 0
         if outputs and outputs[0].device.type == "cpu" and func.namespace == "aten":
-            scratch = cpu_scratch.workspace_bytes(func, args, out)
+            scratch = cpu_trials.known_bytes(func, args, kwargs, out)
         elif device_type == "cuda":
             scratch = gpu_scratch.known_bytes(func, args, kwargs)
         self.peak_bytes = max(self.peak_bytes, self._bytes + scratch)

@@ -19,7 +19,7 @@ from torch import fx
 from remat.torch._private import OpOverload, is_mutable, tree_leaves
 from remat.torch.graph_mode.collectives import SIZE_BYTES, Gather, GatheredParameter, OwnCode
 from remat.torch.graph_mode.layouts import InLayout, laid_out
-from remat.torch.trace import aot_notes, cpu_scratch, cpu_times, gpu_scratch, op_facts
+from remat.torch.trace import aot_notes, cpu_times, cpu_trials, gpu_scratch, op_facts, stand_ins
 
 # Operators that hand on the storage of their argument, though their schema does not say so.
 _SILENT_VIEWS: Final = frozenset(
@@ -80,7 +80,7 @@ def with_fills(joint: fx.GraphModule) -> None:
         if func is None or not isinstance(node.args[0], fx.Node):
             continue
         like = node.args[0].meta["val"]
-        if not is_dense(like):
+        if not stand_ins.is_dense(like):
             continue
         with joint.graph.inserting_before(node):
             fill = joint.graph.call_function(Fill(func, like), tuple(node.args[1:]), dict(node.kwargs))
@@ -132,16 +132,6 @@ def _place(node: fx.Node) -> Any:
         return None
     kind = (value.dtype, value.is_conj(), value.is_neg())
     return (tuple(value.shape), tuple(value.stride()), value.storage_offset(), kind)
-
-
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Do the elements of a tensor lie side by side, in whatever order of the axes?"""
-    expected = 1
-    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda one: (one[1], one[0])):
-        if size > 1 and stride != expected:
-            return False
-        expected *= max(1, size)
-    return True
 
 
 def is_part(node: fx.Node) -> bool:
@@ -302,7 +292,7 @@ def scratch_bytes(node: fx.Node) -> int:
         return 0
     args, kwargs = arguments(node)
     if device_of(node).type == "cpu":
-        return cpu_scratch.workspace_bytes(node.target, tuple(args), node.meta.get("val"))
+        return cpu_trials.scratch_bytes(node.target, tuple(args), kwargs, node.meta.get("val"))
     return gpu_scratch.workspace_bytes(node.target, tuple(args), kwargs, node.meta.get("val"))
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from remat.torch.graph_mode import nodes
+from remat.torch.trace import stand_ins
 
 _aten: Final = torch.ops.aten
 
@@ -162,7 +163,7 @@ def _can_be_written(node: fx.Node) -> bool:
     value = node.meta.get("val")
     if node.target not in INTO or not isinstance(value, torch.Tensor):
         return False
-    return value.device.type == "cpu" and nodes.is_dense(value) and nodes.elements_bytes(node) >= _LEAST_BYTES
+    return value.device.type == "cpu" and stand_ins.is_dense(value) and nodes.elements_bytes(node) >= _LEAST_BYTES
 
 
 def _kind(node: fx.Node) -> Any:

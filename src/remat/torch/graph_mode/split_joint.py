@@ -14,7 +14,7 @@ from remat.torch import _private
 from remat.torch._private import OpOverload
 from remat.torch.graph_mode import nodes, separable_ops
 from remat.torch.graph_mode.separable_joint import SeparableJoint, add_call, is_pure, results_of
-from remat.torch.trace import aot_notes
+from remat.torch.trace import aot_notes, stand_ins
 from remat.transform.inner import InnerLayers, find_inner_layers
 from remat.transform.merged_axes import count_merged, merged_shape
 from remat.transform.order import order_around
@@ -55,7 +55,7 @@ class Buffer:
         self.__qualname__ = self.__name__
         # What a product writes to is contiguous, as its result would be.
         self._shape = tuple(like.shape)
-        self._strides = tuple(like.stride()) if nodes.is_dense(like) else None
+        self._strides = tuple(like.stride()) if stand_ins.is_dense(like) else None
         self._dtype = dtype
         self._device = like.device
 

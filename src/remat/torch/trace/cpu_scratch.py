@@ -8,7 +8,8 @@ reserve of ``remat.torch.plan``.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -23,18 +24,17 @@ _LARGE_KERNEL: Final = 3
 """Limits in ``use_mkldnn``, ``Convolution.cpp``: PyTorch's own kernel runs single samples of at most so many numbers
 where the kernel is not larger than that."""
 
-# They write the losses of all elements before they sum them up.
 _LOSSES: Final = frozenset({"aten::mse_loss", "aten::smooth_l1_loss", "aten::huber_loss"})
 
-# oneDNN runs them in half precision, and packs what they read. Of others, MKL's scratch is its own.
 _PRODUCTS: Final = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"})
 
-# These kernels first copy what is not contiguous.
 _WANT_CONTIGUOUS: Final = frozenset(
     {
         "aten::native_layer_norm",
         "aten::native_layer_norm_backward",
         "aten::embedding_dense_backward",
+        "aten::nll_loss_forward",
+        "aten::nll_loss2d_forward",
         "aten::_softmax",
         "aten::_log_softmax",
         "aten::_softmax_backward_data",
@@ -42,13 +42,11 @@ _WANT_CONTIGUOUS: Final = frozenset(
     }
 )
 
-# These kernels work in the order of the gradient that they read. What lies in another order is copied.
 _POOLS_BACKWARD: Final = frozenset(
     {"aten::max_pool2d_with_indices_backward", "aten::avg_pool2d_backward", "aten::_adaptive_avg_pool2d_backward"}
 )
 
-# From PyTorch 2.14 on these kernels copy what does not lie in the order of their input. Here is how many pictures they
-# read, the input last. Up to 2.13 they read any gradient as it lies, and take no input with gaps.
+# How many pictures they read, the input last.
 _GROUP_NORMS: Final = {"aten::native_group_norm": 1, "aten::native_group_norm_backward": 2}
 _GROUP_NORMS_COPY: Final = _private.VERSION >= (2, 14)
 
@@ -65,58 +63,105 @@ _SOFTMAX_NOTES: Final = {
 
 
 def workspace_bytes(func: OpOverload, args: tuple[Any, ...], out: Any) -> int:
-    """Scratch memory that the kernel takes from PyTorch's allocator while it runs."""
+    """Scratch memory that the kernel takes from PyTorch's allocator while it runs; 0 for what is not ``KNOWN``."""
     name = base_name(func)
-    tensors = [t for t in args if isinstance(t, torch.Tensor)]
-    if name == "aten::convolution":
-        if _runs_in_onednn(tensors[0], tensors[1], args[3:]):
-            return onednn_scratch.of_convolution(tensors[0], tensors[1], args[2] is not None, args[3:])
-        return _unfolded(tensors[0], tensors[1], out, args[3:])
-    if name == "aten::convolution_backward":
-        if _runs_in_onednn(tensors[1], tensors[2], args[4:]):
-            return onednn_scratch.of_convolution_backward(tensors[0], tensors[1], tensors[2], args[3], args[4:])
-        return _unfolded_backward(tensors[0], tensors[1], tensors[2], args[4:])
-    if name == "aten::native_batch_norm_backward":
-        return _bytes(tensors[1])
-    if name == "_c10d_functional::all_gather_into_tensor":  # gloo copies what a process gives.
-        return _bytes(tensors[0]) if tensors[0].device.type == "cpu" else 0
-    if name in ("aten::upsample_nearest2d", "aten::upsample_bilinear2d"):
-        return 0 if _has_channels_last(tensors[0]) else _bytes(tensors[0]) + _bytes(out)
-    if name in ("aten::upsample_nearest2d_backward", "aten::upsample_bilinear2d_backward"):
-        # Of a part of a tensor, both lie anew while the kernel works.
-        is_whole = tensors[0].is_contiguous() or _has_channels_last(tensors[0])
-        return 0 if is_whole else _bytes(tensors[0]) + _bytes(out)
-    if name in _POOLS_BACKWARD:
-        gradient, indices = tensors[0], tensors[2:]
-        is_last = _private.is_ordered_as_channels_last(gradient)
-        order = torch.channels_last if is_last else torch.contiguous_format
-        return sum(_bytes(one) for one in (gradient, *indices, out) if not one.is_contiguous(memory_format=order))
-    if name in _GROUP_NORMS and _GROUP_NORMS_COPY:
-        return _copied_by_group_norm(tensors[: _GROUP_NORMS[name]])
-    if name in _PRODUCTS and tensors[0].dtype in (torch.bfloat16, torch.float16):
-        return onednn_scratch.of_product(func, args) if _private.onednn_computes(tensors[0].dtype) else 0
-    if name in _LOSSES:
-        return _bytes(tensors[0]) if out.numel() == 1 else 0
-    if name == "aten::binary_cross_entropy_with_logits":
-        return _beside_a_cross_entropy(tensors[0], *args[3:5])
-    if name == "aten::logsumexp":  # The exponentials of all elements, and the largest of each row.
-        return _bytes(tensors[0]) + _bytes(out)
-    if name == "aten::roll":
-        return _rolled_on_the_way(tensors[0], args[2] if len(args) > 2 else ())
-    if name == "aten::_safe_softmax":
-        return int(math.prod(out.shape))
-    if name in ("aten::mkldnn_rnn_layer", "aten::mkldnn_rnn_layer_backward"):
-        backward = name.endswith("backward")
-        scratch = onednn_scratch.of_recurrence(args, backward).workspace_bytes(args[0].shape[0])
-        # With batch_first the outputs' gradient comes transposed, and is copied first.
-        return scratch + _bytes(args[10]) if backward and not args[10].is_contiguous() else scratch
-    if name in cpu_attention.FORWARD or name in cpu_attention.BACKWARD:
-        return cpu_attention.workspace_bytes(name, tensors)
-    copied = 0
-    if name in _WANT_CONTIGUOUS:
-        copied = sum(_bytes(t) for t in tensors if not t.is_contiguous())
-    if name in _SOFTMAX_NOTES:
-        return copied + _noted_by_softmax(name, tensors[0], args[2 if name.endswith("data") else 1])
+    formula = _FORMULAS.get(name)
+    if formula is None:
+        return 0
+    return formula(_Call(name, func, args, [t for t in args if isinstance(t, torch.Tensor)], out))
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call of an operator, its arguments and result perhaps stand-ins.
+
+    Attributes:
+        name: of the operator, without its overload.
+        func: the operator.
+        args: its arguments.
+        tensors: those of them that are tensors.
+        out: what it returns.
+    """
+
+    name: str
+    func: OpOverload
+    args: tuple[Any, ...]
+    tensors: list[torch.Tensor]
+    out: Any
+
+
+def _of_convolution(call: _Call) -> int:
+    inputs, weight, how = *call.tensors[:2], call.args[3:]
+    if _runs_in_onednn(inputs, weight, how):
+        return onednn_scratch.of_convolution(inputs, weight, call.args[2] is not None, how)
+    return _unfolded(inputs, weight, call.out, how)
+
+
+def _of_convolution_backward(call: _Call) -> int:
+    gradient, inputs, weight, how = *call.tensors[:3], call.args[4:]
+    if _runs_in_onednn(inputs, weight, how):
+        return onednn_scratch.of_convolution_backward(gradient, inputs, weight, call.args[3], how)
+    return _unfolded_backward(gradient, inputs, weight, how)
+
+
+def _of_upsampling(call: _Call) -> int:
+    inputs = call.tensors[0]
+    return 0 if _has_channels_last(inputs) else _bytes(inputs) + _bytes(call.out)
+
+
+def _of_upsampling_backward(call: _Call) -> int:
+    """Of a part of a tensor, both lie anew while the kernel works."""
+    gradient = call.tensors[0]
+    is_whole = gradient.is_contiguous() or _has_channels_last(gradient)
+    return 0 if is_whole else _bytes(gradient) + _bytes(call.out)
+
+
+def _of_pool_backward(call: _Call) -> int:
+    """These kernels work in the order of the gradient that they read. What lies in another order is copied."""
+    gradient, indices = call.tensors[0], call.tensors[2:]
+    is_last = _private.is_ordered_as_channels_last(gradient)
+    order = torch.channels_last if is_last else torch.contiguous_format
+    return sum(_bytes(one) for one in (gradient, *indices, call.out) if not one.is_contiguous(memory_format=order))
+
+
+def _of_group_norm(call: _Call) -> int:
+    """From PyTorch 2.14 on these kernels copy what does not lie in the order of their input.
+
+    Up to 2.13 they read any gradient as it lies, and take no input with gaps.
+    """
+    return _copied_by_group_norm(call.tensors[: _GROUP_NORMS[call.name]]) if _GROUP_NORMS_COPY else 0
+
+
+def _of_product(call: _Call) -> int:
+    """OneDNN runs them in half precision, and packs what they read. Of others, MKL's scratch is its own.
+
+    What does not lie as BLAS reads it is copied first, of a batch one matrix at a time.
+    """
+    dtype = call.tensors[0].dtype
+    if dtype in (torch.bfloat16, torch.float16):
+        return onednn_scratch.of_product(call.func, call.args) if _private.onednn_computes(dtype) else 0
+    factors = call.tensors[-2:]
+    return sum(_bytes(one) // (one.shape[0] or 1 if one.dim() == 3 else 1) for one in factors if not _suits_blas(one))
+
+
+def _of_loss(call: _Call) -> int:
+    """They write the losses of all elements before they sum them up."""
+    return _bytes(call.tensors[0]) if call.out.numel() == 1 else 0
+
+
+def _of_recurrence(call: _Call) -> int:
+    args, backward = call.args, call.name.endswith("backward")
+    scratch = onednn_scratch.of_recurrence(args, backward).workspace_bytes(args[0].shape[0])
+    # With batch_first the outputs' gradient comes transposed, and is copied first.
+    return scratch + _bytes(args[10]) if backward and not args[10].is_contiguous() else scratch
+
+
+def _of_what_wants_order(call: _Call) -> int:
+    """These kernels first copy what is not contiguous, and softmaxes make notes."""
+    copied = sum(_bytes(t) for t in call.tensors if not t.is_contiguous())
+    if call.name in _SOFTMAX_NOTES:
+        dim = call.args[2 if call.name.endswith("data") else 1]
+        return copied + _noted_by_softmax(call.name, call.tensors[0], dim)
     return copied
 
 
@@ -168,6 +213,12 @@ def _copied_by_group_norm(read: Sequence[torch.Tensor]) -> int:
     """Bytes of what does not lie in the order of the input: the input itself, read last, or its gradient before it."""
     order = torch.channels_last if _private.is_ordered_as_channels_last(read[-1]) else torch.contiguous_format
     return sum(_bytes(one) for one in read if not one.is_contiguous(memory_format=order))
+
+
+def _suits_blas(matrix: torch.Tensor) -> bool:
+    """Does one dimension of a matrix, or of each of a batch, lie in steps of one, and the other beyond it?"""
+    sizes, strides = matrix.shape[-2:], matrix.stride()[-2:]
+    return 1 in sizes or any(strides[i] == 1 and strides[1 - i] >= sizes[i] for i in (0, 1))
 
 
 def _has_channels_last(tensor: torch.Tensor) -> bool:
@@ -226,3 +277,36 @@ def _unfolded_backward(gradient: torch.Tensor, inputs: torch.Tensor, weight: tor
     images = min(torch.get_num_threads(), inputs.shape[0]) if of_inputs else 0
     unfolded = _unfolded(inputs, weight, gradient, how) if of_weight else 0
     return copied + max(images * _unfolded_image(weight, gradient), unfolded)
+
+
+_FORMULAS: Final[dict[str, Callable[[_Call], int]]] = {
+    "aten::convolution": _of_convolution,
+    "aten::convolution_backward": _of_convolution_backward,
+    "aten::native_batch_norm_backward": lambda call: _bytes(call.tensors[1]),
+    # gloo copies what a process gives.
+    "_c10d_functional::all_gather_into_tensor": lambda call: (
+        _bytes(call.tensors[0]) if call.tensors[0].device.type == "cpu" else 0
+    ),
+    "aten::binary_cross_entropy_with_logits": lambda call: _beside_a_cross_entropy(call.tensors[0], *call.args[3:5]),
+    # The exponentials of all elements, and the largest of each row.
+    "aten::logsumexp": lambda call: _bytes(call.tensors[0]) + _bytes(call.out),
+    "aten::roll": lambda call: _rolled_on_the_way(call.tensors[0], call.args[2] if len(call.args) > 2 else ()),
+    "aten::_safe_softmax": lambda call: math.prod(call.out.shape),
+    **dict.fromkeys(("aten::upsample_nearest2d", "aten::upsample_bilinear2d"), _of_upsampling),
+    **dict.fromkeys(
+        ("aten::upsample_nearest2d_backward", "aten::upsample_bilinear2d_backward"), _of_upsampling_backward
+    ),
+    **dict.fromkeys(_POOLS_BACKWARD, _of_pool_backward),
+    **dict.fromkeys(_GROUP_NORMS, _of_group_norm),
+    **dict.fromkeys(_PRODUCTS, _of_product),
+    **dict.fromkeys(_LOSSES, _of_loss),
+    **dict.fromkeys(("aten::mkldnn_rnn_layer", "aten::mkldnn_rnn_layer_backward"), _of_recurrence),
+    **dict.fromkeys(
+        (*cpu_attention.FORWARD, *cpu_attention.BACKWARD),
+        lambda call: cpu_attention.workspace_bytes(call.name, call.tensors),
+    ),
+    **dict.fromkeys(_WANT_CONTIGUOUS, _of_what_wants_order),
+}
+
+KNOWN: Final = frozenset(_FORMULAS)
+"""The operators that there is a formula for, which may say that a call takes nothing."""

@@ -12,9 +12,7 @@ import os
 import re
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
-from functools import cache, partial
-from itertools import accumulate
+from functools import cache
 from typing import Any, Final
 
 import torch
@@ -83,24 +81,13 @@ def _free_bytes() -> int:
 
 def _seen(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
     """What a call was handed out and gave back on the current GPU while it ran; None where it cannot run alone."""
-    draws = torch.random.fork_rng([torch.cuda.current_device()]) if op_facts.may_draw(func) else nullcontext()
-    with _private.no_modes(), torch.no_grad(), _private.BelowAutograd(), draws:
+    device = torch.device("cuda", torch.cuda.current_device())
+    if not _private.in_backward_pass():  # Else this is autograd's thread, which would wait for itself.
         try:
-            if not _private.in_backward_pass():  # Else this is autograd's thread, which would wait for itself.
-                _take_workspace_of_backward(torch.cuda.current_device())
-            own, named = lone_calls.made_up(func, args, kwargs)
-            run = partial(func, *own, **named)
-            run()  # The first call of its kind may look for an algorithm, and keep what libraries set up.
-            _, changes = _private.with_allocations(run, "cuda")
-        except Exception:  # Whatever it is that made-up numbers do not do; too little memory is one of the reasons.
+            _take_workspace_of_backward(device.index)
+        except Exception:  # Too little memory, for one.
             return None
-    return None if changes is None else scratch_in(changes)
-
-
-def scratch_in(changes: Iterable[int]) -> int:
-    """What of the bytes that a call took it had given back at its end, at their most."""
-    sums = list(accumulate(changes))
-    return max(sums) - max(0, sums[-1]) if sums else 0
+    return lone_calls.scratch_bytes(func, args, kwargs, device, warm=True)
 
 
 class _ProductInBackward(torch.autograd.Function):

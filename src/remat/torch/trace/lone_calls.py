@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from itertools import accumulate
 from typing import Any, Final
 
 import torch
 
 from remat.torch import _private
 from remat.torch._private import OpOverload
+from remat.torch.trace import op_facts
 
 _DROPOUT: Final = "dropout_p"
 """The argument of fused attention."""
@@ -62,3 +67,36 @@ def made_up(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[t
 
     own: tuple[tuple[Any, ...], dict[str, Any]] = _private.tree_map_only(torch.Tensor, one, (args, kwargs))
     return own
+
+
+def scratch_bytes(
+    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device, *, warm: bool = False
+) -> int | None:
+    """What a call is handed out and gives back while it runs alone; None where it cannot, or nobody counts.
+
+    Args:
+        func: the operator.
+        args: its arguments; tensors may be stand-ins.
+        kwargs: those by name.
+        device: on which it runs, and whose bytes are counted.
+        warm: run it once before: the first call of its kind may look for an algorithm, and keep what libraries set up.
+    """
+    draws: AbstractContextManager[Any] = nullcontext()
+    if op_facts.may_draw(func):
+        draws = torch.random.fork_rng([device.index] if device.type == "cuda" else [])
+    with _private.no_modes(), torch.no_grad(), _private.BelowAutograd(), draws:
+        try:
+            own, named = made_up(func, args, kwargs)
+            run = partial(func, *own, **named)
+            if warm:
+                run()
+            _, changes = _private.with_allocations(run, device.type)
+        except Exception:  # Whatever it is that made-up numbers do not do; too little memory is one of the reasons.
+            return None
+    return None if changes is None else scratch_in(changes)
+
+
+def scratch_in(changes: Iterable[int]) -> int:
+    """What of the bytes that a call took it had given back at its end, at their most."""
+    sums = list(accumulate(changes))
+    return max(sums) - max(0, sums[-1]) if sums else 0

@@ -139,6 +139,16 @@ class _Call:
         return _with_bits(_in_storage(self._storages[key], *place), fake)
 
 
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Do the elements of a tensor lie side by side, in whatever order of the axes?"""
+    expected = 1
+    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda one: (one[1], one[0])):
+        if size > 1 and stride != expected:
+            return False
+        expected *= max(1, size)
+    return True
+
+
 def is_plain(tensor: torch.Tensor) -> bool:
     """Is it a tensor of PyTorch's own type with one storage?"""
     return tensor.layout is torch.strided and (type(tensor) is torch.Tensor or isinstance(tensor, _OWN_TYPES))

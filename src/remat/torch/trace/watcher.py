@@ -14,7 +14,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from remat.torch import _private
-from remat.torch.trace import cpu_scratch, cpu_times, gpu_scratch, op_facts, result_shapes
+from remat.torch.trace import cpu_scratch, cpu_times, cpu_trials, gpu_scratch, op_facts, result_shapes
 from remat.torch.trace.gradients import Gradients
 from remat.torch.trace.known_values import are_small
 from remat.torch.trace.origins import RunningModules, source_line
@@ -369,9 +369,9 @@ class StepWatcher(_private.TorchDispatchMode):
             recording.storages[number].writes.append(index)
 
     def _workspace_bytes(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, on_gpu: bool) -> int:
-        if not on_gpu:
-            return cpu_scratch.workspace_bytes(func, args, out)
         with self.paused():
+            if not on_gpu:
+                return cpu_trials.scratch_bytes(func, args, kwargs, out)
             return gpu_scratch.workspace_bytes(func, args, kwargs, out)
 
     def _may_repeat(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], on_gpu: bool) -> bool:

@@ -1,0 +1,103 @@
+"""Scratch memory of CPU kernels that no formula knows: a call of each kind is run once, alone, on made-up numbers.
+
+``cpu_scratch`` has formulas for what steps mostly take scratch memory for, and the tables below name what is in nearly
+every step and takes none. What is left is seldom in a step, but may take as much as it makes or more: a kernel that
+unfolds pictures, one that looks for the k-th of each row, a sum in half precision over images. On a GPU all calls are
+seen that way (``gpu_scratch``).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, Final
+
+import torch
+
+from remat.torch import _private
+from remat.torch._private import OpOverload
+from remat.torch.trace import cpu_scratch, lone_calls, op_facts, stand_ins
+
+_TAKE_NONE: Final = frozenset(
+    f"aten::{name}"
+    for name in (
+        # Of the largest, and the like.
+        *("amax", "amin", "max", "min", "argmax", "any", "all", "var", "var_mean", "std", "prod"),
+        *("linalg_vector_norm", "cumsum", "cumsum_"),
+        # Copies.
+        *("clone", "copy_", "_to_copy", "cat", "stack", "repeat", "constant_pad_nd", "flip", "tril", "triu"),
+        *("slice_backward", "select_backward", "split_with_sizes_copy", "_unsafe_view", "_reshape_copy"),
+        # Rows by their numbers.
+        *("embedding", "index_select"),
+        # What makes a tensor out of nothing.
+        *("empty", "zeros", "ones", "full", "arange", "scalar_tensor", "new_empty", "new_zeros", "new_full"),
+        *("empty_like", "zeros_like", "ones_like", "full_like", "new_ones", "empty_strided", "new_empty_strided"),
+        *("rand", "randn", "randint", "randperm", "normal_", "uniform_", "bernoulli_", "bernoulli"),
+    )
+)
+_TAKE_NONE_IN_ORDER: Final = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("mv", "addmv", "dot", "addmm_", "sum", "mean", "native_batch_norm"),
+        *("gather", "scatter", "scatter_", "scatter_add", "index_add", "index_add_"),
+        *("max_pool2d_with_indices", "avg_pool2d", "_adaptive_avg_pool2d"),
+        *("nll_loss_backward", "nll_loss2d_backward"),
+    )
+)
+"""Operators without scratch memory, in PyTorch 2.9 to 2.14 (``tests/torch/test_torch_cpu_trials.py`` runs them): in any
+order and precision, and in full precision where all that they read lies without gaps. One that is missing here costs a
+run of its kernel at the first plan; one that is here and takes scratch breaks budgets."""
+
+_LEAST_BYTES: Final = 1 << 18
+_MOST_BYTES: Final = 1 << 28
+"""What a call reads and makes together, for which it is run. A judgement: scratch memory of less is within the reserve
+of a plan, and with more a plan would take memory and seconds that nobody expects of it."""
+
+_known: dict[Any, int] = {}
+
+
+def scratch_bytes(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+    """Scratch memory of one call on a CPU, by formula or by a trial.
+
+    Args:
+        func: the operator.
+        args: its arguments; tensors may be stand-ins.
+        kwargs: those by name.
+        out: what it returns.
+
+    Returns:
+        Bytes; 0 where nothing is known, and the call cannot be tried.
+    """
+    found = cpu_scratch.workspace_bytes(func, args, out)
+    if found or not _may_be_tried(func):
+        return found
+    tensors = [one for one in _private.tree_leaves((args, kwargs, out)) if isinstance(one, torch.Tensor)]
+    if op_facts.base_name(func) in _TAKE_NONE_IN_ORDER and all(map(_lies_as_usual, tensors)):
+        return 0
+    if any(one.device.type != "cpu" or one.layout != torch.strided for one in tensors):
+        return 0
+    if not _LEAST_BYTES <= sum(one.numel() * one.element_size() for one in tensors) <= _MOST_BYTES:
+        return 0
+    key = (func, lone_calls.kind(args), lone_calls.kind(kwargs))
+    if key not in _known:
+        _known[key] = lone_calls.scratch_bytes(func, args, kwargs, torch.device("cpu")) or 0
+    return _known[key]
+
+
+def known_bytes(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+    """The same, but nothing is run: 0 for what was not tried before."""
+    found = cpu_scratch.workspace_bytes(func, args, out)
+    return found or _known.get((func, lone_calls.kind(args), lone_calls.kind(kwargs)), 0)
+
+
+@cache
+def _may_be_tried(func: OpOverload) -> bool:
+    if func.namespace != "aten" or func.is_view or torch.Tag.pointwise in func.tags:
+        return False
+    name = op_facts.base_name(func)
+    if name in _TAKE_NONE or name in cpu_scratch.KNOWN or "_foreach_" in name or "_fused_" in name:
+        return False
+    return lone_calls.may_run_alone(func) and not op_facts.is_empty(func)
+
+
+def _lies_as_usual(tensor: torch.Tensor) -> bool:
+    return tensor.dtype not in (torch.bfloat16, torch.float16) and stand_ins.is_dense(tensor)
