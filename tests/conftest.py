@@ -122,6 +122,7 @@ COUNTED = {
     "test_tf_accumulate.py": ("one_micro_batch_at_a_time",),
     "test_tf_calls.py": ("takes_is_predicted", "a_budget_holds"),
     "test_tf_costs.py": ("half_precision_products",),
+    "test_tf_cpu_scratch.py": ("axes_that_lie_apart",),
     "test_tf_first_run.py": ("says_what", "told_once", "raises_it", "never_comes", "measured_alike"),
     "test_tf_gradients_memory.py": ("",),
     "test_tf_in_place.py": ("",),

@@ -18,7 +18,7 @@ from remat.cli.app import app
 from remat.core.budget import format_bytes
 from remat.core.plan import load_plan_and_graph
 from remat.report import Report
-from remat.torch.trace import cpu_scratch
+from remat.torch.trace import cpu_trials
 
 pytestmark = pytest.mark.usefixtures("no_compiled_code")
 
@@ -141,9 +141,9 @@ def test_a_saved_plan_is_followed_again(tmp_path):
 @pytest.fixture
 def scratch_memory(monkeypatch):
     """A step takes 20 kB more than its trace says: the scratch memory of operators."""
-    knows = mock.Mock(wraps=cpu_scratch)
-    knows.workspace_bytes = lambda func, args, out: 20_000
-    monkeypatch.setattr("remat.torch.emit.first_step.cpu_scratch", knows)
+    knows = mock.Mock(wraps=cpu_trials)
+    knows.known_bytes = lambda func, args, kwargs, out: 20_000
+    monkeypatch.setattr("remat.torch.emit.first_step.cpu_trials", knows)
 
 
 def test_a_first_step_over_its_budget_is_planned_again(scratch_memory, caplog):

@@ -2,17 +2,20 @@
 
 Gradients of convolutions unfold images for a matrix product: so many at once as fill what the kernel takes for the size
 of a cache. All products pack blocks of their operands. ``Einsum`` copies what it has to transpose. Sums over segments,
-the gradients of gathers among them, count the rows of each. Found in ``conv_grad_filter_ops.cc``,
+the gradients of gathers among them, count the rows of each. A reduction over axes that do not lie together copies what
+it reads. Found in ``conv_grad_filter_ops.cc``,
 ``conv_grad_input_ops.cc``, ``maxpooling_op.cc``, ``einsum_op_impl.h`` and ``segment_reduction_ops_impl.h``, and
 compared with a counter of the heap around single operations (docs/tensorflow_peaks.md).
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Final, TypeAlias
 
+import numpy as np
 import tensorflow as tf
 
 from remat.tensorflow.trace.op_facts import MATRIX_PRODUCTS
@@ -22,7 +25,15 @@ Shape: TypeAlias = tuple[int, ...]
 
 _SEGMENTS: Final = frozenset({"UnsortedSegmentSum", "UnsortedSegmentMax", "UnsortedSegmentMin", "UnsortedSegmentProd"})
 
-NOT_IN_ONEDNN: Final = _SEGMENTS | {"Einsum"}
+_REDUCTIONS: Final = frozenset({"Sum", "Mean", "Max", "Min", "Prod", "All", "Any", "EuclideanNorm"})
+_MOST_RUNS: Final = 3
+"""A reduction goes over its input as it lies where axes that are reduced and axes that are kept are so many runs at
+most; else it copies it, the reduced axes last (``reduction_ops_common.h``). A normalisation over groups has four."""
+
+_COPY_WHAT_THEY_READ: Final = frozenset({"Cumsum", "Cumprod", "SoftmaxCrossEntropyWithLogits"})
+"""Beside their results they take as much as their first input, past TensorFlow's counter: the heap shows it."""
+
+NOT_IN_ONEDNN: Final = _SEGMENTS | _REDUCTIONS | _COPY_WHAT_THEY_READ | {"Einsum"}
 """Operations that oneDNN has no kernels for: TensorFlow's own run on every CPU."""
 
 _UNFOLDED_BYTES: Final = 30 << 20
@@ -53,6 +64,10 @@ def scratch_bytes(op: tf.Operation, inputs: Sequence[Shape | None], outputs: Seq
         return math.prod(inputs[1]) * (size + 8)  # The result once more, and where each of its values came from.
     if kind in _SEGMENTS and outputs[0] is not None:
         return int(outputs[0][0] * op.inputs[1].dtype.size)  # For each segment, how many rows it has.
+    if kind in _COPY_WHAT_THEY_READ and inputs[0] is not None:
+        return math.prod(inputs[0]) * size
+    if kind in _REDUCTIONS and inputs[0] is not None:
+        return math.prod(inputs[0]) * size if _runs(inputs[0], op.inputs[1]) > _MOST_RUNS else 0
     known = [shape for shape in (*inputs, *outputs) if shape is not None]
     if len(known) < len(inputs) + len(outputs):
         return 0
@@ -69,6 +84,15 @@ def scratch_bytes(op: tf.Operation, inputs: Sequence[Shape | None], outputs: Seq
         copies = _converted(op, sum(math.prod(shape) for shape in known))
         return copies + _packed(known[2][-2], inner, known[2][-1])
     return 0
+
+
+def _runs(shape: Shape, axes: tf.Tensor) -> int:
+    """How many runs of axes that are reduced, or kept, side by side a reduction sees; 0 where its axes are unknown."""
+    reduced = tf.get_static_value(axes)
+    if reduced is None:
+        return 0
+    places = {int(axis) % len(shape) for axis in np.ravel(reduced)} if shape else set()
+    return len(list(itertools.groupby(place in places for place, length in enumerate(shape) if length != 1)))
 
 
 def _transposed(equation: str) -> list[int]:
