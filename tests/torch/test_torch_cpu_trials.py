@@ -9,10 +9,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 import remat.torch
+from remat.torch import _private
 from remat.torch.trace import cpu_scratch, cpu_trials, lone_calls
 
 ATEN = torch.ops.aten
 LAST = torch.channels_last
+HALF = torch.bfloat16
 ROWS, COLUMNS = 256, 768
 
 
@@ -154,6 +156,10 @@ SELDOM = {
         *(ATEN.gather.default, torch.rand(ROWS, COLUMNS, dtype=torch.bfloat16), 1),
         torch.zeros(ROWS, COLUMNS, dtype=torch.int64),
     ),
+    "truths summed": lambda: (ATEN.sum.dim_IntList, torch.rand(ROWS, COLUMNS) > 0.5, [1]),
+    "truths summed up": lambda: (ATEN.cumsum.default, torch.rand(ROWS, COLUMNS) > 0.5, 1),
+    "truths that weigh": lambda: (ATEN.mul.Tensor, torch.rand(ROWS, COLUMNS), torch.rand(ROWS, COLUMNS) > 0.5),
+    "half beside full": lambda: (ATEN.add.Tensor, *(torch.rand(ROWS, COLUMNS, dtype=d) for d in (HALF, torch.float32))),
     "draws": lambda: (ATEN.multinomial.default, torch.rand(ROWS, COLUMNS), 4),
 }
 
@@ -228,3 +234,27 @@ def test_a_budget_holds_a_kernel_that_no_formula_knows(mode):
         smallest = refused.value.minimum_bytes
         step = remat.torch.limit_memory(lambda: model(x), smallest)
     assert remat.torch.measure(step, repeats=1).peak_bytes <= smallest + 64  # The loss that the caller holds.
+
+
+MATRICES = {
+    "in order": lambda *size: torch.rand(size),
+    "turned": lambda *size: torch.rand(*size[:-2], size[-1], size[-2]).mT,
+    "parts of rows": lambda *size: torch.rand(*size[:-1], 2 * size[-1])[..., : size[-1]],
+    "heads": lambda *size: torch.rand(size[-2], *size[:-2], size[-1]).movedim(0, -2),
+    "heads turned": lambda *size: torch.rand(size[-1], *size[:-2], size[-2]).movedim(0, -1),
+    "with gaps": lambda *size: torch.rand(*size, 2)[..., 0],
+    "one number": lambda *size: torch.rand([1] * len(size)).expand(size),
+}
+
+
+@pytest.mark.parametrize("right", MATRICES)
+@pytest.mark.parametrize("left", MATRICES)
+@pytest.mark.parametrize("name", ["mm", "bmm"])
+def test_products_copy_what_does_not_lie_as_they_read_it(name, left, right, dtype):
+    if dtype != torch.float32 and not _private.onednn_computes(dtype):
+        pytest.skip("PyTorch's own kernels run products in half precision on this CPU")
+    batch = () if name == "mm" else (8,)
+    args = (MATRICES[left](*batch, 96, 200), MATRICES[right](*batch, 200, 256))
+    func = getattr(ATEN, name).default
+    scratch, out = measured(func, *args)
+    assert cpu_scratch.workspace_bytes(func, args, out) == pytest.approx(scratch, rel=0.02, abs=8192)

@@ -158,3 +158,27 @@ def test_what_it_does_not_take():
         remat.torch.recompute(3)
     with pytest.raises(TypeError, match="function or a"):
         remat.torch.recompute(dict)
+
+
+@pytest.mark.parametrize("reader", [lambda h, weight: h @ weight, lambda h, weight: h.sin()], ids=["product", "sine"])
+def test_what_is_read_between_two_writes_is_kept(reader):
+    """No recipe leads to a tensor that was written to, read, and written to again; what was read has to be there."""
+    weight = torch.randn(64, 64)
+    layer, x = nn.Linear(64, 64), torch.randn(32, 64)
+
+    def f(x):
+        h = layer(x)
+        first = (h + 1).tanh()
+        with torch.no_grad():
+            h.data.add_(1)
+            second = reader(h, weight)
+        again = second.requires_grad_().tanh()
+        with torch.no_grad():
+            h.data.mul_(3)
+        return (first * again).sum()
+
+    f(x).backward()
+    wanted = [p.grad.clone() for p in layer.parameters()]
+    layer.zero_grad(set_to_none=True)
+    remat.torch.recompute(f)(x).backward()
+    assert all(torch.equal(p.grad, one) for p, one in zip(layer.parameters(), wanted, strict=True))

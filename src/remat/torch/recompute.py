@@ -14,6 +14,7 @@ from remat.torch import _private
 from remat.torch.emit.recipes import (
     Activation,
     ActivationTable,
+    Given,
     Recipe,
     check_version,
     kept,
@@ -142,7 +143,7 @@ class _Packed:
         self._state = state
         self._activation = activation
         self._place = activation.place_of(tensor)
-        self._version = tensor._version
+        self._version = activation.version_of(tensor)
         state.add(activation)
 
     def read(self) -> torch.Tensor:
@@ -169,6 +170,8 @@ class _CallWatcher(_private.TorchDispatchMode):
         self._table = ActivationTable()
         self._saved: set[int] = set()
         self._recipes: list[Recipe] = []
+        # By storage: what calls that may run again read there of tensors that nothing else keeps as they were.
+        self._readers: dict[int, list[tuple[Given, Any]]] = {}
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
@@ -176,7 +179,7 @@ class _CallWatcher(_private.TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.is_view or _private.is_silent(func) or _private.in_backward_pass():
+        if op_facts.is_view(func) or _private.is_silent(func) or _private.in_backward_pass():
             return func(*args, **kwargs)
         inputs = tensors_in((*args, *kwargs.values()))
         on_gpu = not all(t.is_cpu or t.is_meta for t in inputs)
@@ -195,6 +198,9 @@ class _CallWatcher(_private.TorchDispatchMode):
                 activation.is_read = False  # Only the write that belongs to its own recipe reads it.
             else:
                 self._table.settle(activation, tensor)
+        for tensor in writes:
+            for given, reader in self._readers.pop(_private.storage_key(tensor.untyped_storage()), ()):
+                given.keep(reader)
         out = func(*args, **kwargs)
         outputs = tensors_in((out,))
         for place in new_storages(outputs, inputs):
@@ -206,6 +212,9 @@ class _CallWatcher(_private.TorchDispatchMode):
             else:
                 activation.hold(outputs[place])
             self._table.add(outputs[place], activation)
+        if recipe is not None and (recipe.activations or (untouched and written)):
+            for given in recipe.given():
+                self._readers.setdefault(_private.storage_key(given.tensor.untyped_storage()), []).append((given, func))
         return out
 
     def pack(self, tensor: torch.Tensor) -> Any:

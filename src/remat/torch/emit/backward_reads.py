@@ -90,7 +90,7 @@ class MadeAgain:
         self._activation = activation
         activation.count_with(tensor)
         self._place = activation.place_of(tensor)
-        self._version = tensor._version
+        self._version = activation.version_of(tensor)
 
     def read(self) -> torch.Tensor:
         """The tensor; called when a backward activation needs it."""

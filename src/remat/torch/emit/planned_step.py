@@ -69,7 +69,7 @@ class ForwardWatcher(_private.TorchDispatchMode):
         kwargs = kwargs or {}
         if types and _private.runs_on_parts(types):
             return NotImplemented  # What runs on the parts of distributed tensors comes here.
-        if func.is_view or self._own_code_depth:
+        if op_facts.is_view(func) or self._own_code_depth:
             return func(*args, **kwargs)
         planned = self._next
         if planned is None or planned.func is not func or planned.is_watched:

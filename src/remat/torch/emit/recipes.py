@@ -90,6 +90,14 @@ class Activation:
             if self.value is not None:
                 self.value = _private.alias(tensor, (shape, stride, offset))
 
+    def version_of(self, tensor: torch.Tensor) -> int:
+        """How often this storage was written to so far, as the tensor counts it that keeps it, or else ``tensor``.
+
+        Chunks that PyTorch hands out as tensors of their own (``unsafe_chunk``, in a GRU) lie in one storage, and each
+        counts its own writes, so that the counts of two of them say nothing.
+        """
+        return (tensor if self.value is None else self.value)._version
+
     def place_of(self, tensor: torch.Tensor) -> Geometry:
         """Where a tensor lies in this storage."""
         geometry = geometry_of(tensor)
@@ -110,7 +118,7 @@ class Made:
         activation.count_with(tensor)
         self.activation = activation
         self.place = activation.place_of(tensor)
-        self.version = tensor._version
+        self.version = activation.version_of(tensor)
 
     def value(self, others: dict[int, torch.Tensor], func: Any) -> torch.Tensor:
         """The tensor, for a second run of ``func``."""
@@ -145,6 +153,20 @@ class Given:
         if tensor._version != self.version:
             raise _overwritten(tensor.shape, func)
         return tensor
+
+    def keep(self, func: Any) -> None:
+        """Hold a copy in place of the tensor, which is about to be written to; ``func`` will read it again.
+
+        A kernel that goes number by number makes the same of them in whatever order they lie; for others the copy has
+        the same place in a storage of the same size.
+        """
+        if self.tensor._version != self.version:
+            return
+        if func is torch.ops.aten.clone.default or torch.Tag.pointwise in func.tags:
+            self.tensor = self.tensor.clone()
+        else:
+            self.tensor = tensor_at(geometry_of(self.tensor), _private.copy_of_storage(self.tensor))
+        self.version = self.tensor._version
 
 
 class Several:
@@ -216,6 +238,11 @@ class Recipe:
         self.activations: list[Activation] = []
         self.outputs: list[int] = []
         self.writes: list[Recipe] = []
+
+    def given(self) -> list[Given]:
+        """The arguments from outside of the step, or of storages that are followed no further."""
+        parts = (part for _, one in self.tensors for part in (one.parts if isinstance(one, Several) else (one,)))
+        return [part for part in parts if isinstance(part, Given)]
 
     @property
     def last_number(self) -> int:

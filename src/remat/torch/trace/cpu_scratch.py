@@ -135,12 +135,18 @@ def _of_group_norm(call: _Call) -> int:
 def _of_product(call: _Call) -> int:
     """OneDNN runs them in half precision, and packs what they read. Of others, MKL's scratch is its own.
 
-    What does not lie as BLAS reads it is copied first, of a batch one matrix at a time.
+    What does not lie as they read it is copied first: what has neither rows nor columns in steps of one, for oneDNN
+    also batches of matrices that do not lie one behind the other. BLAS reads a batch matrix by matrix.
     """
-    dtype = call.tensors[0].dtype
+    dtype, factors = call.tensors[0].dtype, call.tensors[-2:]
     if dtype in (torch.bfloat16, torch.float16):
-        return onednn_scratch.of_product(call.func, call.args) if _private.onednn_computes(dtype) else 0
-    factors = call.tensors[-2:]
+        if not _private.onednn_computes(dtype):
+            return 0
+        copied = [one for one in factors if not (_suits_blas(one) if one.dim() == 2 else _is_batch_in_order(one))]
+        given = [
+            torch.empty(one.shape, dtype=dtype, device="meta") if _is_among(one, copied) else one for one in call.args
+        ]
+        return sum(map(_bytes, copied)) + onednn_scratch.of_product(call.func, given)
     return sum(_bytes(one) // (one.shape[0] or 1 if one.dim() == 3 else 1) for one in factors if not _suits_blas(one))
 
 
@@ -219,6 +225,14 @@ def _suits_blas(matrix: torch.Tensor) -> bool:
     """Does one dimension of a matrix, or of each of a batch, lie in steps of one, and the other beyond it?"""
     sizes, strides = matrix.shape[-2:], matrix.stride()[-2:]
     return 1 in sizes or any(strides[i] == 1 and strides[1 - i] >= sizes[i] for i in (0, 1))
+
+
+def _is_among(one: Any, tensors: Sequence[torch.Tensor]) -> bool:
+    return any(one is tensor for tensor in tensors)
+
+
+def _is_batch_in_order(matrices: torch.Tensor) -> bool:
+    return matrices.is_contiguous() or matrices.mT.is_contiguous()
 
 
 def _has_channels_last(tensor: torch.Tensor) -> bool:

@@ -21,8 +21,7 @@ _TAKE_NONE: Final = frozenset(
     f"aten::{name}"
     for name in (
         # Of the largest, and the like.
-        *("amax", "amin", "max", "min", "argmax", "any", "all", "var", "var_mean", "std", "prod"),
-        *("linalg_vector_norm", "cumsum", "cumsum_"),
+        *("amax", "amin", "max", "min", "argmax", "any", "all", "var", "var_mean", "std", "linalg_vector_norm"),
         # Copies.
         *("clone", "copy_", "_to_copy", "cat", "stack", "repeat", "constant_pad_nd", "flip", "tril", "triu"),
         *("slice_backward", "select_backward", "split_with_sizes_copy", "_unsafe_view", "_reshape_copy"),
@@ -37,17 +36,18 @@ _TAKE_NONE: Final = frozenset(
 _TAKE_NONE_IN_ORDER: Final = frozenset(
     f"aten::{name}"
     for name in (
-        *("mv", "addmv", "dot", "addmm_", "sum", "mean", "native_batch_norm"),
+        *("mv", "addmv", "dot", "addmm_", "sum", "mean", "prod", "cumsum", "cumsum_", "native_batch_norm"),
         *("gather", "scatter", "scatter_", "scatter_add", "index_add", "index_add_"),
         *("max_pool2d_with_indices", "avg_pool2d", "_adaptive_avg_pool2d"),
         *("nll_loss_backward", "nll_loss2d_backward"),
     )
 )
 """Operators without scratch memory, in PyTorch 2.9 to 2.14 (``tests/torch/test_torch_cpu_trials.py`` runs them): in any
-order and precision, and in full precision where all that they read lies without gaps. One that is missing here costs a
-run of its kernel at the first plan; one that is here and takes scratch breaks budgets."""
+order and precision, and in full precision where all that they read lies without gaps (of whole numbers and truths they
+make sums of another type). One that is missing here costs a run of its kernel at the first plan; one that is here and
+takes scratch breaks budgets."""
 
-_LEAST_BYTES: Final = 1 << 18
+_LEAST_BYTES: Final = 1 << 16
 _MOST_BYTES: Final = 1 << 28
 """What a call reads and makes together, for which it is run. A judgement: scratch memory of less is within the reserve
 of a plan, and with more a plan would take memory and seconds that nobody expects of it."""
@@ -71,9 +71,7 @@ def scratch_bytes(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
     if found or not _may_be_tried(func):
         return found
     tensors = [one for one in _private.tree_leaves((args, kwargs, out)) if isinstance(one, torch.Tensor)]
-    if op_facts.base_name(func) in _TAKE_NONE_IN_ORDER and all(map(_lies_as_usual, tensors)):
-        return 0
-    if any(one.device.type != "cpu" or one.layout != torch.strided for one in tensors):
+    if _takes_none(func, tensors) or any(one.device.type != "cpu" or one.layout != torch.strided for one in tensors):
         return 0
     if not _LEAST_BYTES <= sum(one.numel() * one.element_size() for one in tensors) <= _MOST_BYTES:
         return 0
@@ -91,7 +89,7 @@ def known_bytes(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any],
 
 @cache
 def _may_be_tried(func: OpOverload) -> bool:
-    if func.namespace != "aten" or func.is_view or torch.Tag.pointwise in func.tags:
+    if func.namespace != "aten" or op_facts.is_view(func):
         return False
     name = op_facts.base_name(func)
     if name in _TAKE_NONE or name in cpu_scratch.KNOWN or "_foreach_" in name or "_fused_" in name:
@@ -99,5 +97,15 @@ def _may_be_tried(func: OpOverload) -> bool:
     return lone_calls.may_run_alone(func) and not op_facts.is_empty(func)
 
 
-def _lies_as_usual(tensor: torch.Tensor) -> bool:
-    return tensor.dtype not in (torch.bfloat16, torch.float16) and stand_ins.is_dense(tensor)
+def _takes_none(func: OpOverload, tensors: list[torch.Tensor]) -> bool:
+    """Is it known of a call that it takes nothing, though its operator may?
+
+    One that goes number by number copies what it has to bring to another type: a mask that weighs gradients, a tensor
+    in half precision beside one in full.
+    """
+    if torch.Tag.pointwise in func.tags:
+        return len({one.dtype for one in tensors if one.dim()}) <= 1
+    if op_facts.base_name(func) not in _TAKE_NONE_IN_ORDER or not tensors:
+        return False
+    halves = (torch.bfloat16, torch.float16)
+    return tensors[0].is_floating_point() and all(t.dtype not in halves and stand_ins.is_dense(t) for t in tensors)

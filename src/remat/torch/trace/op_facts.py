@@ -56,6 +56,11 @@ _NEVER_REPEATED: Final = frozenset(
         "aten::_fused_moving_avg_obs_fq_helper",
     }
 )
+# They lay a tensor's own axes out anew, where others make another tensor: their schema says that they write to it. A
+# recurrent layer of ``batch_first`` turns its result so.
+_VIEWS_IN_PLACE: Final = frozenset(
+    f"aten::{name}_" for name in ("as_strided", "squeeze", "swapaxes", "swapdims", "t", "transpose", "unsqueeze")
+)
 # On a GPU their threads race, so that sums are made in another order at each run.
 _UNORDERED_ON_GPU: Final = frozenset(
     {
@@ -159,13 +164,21 @@ def may_repeat_draw(func: OpOverload) -> bool:
 
 
 @cache
+def is_view(func: OpOverload) -> bool:
+    """Does an operator read and write no number, but only say where a tensor lies, a new one or that very one?"""
+    return bool(func.is_view) or base_name(func) in _VIEWS_IN_PLACE
+
+
+@cache
 def may_write(func: OpOverload) -> bool:
     """Can a call of this operator write to an argument, running statistics included?"""
-    return _private.is_mutable(func) or base_name(func) in _RUNNING_STATISTICS
+    return not is_view(func) and (_private.is_mutable(func) or base_name(func) in _RUNNING_STATISTICS)
 
 
 def written(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The tensors that this call writes to, running statistics included."""
+    if is_view(func):
+        return []
     if _private.is_mutable(func):
         return _private.written_arguments(func, args, kwargs)
     return running_statistics(func, args)

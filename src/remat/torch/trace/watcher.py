@@ -165,11 +165,13 @@ class StepWatcher(_private.TorchDispatchMode):
         """What the operator returns in the real step: values where they are known, else tensors without memory."""
         values, stand_ins = self.storages.values, self.storages.stand_ins
         self._asked += func is _ITEM and inputs[0].dtype is torch.bool
-        if func.is_view and all(is_plain(tensor) for tensor in inputs):
+        if op_facts.is_view(func) and all(is_plain(tensor) for tensor in inputs):
             if op_facts.base_name(func) == "aten::lift_fresh":
                 values.pin(inputs[0])  # Python made it of numbers.
                 return func(*args, **kwargs)
             out = func(*args, **kwargs)
+            if not func.is_view and values.of(inputs[0]) is None:
+                values.forget(inputs)  # How it lay is part of what will be computed.
             if values.of(inputs[0]) is None and self.storages.is_of_the_step(inputs[0]):
                 stand_ins.note(out)
             return out
