@@ -191,6 +191,13 @@ def test_what_is_not_tried(why, monkeypatch):
     assert cpu_trials.scratch_bytes(ATEN.kthvalue.default, (rows, 3), {}, rows) == 0
 
 
+def test_under_a_profiler_nothing_is_tried_and_nothing_is_remembered():
+    rows = torch.rand(ROWS, COLUMNS + 1)
+    with torch.autograd.profiler.profile():
+        assert cpu_trials.scratch_bytes(ATEN.kthvalue.default, (rows, 3), {}, rows) == 0
+    assert cpu_trials.scratch_bytes(ATEN.kthvalue.default, (rows, 3), {}, rows) >= 3 * rows.nbytes
+
+
 def test_what_cannot_run_alone_is_not_counted():
     """Rows by numbers that are no integers are refused, also when they are made up."""
     args = (torch.rand(ROWS, COLUMNS), 0, torch.rand(ROWS))

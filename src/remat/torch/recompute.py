@@ -175,6 +175,7 @@ class _CallWatcher(_private.TorchDispatchMode):
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._readers.clear()  # Autograd holds on to this object with what it saves.
         self._state.end_of_call(self._recipes)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -77,7 +77,10 @@ def scratch_bytes(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
         return 0
     key = (func, lone_calls.kind(args), lone_calls.kind(kwargs))
     if key not in _known:
-        _known[key] = lone_calls.scratch_bytes(func, args, kwargs, torch.device("cpu")) or 0
+        seen = lone_calls.scratch_bytes(func, args, kwargs, torch.device("cpu"))
+        if seen is None:  # Another time no profiler may be running.
+            return 0
+        _known[key] = seen
     return _known[key]
 
 
