@@ -139,7 +139,7 @@ REDUCED = [
 
 
 @pytest.mark.parametrize(("shape", "axes"), REDUCED)
-@pytest.mark.parametrize("kind", ["Sum", "Mean", "Max", "All"])
+@pytest.mark.parametrize("kind", ["Sum", "Mean", "Max", "All", "EuclideanNorm"])
 def test_a_reduction_over_axes_that_lie_apart_copies_its_input(kind: str, shape: tuple[int, ...], axes: Any) -> None:
     x = tf.ones(shape, tf.bool if kind == "All" else tf.float32)
 

@@ -201,6 +201,7 @@ def test_under_a_profiler_nothing_is_tried_and_nothing_is_remembered():
 def test_what_cannot_run_alone_is_not_counted():
     """Rows by numbers that are no integers are refused, also when they are made up."""
     args = (torch.rand(ROWS, COLUMNS), 0, torch.rand(ROWS))
+    assert lone_calls.scratch_bytes(ATEN.index_fill.int_Tensor, args, {}, torch.device("cpu")) is None
     assert cpu_trials.scratch_bytes(ATEN.index_fill.int_Tensor, args, {}, args[0]) == 0
 
 

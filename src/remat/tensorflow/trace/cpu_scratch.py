@@ -3,9 +3,9 @@
 Gradients of convolutions unfold images for a matrix product: so many at once as fill what the kernel takes for the size
 of a cache. All products pack blocks of their operands. ``Einsum`` copies what it has to transpose. Sums over segments,
 the gradients of gathers among them, count the rows of each. A reduction over axes that do not lie together copies what
-it reads. Found in ``conv_grad_filter_ops.cc``,
-``conv_grad_input_ops.cc``, ``maxpooling_op.cc``, ``einsum_op_impl.h`` and ``segment_reduction_ops_impl.h``, and
-compared with a counter of the heap around single operations (docs/tensorflow_peaks.md).
+it reads. Found in ``conv_grad_filter_ops.cc``, ``conv_grad_input_ops.cc``, ``maxpooling_op.cc``, ``einsum_op_impl.h``
+and ``segment_reduction_ops_impl.h``, and compared with a counter of the heap around single operations
+(docs/tensorflow_peaks.md).
 """
 
 from __future__ import annotations

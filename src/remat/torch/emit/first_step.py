@@ -53,9 +53,8 @@ class StorageMeter(_private.TorchDispatchMode):
         kwargs = kwargs or {}
         if types and _private.runs_on_parts(types):
             return NotImplemented
-        if (
-            op_facts.is_view(func) or self._is_over or _private.is_silent(func)
-        ):  # What wraps a collective's result has no memory.
+        # What wraps a collective's result has no memory.
+        if op_facts.is_view(func) or self._is_over or _private.is_silent(func):
             return func(*args, **kwargs)
         before_bytes = self._bytes
         given = tensors_in((*args, *kwargs.values()))

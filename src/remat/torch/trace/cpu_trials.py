@@ -78,7 +78,7 @@ def scratch_bytes(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
     key = (func, lone_calls.kind(args), lone_calls.kind(kwargs))
     if key not in _known:
         seen = lone_calls.scratch_bytes(func, args, kwargs, torch.device("cpu"))
-        if seen is None:  # Another time no profiler may be running.
+        if seen is None:  # It cannot run alone, or a profiler counts, which another time may not.
             return 0
         _known[key] = seen
     return _known[key]
@@ -87,7 +87,9 @@ def scratch_bytes(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
 def known_bytes(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
     """The same, but nothing is run: 0 for what was not tried before."""
     found = cpu_scratch.workspace_bytes(func, args, out)
-    return found or _known.get((func, lone_calls.kind(args), lone_calls.kind(kwargs)), 0)
+    if found or not _may_be_tried(func):
+        return found
+    return _known.get((func, lone_calls.kind(args), lone_calls.kind(kwargs)), 0)
 
 
 @cache

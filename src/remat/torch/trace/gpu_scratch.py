@@ -68,7 +68,7 @@ def known_bytes(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _may_take_scratch(func: OpOverload) -> bool:
-    if func.namespace != "aten" or func.is_view or torch.Tag.pointwise in func.tags:
+    if func.namespace != "aten" or op_facts.is_view(func) or torch.Tag.pointwise in func.tags:
         return False
     return lone_calls.may_run_alone(func) and not op_facts.is_empty(func)
 
