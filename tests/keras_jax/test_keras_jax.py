@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from keras_contract import FIRST_STEP, check
+from keras_contract import CHECKS, check
 from worker_process import worker
 
 CASES: dict[str, dict[str, Any]] = {
@@ -326,7 +326,7 @@ def test_micro_batches_over_several_devices_are_refused():
 
 
 @pytest.mark.thorough
-def test_the_first_step_is_compared_with_the_plain_one():
+def test_checks_compare_with_plain_training():
     # Under JAX Keras refuses what draws from its own generator.
     left_out = ["test_what_draws_other_numbers_each_time_cannot_be_compared"]
-    check("jax", left_out, FIRST_STEP, JAX_PLATFORMS="cpu", XLA_FLAGS="")
+    check("jax", left_out, CHECKS, JAX_PLATFORMS="cpu", XLA_FLAGS="")

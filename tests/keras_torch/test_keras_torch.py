@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from keras_contract import FIRST_STEP, check
+from keras_contract import CHECKS, check
 from worker_process import worker
 
 CASES: dict[str, dict[str, Any]] = {
@@ -367,5 +367,5 @@ def test_check_compares_plain_and_limited_training():
 
 
 @pytest.mark.thorough
-def test_the_first_step_is_compared_with_the_plain_one():
-    check("torch", (), FIRST_STEP, CUDA_VISIBLE_DEVICES="")
+def test_checks_compare_with_plain_training():
+    check("torch", (), CHECKS, CUDA_VISIBLE_DEVICES="")

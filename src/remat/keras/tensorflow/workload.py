@@ -31,8 +31,8 @@ class Workload(ModelWorkload):
         self._reset(batch, nudged)
         kept = {v.path: tf.Variable(tf.zeros(v.shape, v.dtype), trainable=False) for v in model.trainable_variables}
         if budget is not None and not is_share(budget):
-            # The copies lie on the device beside the step.
-            budget = parse_budget(budget) + sum(v.value.dtype.size * v.shape.num_elements() for v in kept.values())
+            # The copies lie on the device beside the step, and all gradients may live until they are copied.
+            budget = parse_budget(budget) + 2 * sum(v.dtype.size * v.shape.num_elements() for v in kept.values())
 
         def keep(path: str, gradient: Any) -> None:
             if path in kept:
