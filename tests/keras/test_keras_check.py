@@ -1,4 +1,7 @@
-"""``remat.keras.check`` with a budget in bytes: what it keeps of the gradients lies beside the step."""
+"""``remat.keras.check`` with a budget in bytes: copies of the gradients lie beside the step.
+
+On TensorFlow here; ``tests/keras_contract.py`` runs it on JAX and PyTorch.
+"""
 
 from __future__ import annotations
 

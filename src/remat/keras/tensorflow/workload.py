@@ -9,12 +9,14 @@ import keras
 import tensorflow as tf
 
 from remat.core.budget import parse_budget
+from remat.core.errors import InfeasibleBudget
 from remat.keras.limit import limit_memory
 from remat.keras.shared.limit import is_share
 from remat.keras.shared.workload import ModelWorkload, gradients_shown
 from remat.keras.tensorflow.limit import assign, build
 from remat.running.workload import Array, Training
 from remat.tensorflow.peak.device import current_device
+from remat.tensorflow.trace.sizes import shape_bytes
 
 
 class Workload(ModelWorkload):
@@ -31,21 +33,28 @@ class Workload(ModelWorkload):
         self._reset(batch, nudged)
         kept = {v.path: tf.Variable(tf.zeros(v.shape, v.dtype), trainable=False) for v in model.trainable_variables}
         if budget is not None and not is_share(budget):
-            # The copies lie on the device beside the step, and all gradients may live until they are copied.
-            budget = parse_budget(budget) + 2 * sum(v.dtype.size * v.shape.num_elements() for v in kept.values())
+            # The copies lie on the device beside the step.
+            budget = parse_budget(budget) + sum(shape_bytes(v.shape, v.dtype) for v in kept.values())
 
         def keep(path: str, gradient: Any) -> None:
             if path in kept:
                 kept[path].assign(tf.convert_to_tensor(gradient))
 
-        limit_memory(model, budget)
-        try:
-            with gradients_shown(model, keep):
+        def run(budget: int | str | None) -> None:
+            limit_memory(model, budget)
+            try:
+                with gradients_shown(model, keep):
+                    model.train_function = None
+                    model.train_on_batch(*batch)
+            finally:
+                limit_memory(model, None)
                 model.train_function = None
-                model.train_on_batch(*batch)
-        finally:
-            limit_memory(model, None)
-            model.train_function = None
+
+        try:
+            run(budget)
+        except InfeasibleBudget as refused:
+            # Copying holds gradients longer. Only numbers are compared here; ``train`` keeps the budget itself.
+            run(refused.minimum_bytes)
         return {f"gradient/{path}": variable.numpy() for path, variable in kept.items()}
 
     def _run(self, batch: tuple[Any, Any]) -> float:
