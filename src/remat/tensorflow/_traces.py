@@ -1,11 +1,12 @@
-"""The end of a trace, and the first call of what was traced: private TensorFlow symbols, as in ``_private.py``.
+"""The calls that led to a trace, its end, and the first call of what was traced.
 
-TensorFlow has no public hook for either.
+TensorFlow has no public hook for any of them: these are private symbols, as in ``_private.py``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 import sys
 import traceback
@@ -16,6 +17,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.core.framework import attr_value_pb2
 from tensorflow.python.eager import context as _context
+from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function as _Function
 from tensorflow.python.framework import ops as _ops
 
 from remat.tensorflow._private import FuncGraph, left_alone_by_autograph
@@ -41,6 +43,30 @@ def call_when_traced(function: Callable[[bool], None]) -> None:
             function(not _is_raised_through(scope))
 
     _ops.add_exit_callback_to_default_func_graph(when_a_scope_ends)
+
+
+@left_alone_by_autograph  # It looks at the frames that call it.
+def arguments_of_calls() -> list[tf.Tensor]:
+    """The tensors that exist already of all those which the functions being traced in this thread were called with.
+
+    A function that is called while another is traced is handed tensors of that other one, which may be its arguments.
+    """
+    found: dict[int, tf.Tensor] = {}
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code in _CALLS:
+            given = [frame.f_locals[name] for name in _names_of_the_rest(frame.f_code)]
+            for value in tf.nest.flatten(given, expand_composites=True):
+                if isinstance(value, tf.Tensor) and not tf.is_symbolic_tensor(value):
+                    found[id(value)] = value
+        frame = frame.f_back
+    return list(found.values())
+
+
+def _names_of_the_rest(code: types.CodeType) -> tuple[str, str]:
+    """Of a function that takes ``*args, **kwargs``: what it calls them."""
+    first = code.co_argcount + code.co_kwonlyargcount
+    return code.co_varnames[first], code.co_varnames[first + 1]
 
 
 def _is_raised_through(scope: types.FrameType) -> bool:
@@ -83,6 +109,8 @@ def _call_function(name: bytes, tensor_inputs: Any, num_outputs: int) -> Any:
     with contextlib.nullcontext() if around is None else around():
         return type(context).call_function(context, name, tensor_inputs, num_outputs)
 
+
+_CALLS = frozenset(inspect.unwrap(call).__code__ for call in (_Function.__call__, _Function.get_concrete_function))
 
 _MOST_AWAITED = 8
 """Functions that are waited for at once. What is called by other functions only never comes; with more, such functions

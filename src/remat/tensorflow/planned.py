@@ -240,7 +240,7 @@ def _variants(function: FunctionToPlan, step: TracedStep) -> Variants[Variant]:
 def _resident_bytes(function: FunctionToPlan) -> int:
     graph = function.func_graph
     inputs = graph.inputs if function.device is None else inputs_of_device(graph, function.device)
-    elsewhere_bytes = resident_elsewhere_bytes(inputs, function.input_shapes, function.carried)
+    elsewhere_bytes = resident_elsewhere_bytes(graph, inputs, function.carried)
     if not function.carried:
         return elsewhere_bytes
     return elsewhere_bytes + function.iterations * appended_bytes(function.func_graph, function.input_shapes)

@@ -33,7 +33,7 @@ from remat.tensorflow import _private
 from remat.tensorflow._traces import call_when_traced
 from remat.tensorflow.emit.emit import Rewritten
 from remat.tensorflow.micro_batches.choose import for_pieces
-from remat.tensorflow.peak.device import Device, current_device
+from remat.tensorflow.peak.device import Device, called_with, current_device
 from remat.tensorflow.planned import rewrite
 from remat.tensorflow.replicas import replica_here
 from remat.tensorflow.trace.func_graph import FunctionToPlan, carried_inputs
@@ -186,18 +186,20 @@ class Limit(ModelLimit):
                 self._make_train_function(force=True)
             self._shapes = largest
             build(model, batches[0])
-            self._plan_anew(model, _unpacked(batches[0]), any_size=is_dataset)
+            with called_with(_leaves(batches[0])):
+                self._plan_anew(model, _unpacked(batches[0]), any_size=is_dataset)
 
         def again() -> Any:
             return _same_type_of_iterator(batches, iterator.element_spec) if is_dataset else iter(batches)
 
-        if self._checks_first_step:
-            self._checks_first_step = False
-            return self._run_checked(model, again)
-        data = again()
-        if is_dataset:
-            batches = []  # The data must not lie in memory twice when the step is planned.
-        result = self._run_measured(data)
+        with called_with(_leaves(batches[0])):
+            if self._checks_first_step:
+                self._checks_first_step = False
+                return self._run_checked(model, again)
+            data = again()
+            if is_dataset:
+                batches = []  # The data must not lie in memory twice when the step is planned.
+            result = self._run_measured(data)
         if is_dataset:
             self._known_iterator = weakref.ref(iterator)
         return result

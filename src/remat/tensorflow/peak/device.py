@@ -8,9 +8,9 @@ import functools
 import gc
 import logging
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import tensorflow as tf
 
@@ -18,6 +18,7 @@ from remat.core.errors import UnsupportedStep
 from remat.fit.auto_budget import auto_budget_bytes
 from remat.running.cost_model import DeviceProfile, device_here, get_profile
 from remat.tensorflow import _private
+from remat.tensorflow._traces import arguments_of_calls
 from remat.tensorflow.peak.allocator import AllocatorModel
 from remat.tensorflow.trace.sizes import HANDLES, Sizes, handle_bytes, shape_bytes
 
@@ -67,6 +68,11 @@ class Device:
     def has_counter(self) -> bool:
         """Does TensorFlow count this device's memory?"""
         return _has_counter(self.name)
+
+    def counts(self, full_name: str) -> bool:
+        """Does this device's counter count what lies on a device, by the name that tensors carry?"""
+        name = self.name.partition(":")[0] if self.shared_by > 1 else self.name
+        return f"device:{name}" in full_name
 
     @property
     def in_use_bytes(self) -> int:
@@ -177,25 +183,76 @@ def profile_here() -> DeviceProfile:
     return get_profile(device_here("a100" if current_device().is_gpu else "cpu"))
 
 
+@dataclass(frozen=True)
+class _Argument:
+    """What there is to know of a tensor that exists, and that a function will be called with."""
+
+    shape: tf.TensorShape
+    dtype: tf.DType
+    device: str
+
+    @classmethod
+    def of(cls, tensor: tf.Tensor) -> _Argument:
+        return cls(tensor.shape, tensor.dtype, tensor.backing_device)
+
+    def may_become(self, tensor: tf.Tensor) -> bool:
+        return bool(self.dtype == tensor.dtype and self.shape.is_compatible_with(tensor.shape))
+
+
+_arguments: contextvars.ContextVar[tuple[_Argument, ...] | None] = contextvars.ContextVar(
+    "remat_arguments", default=None
+)
+
+
+@contextlib.contextmanager
+def called_with(values: Iterable[Any]) -> Iterator[None]:
+    """Inside, functions that are planned will be called with these values, though a data set may hand them over.
+
+    Without it they are taken to be called with what the calls that led here were given.
+
+    Args:
+        values: those that are no tensors are on their way to the device still. They are not held.
+    """
+    there = tuple(_Argument.of(value) for value in values if isinstance(value, tf.Tensor))
+    token = _arguments.set(there)
+    try:
+        yield
+    finally:
+        _arguments.reset(token)
+
+
 def resident_elsewhere_bytes(
-    inputs: Sequence[tf.Tensor], input_shapes: Mapping[str, Sequence[int]], carried: Collection[str] = ()
+    func_graph: _private.FuncGraph, inputs: Sequence[tf.Tensor], carried: Collection[str] = ()
 ) -> int:
     """Bytes in use on the device now that are no input of a function, by the device's own counter.
 
+    An argument that is on its way still, such as an array of numpy or the next batch of a data set, is in use no more
+    than what the function will make itself.
+
     Args:
-        inputs: of the function.
-        input_shapes: real shapes of inputs traced with unknown dimensions, by tensor name.
+        func_graph: the function, whose trace is about to end.
+        inputs: those of its inputs that are meant.
         carried: names of inputs that do not exist yet while the function is traced; see ``carried_inputs``.
     """
     device = current_device()
     counted = device.allocator.counted
-    known = 0
+    known = sum(counted(handle_bytes(tensor)) for tensor in inputs if tensor.dtype == tf.resource)
+    captured = {inside.name: outside for outside, inside in func_graph.captures}
+    arguments = _arguments.get()
+    if arguments is None:
+        arguments = tuple(map(_Argument.of, arguments_of_calls()))
+    waiting = [argument for argument in arguments if device.counts(argument.device)]
     for tensor in inputs:
-        if tensor.dtype == tf.resource:
-            known += counted(handle_bytes(tensor))
-        elif tensor.dtype not in HANDLES and tensor.name not in carried:
-            shape = input_shapes.get(tensor.name, tensor.shape if tensor.shape.is_fully_defined() else ())
-            known += counted(shape_bytes(shape, tensor.dtype))
+        if tensor.dtype in HANDLES or tensor.name in carried:
+            continue
+        outside = captured.get(tensor.name)
+        if outside is not None and not tf.is_symbolic_tensor(outside):
+            known += counted(shape_bytes(outside.shape, outside.dtype))
+            continue
+        argument = next((one for one in waiting if one.may_become(tensor)), None)
+        if argument is not None:
+            waiting.remove(argument)
+            known += counted(shape_bytes(argument.shape, argument.dtype))
     return max(0, device.in_use_bytes - known)
 
 
