@@ -41,6 +41,20 @@ def test_the_plain_peak_is_the_measured_one():
         assert predicted == pytest.approx(peak_bytes(case), rel=0.03)
 
 
+def test_numbers_that_a_step_makes_tensors_of_are_measured_once():
+    def peak_of(made, values) -> int:
+        def step():
+            x = made(values)
+            return x, x.exp().add(1)
+
+        return remat.torch.measure(step, repeats=1).peak_bytes
+
+    numbers = [float(number) for number in range(50_000)]
+    # What a list holds is copied, the memory of an array is read where it lies: either is there but once.
+    for made, values in ((torch.tensor, numbers), (torch.as_tensor, np.asarray(numbers, "float32"))):
+        assert peak_of(made, values) == pytest.approx(3 * 4 * len(numbers), abs=64)
+
+
 def test_a_write_in_place_shares_the_storage():
     def loss(x):
         return torch.relu_(x * 2).exp().sum()

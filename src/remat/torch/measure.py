@@ -11,6 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from remat.running.measurement import Measurement, check_repeats, median_time_s
 from remat.torch import _private
+from remat.torch.trace import op_facts
 
 
 def measure(fn: Callable[..., Any], *args: Any, repeats: int = 3, **kwargs: Any) -> Measurement:
@@ -134,10 +135,13 @@ class _ResidentWatcher(_private.TorchDispatchMode):
         kwargs = kwargs or {}
         if types and _private.runs_on_parts(types):
             return NotImplemented
+        is_lifted = op_facts.base_name(func) == "aten::lift_fresh"
         for tensor in _private.tree_leaves((args, kwargs)):
             if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
                 self.is_on_gpu = self.is_on_gpu or tensor.is_cuda
                 storage = _private.local(tensor).untyped_storage()
+                if is_lifted and storage.resizable():
+                    continue  # Made of numbers, unseen, in this step; what shares an array of numpy is not.
                 key = _private.storage_key(storage)
                 made = self._made.get(key)
                 if made is not None and made() is storage:

@@ -11,7 +11,7 @@ import types
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Final
 
 import keras
 import torch
@@ -47,6 +47,10 @@ class _Shapes:
 
     plain_bytes: int
     update_bytes: int
+
+
+_NUMBERS_BYTES: Final = 16
+"""Of the loss and its tracker, while the backward pass runs: numbers that Keras makes outside of what is captured."""
 
 
 class GraphSteps:
@@ -95,8 +99,9 @@ class GraphSteps:
         function = _loss_and_output if whole_bytes is None else _targets_and_more
 
         def resident_bytes(gradients_bytes: int) -> int:
+            beside_bytes = state_bytes + _NUMBERS_BYTES
             # Those of earlier micro-batches are added up while all of another's arrive.
-            return state_bytes if whole_bytes is None else state_bytes + gradients_bytes
+            return beside_bytes if whole_bytes is None else beside_bytes + gradients_bytes
 
         def captured_for(request: Request) -> Callable[..., Any]:
             return capture.Captured(
