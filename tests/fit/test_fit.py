@@ -124,15 +124,55 @@ def test_what_more_work_has_found_is_squeezed_where_it_is_over_the_budget() -> N
     assert plan.peak_bytes <= PLAIN_BYTES * 60 // 100
 
 
-def test_before_a_budget_is_refused_what_was_seen_around_is_forgotten() -> None:
+def smallest_budget() -> int:
     with pytest.raises(InfeasibleBudget) as caught:
         fit(Counted(), Request(budget="1%"))
-    smallest = caught.value.minimum_bytes
-    step = Rounded(grows=1.5)
+    return caught.value.minimum_bytes
+
+
+class Unsteady(Rounded):
+    """What is seen around adds to the highest peaks, and not to those that are expected."""
+
+    def real_peak(self, plan: Plan) -> PeakRange:
+        return PeakRange(plan.peak_bytes, int(self._grown * plan.peak_bytes))
+
+
+def test_before_a_budget_is_refused_what_was_seen_around_is_forgotten() -> None:
+    smallest = smallest_budget()
+    step = Unsteady(grows=1.5)
     plan = fit(step, Request(budget=smallest), proves=False)
 
-    assert step.seen == [smallest, None]
+    assert step.seen == [smallest, None, smallest, None]
     assert plan.peak_bytes <= smallest
+
+
+def test_a_budget_that_is_expected_to_be_broken_here_is_refused() -> None:
+    smallest = smallest_budget()
+    step = Rounded(grows=1.5)
+    with pytest.raises(InfeasibleBudget, match=rf"lies in pieces .* where {smallest} \([^)]*\) may do") as caught:
+        fit(step, Request(budget=smallest), proves=False)
+
+    named = caught.value.minimum_bytes
+    assert named == pytest.approx(1.5 * smallest, rel=0.01)
+    assert step.seen[-1] is None, "as it was before"
+    assert fit(step, Request(budget=named), proves=False).peak_bytes <= named
+
+
+@pytest.mark.parametrize("grows", [1.5, 1.0])
+def test_what_is_named_holds_here_whatever_was_asked_for(grows: float) -> None:
+    class Unseeing(Rounded):
+        """Nothing is seen within a budget that is smaller than what lies around."""
+
+        def looks_around(self, budget_bytes: int | None) -> bool:
+            return super().looks_around(budget_bytes if budget_bytes and budget_bytes > smallest // 2 else None)
+
+    smallest = smallest_budget()
+    for step in (Unseeing(grows), Rounded(grows)):
+        with pytest.raises(InfeasibleBudget) as caught:
+            fit(step, Request(budget="1%"), proves=False)
+        named = caught.value.minimum_bytes
+        assert named == pytest.approx(grows * smallest, rel=0.01)
+        assert fit(step, Request(budget=named), proves=False).peak_bytes <= named
 
 
 def test_a_refusal_names_what_can_be_kept_here_where_that_is_less() -> None:

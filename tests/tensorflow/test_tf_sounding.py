@@ -52,6 +52,46 @@ step.get_concrete_function(x)
 print([device.counted_bytes, device.peak_bytes, tapes[-1].plan.budget_bytes])
 """
 
+IN_PIECES = """
+import re
+import tensorflow as tf
+import remat, remat.tensorflow
+from small_steps import Chain, inputs
+from remat.tensorflow.peak.device import current_device
+device = current_device()
+def block(kib):
+    return tf.raw_ops.Empty(shape=[kib << 10], dtype=tf.uint8, init=False)
+first = block(64 << 10)  # The next region is as large, and all pieces lie in it.
+held = [block(4 << 10) for _ in range(14)]
+chain, x = Chain(), inputs(2048)  # Activations of 2 MiB.
+def step_within(budget):
+    @tf.function(autograph=False)
+    def step(x):
+        with remat.tensorflow.GradientTape(budget=budget) as tape:
+            loss = tf.reduce_mean(tf.square(chain(x)))
+        return tape.gradient(loss, chain.weights)
+    return step
+def refused(budget):
+    try:
+        step_within(budget)(x)
+    except remat.InfeasibleBudget as error:
+        elsewhere = re.search(r"in pieces .* where (\\d+) ", str(error))
+        return error.minimum_bytes, int(elsewhere[1]) if elsewhere else 0
+    return 0, 0
+beginnings = []
+for number in range(len(held)):
+    held[number] = None
+    beginnings.append(block(256))  # Leaves of a hole what one activation takes whole.
+    held[number] = block(3840)
+del held, first
+here, elsewhere = refused(1)
+step = step_within(here)
+step(x)
+device.reset_peak()
+step(x)
+print([here, elsewhere, refused(elsewhere), device.peak_bytes])
+"""
+
 
 def printed_by(code):
     done = subprocess.run(
@@ -80,6 +120,16 @@ def test_looking_for_holes_keeps_the_budget():
     in_use, peak, budget = printed_by(BUDGET)
 
     assert in_use < peak <= budget
+
+
+@pytest.mark.skipif(not Device("CPU:0").has_counter, reason="there is no heap without a counter")
+def test_a_heap_in_pieces_is_planned_for_as_it_is():
+    """A block takes all of a hole that has less than twice its bytes."""
+    here, elsewhere, refused, peak = printed_by(IN_PIECES)
+
+    assert here > 1.1 * elsewhere > 0
+    assert refused == (here, elsewhere), "within what a heap in one piece would keep"
+    assert 0.8 * here < peak <= here
 
 
 def test_nothing_is_known_of_heaps_that_cannot_be_looked_into():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Final
 
 from remat.core.budget import format_bytes, parse_budget
@@ -11,12 +12,15 @@ from remat.core.errors import InfeasibleBudget
 from remat.core.plan import Plan
 from remat.core.simulator import simulate
 from remat.fit.candidate import Candidate
-from remat.fit.loop import plan_within
+from remat.fit.loop import NothingFits, plan_within
 from remat.fit.plan_cache import Entry
 from remat.fit.request import Request
 
 # A smallest budget that holds here alone is named where it is less by this share at least. A judgement.
 _LITTLE_LESS: Final = 0.01
+
+# Within a larger budget more is seen around, which may ask for a larger one still. A judgement.
+_MOST_LOOKS: Final = 4
 
 
 @collecting_rarely()
@@ -83,20 +87,58 @@ def fit(candidate: Candidate, request: Request, *, share_of_bytes: int | None = 
 
 
 def _found_here(candidate: Candidate, request: Request, budget_bytes: int) -> Plan:
-    """What is found for what was seen around, or else without that.
+    """What is found for what was seen around, or else without that, where it is expected to keep the budget here, too.
 
     Raises:
-        InfeasibleBudget: if nothing is; what is named holds whatever is around.
+        InfeasibleBudget: if nothing is; what is named holds here, and says so where less or more does elsewhere.
     """
     refusals: list[InfeasibleBudget] = []
-    while not refusals or candidate.looks_around(None):
+    found = None
+    while found is None and (not refusals or candidate.looks_around(None)):
         try:
-            return _searched(candidate, request, candidate.target_bytes(budget_bytes))
+            found = _searched(candidate, request, candidate.target_bytes(budget_bytes))
         except InfeasibleBudget as error:
             refusals.append(error)
+    smallest = [error.plan for error in refusals if isinstance(error, NothingFits)]
+    kept = found
+    if found is not None and refusals:
+        kept = _kept_here(candidate, [found, *smallest], budget_bytes)
+    if kept is not None:
+        return kept
     plain_bytes = candidate.plain_peak.highest_bytes
     named = [candidate.smallest_budget(min(one.minimum_bytes, plain_bytes)) for one in refusals]
-    raise infeasible(budget_bytes, named[-1], refusals[-1].binding_op, here_bytes=named[0])
+    anywhere_bytes = named[-1] if found is None else budget_bytes
+    here_bytes = anywhere_bytes if request.is_cautious else _least_here(candidate, smallest, anywhere_bytes)
+    if here_bytes == anywhere_bytes and found is None:
+        here_bytes = named[0]
+    raise infeasible(budget_bytes, anywhere_bytes, refusals[-1].binding_op, here_bytes=here_bytes)
+
+
+def _kept_here(candidate: Candidate, plans: Sequence[Plan], budget_bytes: int) -> Plan | None:
+    """The first of some plans that is expected to keep a budget with what is seen around; the first if nothing is."""
+    if not candidate.looks_around(budget_bytes):
+        return plans[0]
+    kept = None
+    for plan in plans:
+        expected_bytes = candidate.real_peak(plan).expected_bytes
+        if expected_bytes + candidate.resident_bytes <= budget_bytes:
+            kept = plan if plan is plans[0] else dataclasses.replace(plan, peak_bytes=expected_bytes)
+            break
+    candidate.looks_around(None)
+    return kept
+
+
+def _least_here(candidate: Candidate, plans: Sequence[Plan], budget_bytes: int) -> int:
+    """A budget, or the next larger one that one of some plans is expected to keep with what is seen around."""
+    for _ in range(_MOST_LOOKS if plans else 0):
+        if not candidate.looks_around(budget_bytes):
+            break
+        peaks = [candidate.real_peak(plan) for plan in plans]
+        if min(peak.expected_bytes for peak in peaks) + candidate.resident_bytes <= budget_bytes:
+            break
+        budget_bytes = candidate.smallest_budget(min(peak.highest_bytes for peak in peaks))
+    candidate.looks_around(None)
+    return budget_bytes
 
 
 def _searched(candidate: Candidate, request: Request, target_bytes: int) -> Plan:
@@ -160,14 +202,21 @@ def infeasible(
         budget_bytes: the budget.
         minimum_bytes: the smallest that can be kept.
         binding_op: what needs that.
-        here_bytes: the smallest as long as what is around stays as it is.
+        here_bytes: the smallest as long as what is around stays as it is; more than the other one, it is the one that
+            holds.
     """
-    less = ""
+    other = ""
     if here_bytes is not None and here_bytes < (1 - _LITTLE_LESS) * minimum_bytes:
-        less = f", or {here_bytes} ({format_bytes(here_bytes)}) while memory lies as it does in this process now"
+        other = f", or {here_bytes} ({format_bytes(here_bytes)}) while memory lies as it does in this process now"
+    elif here_bytes is not None and here_bytes > minimum_bytes:
+        other = (
+            f" while memory lies in pieces as it does in this process now, where {minimum_bytes} "
+            f"({format_bytes(minimum_bytes)}) may do in a new one"
+        )
+        minimum_bytes = here_bytes
     return InfeasibleBudget(
         f"no schedule within {budget_bytes} bytes ({format_bytes(budget_bytes)}) was found: the smallest budget that "
-        f"can be kept is {minimum_bytes} bytes ({format_bytes(minimum_bytes)}){less}. What binds there is "
+        f"can be kept is {minimum_bytes} bytes ({format_bytes(minimum_bytes)}){other}. What binds there is "
         f"{binding_op}. Ask for at least that, make the batch smaller, or try another planner",
         minimum_bytes=minimum_bytes,
         budget_bytes=budget_bytes,

@@ -111,7 +111,7 @@ def plan_within(
         The plan, its ``peak_bytes`` being the real one that is expected.
 
     Raises:
-        InfeasibleBudget: no plan is even likely to fit; ``minimum_bytes`` is the smallest target that can be held.
+        NothingFits: no plan is even likely to fit; ``minimum_bytes`` is the smallest target that can be held.
     """
     search = _Search(target_bytes, find, real_peak, rounds, order_time_s)
     tried = search.tried
@@ -148,12 +148,24 @@ def plan_within(
         return best.with_real_peak()
     named = smallest_of(smallest or tried.all)
     _remember(named.plan, {one.plan.fingerprint for one in tried.all})
-    raise InfeasibleBudget(
-        f"the smallest peak found is {named.peak.highest_bytes} bytes",
-        minimum_bytes=named.peak.highest_bytes,
-        budget_bytes=target_bytes,
-        binding_op=binding_op,
-    )
+    raise NothingFits(named.plan, named.peak.highest_bytes, target_bytes, binding_op)
+
+
+class NothingFits(InfeasibleBudget):
+    """No plan is even likely to fit a target.
+
+    Attributes:
+        plan: the one behind the smallest target that can be held.
+    """
+
+    def __init__(self, plan: Plan, minimum_bytes: int, target_bytes: int, binding_op: str) -> None:
+        super().__init__(
+            f"the smallest peak found is {minimum_bytes} bytes",
+            minimum_bytes=minimum_bytes,
+            budget_bytes=target_bytes,
+            binding_op=binding_op,
+        )
+        self.plan = plan
 
 
 class _Search:
