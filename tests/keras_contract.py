@@ -13,7 +13,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 FOLDER = Path(__file__).parent / "keras"
-CHECKS = ("test_keras_check.py", "test_keras_check_first_step.py")
+CHECKS = ("test_keras_check.py", "test_keras_check_first_step.py", "test_keras_masks.py")
 MICRO_BATCHES = (
     "test_keras_micro_batches.py",
     "test_keras_micro_batch_losses.py",

@@ -19,6 +19,7 @@ from keras.src.ops.symbolic_arguments import SymbolicArguments
 from keras.src.trainers.compile_utils import CompileLoss
 
 __all__ = [
+    "MASK",
     "OPTIONS_OF_LOSS",
     "RAW_VALUE",
     "CompileLoss",
@@ -47,6 +48,9 @@ __all__ = [
     "whole_tracebacks",
 ]
 
+
+MASK = "_keras_mask"
+"""The attribute of a tensor in which layers hand masks on to layers, losses and metrics."""
 
 OPTIONS_OF_LOSS = "_fn_kwargs"
 """Where a loss of Keras' own holds what its function is called with, such as Huber's ``delta``."""

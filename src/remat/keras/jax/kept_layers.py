@@ -10,6 +10,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from remat.jax.planned_part import Function
+from remat.keras import _private
 from remat.keras.shared.kept_layers import NamedLayers
 
 
@@ -46,8 +47,8 @@ class KeptLayers(NamedLayers):
 def _named(result: Any, name: str) -> Any:
     def one(leaf: Any) -> Any:
         passed = checkpoint_name(leaf, name)  # type: ignore[no-untyped-call]
-        if (mask := getattr(leaf, "_keras_mask", None)) is not None:
-            passed._keras_mask = mask
+        if (mask := getattr(leaf, _private.MASK, None)) is not None:
+            setattr(passed, _private.MASK, mask)
         return passed
 
     return jax.tree.map(one, result)

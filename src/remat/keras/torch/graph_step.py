@@ -169,7 +169,8 @@ class GraphSteps:
             PlanMismatch: with ``strict``, where the step takes more than the budget.
         """
         x, y, sample_weight = (keras.tree.map_structure(_as_tensor, one) for one in batch)
-        loss, y_pred = self._call(key, model, x, y, sample_weight)
+        loss, (y_pred, masks) = self._call(key, model, x, y, sample_weight)
+        _put_on(y_pred, masks)
         size = next(leaf for leaf in keras.tree.flatten(x) if leaf is not None).shape[0]
         _private.update_loss_tracker(model, loss, size)
         if model.optimizer is not None:
@@ -198,7 +199,8 @@ class GraphSteps:
             raise NotCaptured(f"its loss has {self._targets[key]} parts, which are differentiated one after the other")
         with cut.statistics.raw():
             target, more = self._call(key, cut.model, *cut.packed(leaves), cut.batch_size)
-        y_pred, values, denominators, bounds, additional, weights, groups, counted = more
+        y_pred, masks, values, denominators, bounds, additional, weights, groups, counted = more
+        _put_on(y_pred, masks)
         terms = [LossTerm(value, weight) for value, weight in zip(values, weights, strict=True)]
         loss = PieceLoss(values, denominators, bounds, additional, [target])
         return Piece(y_pred, terms, LossGroups(groups, counted), loss)
@@ -259,12 +261,26 @@ def _as_tensor(leaf: Any) -> Any:
     return leaf if leaf is None or isinstance(leaf, torch.Tensor) else keras.ops.convert_to_tensor(leaf)
 
 
-def _loss_and_output(model: keras.Model, x: Any, y: Any, sample_weight: Any) -> tuple[Any, Any]:
-    """What Keras' own training step differentiates, and what the model returned, for its metrics."""
+def _loss_and_output(model: keras.Model, x: Any, y: Any, sample_weight: Any) -> tuple[Any, tuple[Any, list[Any]]]:
+    """What Keras' own training step differentiates, and what the model returned, with its masks, for its metrics."""
     y_pred = _private.call_in_training(model, x)
     loss = model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
     # Nothing is differentiated through the metrics. A gradient for what they see would be computed, all zeros.
-    return loss, keras.tree.map_structure(lambda one: one.detach(), y_pred)
+    return loss, (keras.tree.map_structure(lambda one: one.detach(), y_pred), _masks_of(y_pred))
+
+
+def _masks_of(y_pred: Any) -> list[Any]:
+    """The mask that Keras keeps on each output, which metrics read; None for an output without one.
+
+    What a tensor carries beside its values gets lost where it is detached, and where it leaves a captured function.
+    """
+    return [getattr(one, _private.MASK, None) for one in keras.tree.flatten(y_pred)]
+
+
+def _put_on(y_pred: Any, masks: list[Any]) -> None:
+    for one, mask in zip(keras.tree.flatten(y_pred), masks, strict=True):
+        if mask is not None:
+            setattr(one, _private.MASK, mask)
 
 
 def _targets_and_more(model: keras.Model, x: Any, y: Any, sample_weight: Any, batch_size: int) -> tuple[Any, Any]:
@@ -275,7 +291,8 @@ def _targets_and_more(model: keras.Model, x: Any, y: Any, sample_weight: Any, ba
     found = (piece.y_pred, loss.values, loss.denominators, loss.bounds, loss.additional)
     # Autograd would ask for a gradient of each.
     detached = keras.tree.map_structure(lambda one: one.detach() if isinstance(one, torch.Tensor) else one, found)
-    return target, (*detached, [term.weight for term in piece.terms], groups.groups, groups.counted)
+    y_pred, *rest = detached
+    return target, (y_pred, _masks_of(piece.y_pred), *rest, [term.weight for term in piece.terms], groups.groups, groups.counted)
 
 
 def _copy_of(function: Callable[..., Any]) -> Callable[..., Any]:

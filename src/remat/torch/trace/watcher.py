@@ -165,7 +165,8 @@ class StepWatcher(_private.TorchDispatchMode):
         """What the operator returns in the real step: values where they are known, else tensors without memory."""
         values, stand_ins = self.storages.values, self.storages.stand_ins
         self._asked += func is _ITEM and inputs[0].dtype is torch.bool
-        if op_facts.is_view(func) and all(is_plain(tensor) for tensor in inputs):
+        # Of a number alone nothing can be a view, such as its conjugate.
+        if op_facts.is_view(func) and inputs and all(is_plain(tensor) for tensor in inputs):
             if op_facts.base_name(func) == "aten::lift_fresh":
                 values.pin(inputs[0])  # Python made it of numbers.
                 return func(*args, **kwargs)
