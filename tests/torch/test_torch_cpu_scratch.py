@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
+import remat
+import remat.torch
 from remat.torch import _private
 from remat.torch.trace import cpu_scratch, onednn_scratch
 
@@ -222,6 +225,47 @@ def test_logsumexp_holds_the_exponentials(dims, dtype):
     args = (torch.randn(128, 256, dtype=dtype), dims)
     scratch, out = measured(ATEN.logsumexp.default, *args)
     assert cpu_scratch.workspace_bytes(ATEN.logsumexp.default, args, out) == pytest.approx(scratch, abs=16)
+
+
+@pytest.mark.parametrize(("mode", "weighs"), [(0, False), (0, True), (1, False)])
+@pytest.mark.parametrize("is_sparse", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_bags(dtype, is_sparse, mode, weighs):
+    indices, offsets = torch.randint(0, 50, (6000,)), torch.arange(0, 6000, 5)
+    table = torch.randn(50, 64, dtype=dtype)
+    weights = torch.rand(6000, dtype=dtype) if weighs else None
+    out, *notes = ATEN._embedding_bag.default(table, indices, offsets, False, mode, is_sparse, weights)
+    args = (torch.ones_like(out), indices, offsets, *notes, 50, False, mode, is_sparse, weights)
+    scratch, gradient = measured(ATEN._embedding_bag_backward.default, *args)
+    if is_sparse:  # What it holds is in no storage that a trace would see.
+        scratch += gradient._values().nbytes
+    assert cpu_scratch.workspace_bytes(ATEN._embedding_bag_backward.default, args, gradient) == pytest.approx(
+        scratch, rel=0.05, abs=gradient._indices().nbytes if is_sparse else 32_000
+    )
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_the_sparse_gradient_of_a_table_counts(mode):
+    torch.manual_seed(0)
+    table, hidden = nn.EmbeddingBag(50, 64, sparse=True), [nn.Linear(64, 64) for _ in range(6)]
+    indices = torch.randint(0, 50, (1024, 5))
+
+    def loss():
+        h = table(indices)
+        for layer in hidden:
+            h = torch.tanh(layer(h))
+        return h.square().mean()
+
+    with pytest.raises(remat.InfeasibleBudget) as refused:
+        remat.torch.limit_memory(loss, 1000, mode=mode)()
+    limited = remat.torch.limit_memory(loss, refused.value.minimum_bytes, mode=mode)
+    limited().backward()
+    assert table.weight.grad.is_sparse
+    for parameter in (table.weight, *(p for layer in hidden for p in layer.parameters())):
+        parameter.grad = None
+    rows = 1024 * 5 * 64 * 4
+    plan = limited.plans[-1]
+    assert rows < plan.measured_peak_bytes <= plan.budget_bytes
 
 
 @pytest.mark.parametrize("dims", [(1,), (1, 2), (1, 2, 3), ()])

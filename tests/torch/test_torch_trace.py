@@ -55,6 +55,19 @@ def test_numbers_that_a_step_makes_tensors_of_are_measured_once():
         assert peak_of(made, values) == pytest.approx(3 * 4 * len(numbers), abs=64)
 
 
+def test_a_complex_number_beside_the_tensors():
+    """The gradient of a product with it is one with its conjugate, which is a view where there is a tensor."""
+    x = torch.randn(64, 32, requires_grad=True)
+
+    def loss():
+        return torch.fft.fft(torch.exp(1j * torch.tanh(torch.sin(x)))).abs().square().mean()
+
+    plan = remat.torch.plan(loss, budget="100%")
+    with remat.torch.apply(plan):
+        planned = torch.autograd.grad(loss(), x)[0]
+    torch.testing.assert_close(planned, torch.autograd.grad(loss(), x)[0], rtol=0, atol=0)
+
+
 def test_a_write_in_place_shares_the_storage():
     def loss(x):
         return torch.relu_(x * 2).exp().sum()

@@ -292,7 +292,14 @@ def _targets_and_more(model: keras.Model, x: Any, y: Any, sample_weight: Any, ba
     # Autograd would ask for a gradient of each.
     detached = keras.tree.map_structure(lambda one: one.detach() if isinstance(one, torch.Tensor) else one, found)
     y_pred, *rest = detached
-    return target, (y_pred, _masks_of(piece.y_pred), *rest, [term.weight for term in piece.terms], groups.groups, groups.counted)
+    return target, (
+        y_pred,
+        _masks_of(piece.y_pred),
+        *rest,
+        [term.weight for term in piece.terms],
+        groups.groups,
+        groups.counted,
+    )
 
 
 def _copy_of(function: Callable[..., Any]) -> Callable[..., Any]:

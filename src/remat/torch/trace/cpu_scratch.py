@@ -162,6 +162,21 @@ def _of_recurrence(call: _Call) -> int:
     return scratch + _bytes(args[10]) if backward and not args[10].is_contiguous() else scratch
 
 
+_FEW_NUMBERS: Final = 32
+"""Of counts and such, each in a tensor of its own."""
+
+
+def _of_bags(call: _Call) -> int:
+    """The gradient of an ``EmbeddingBag``'s table: a sparse one has a row for each index, which no graph shows."""
+    gradient, indices = call.tensors[:2]
+    mode, is_sparse, weights = call.args[8:11]
+    if is_sparse:
+        return indices.numel() * gradient.shape[-1] * gradient.element_size() + _bytes(indices) + _FEW_NUMBERS
+    # Sorted, with where each of them was; a sum looks for its largest bag as well.
+    sorted_bytes = (3 if mode else 4) * _bytes(indices)
+    return sorted_bytes + _FEW_NUMBERS + (0 if weights is None else indices.numel() * gradient.element_size())
+
+
 def _of_what_wants_order(call: _Call) -> int:
     """These kernels first copy what is not contiguous, and softmaxes make notes."""
     copied = sum(_bytes(t) for t in call.tensors if not t.is_contiguous())
@@ -303,6 +318,7 @@ _FORMULAS: Final[dict[str, Callable[[_Call], int]]] = {
     ),
     "aten::binary_cross_entropy_with_logits": lambda call: _beside_a_cross_entropy(call.tensors[0], *call.args[3:5]),
     # The exponentials of all elements, and the largest of each row.
+    "aten::_embedding_bag_backward": _of_bags,
     "aten::logsumexp": lambda call: _bytes(call.tensors[0]) + _bytes(call.out),
     "aten::roll": lambda call: _rolled_on_the_way(call.tensors[0], call.args[2] if len(call.args) > 2 else ()),
     "aten::_safe_softmax": lambda call: math.prod(call.out.shape),

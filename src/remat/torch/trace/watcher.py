@@ -336,11 +336,16 @@ class StepWatcher(_private.TorchDispatchMode):
                 made.append(self.storages.made(tensor, index))
         written = [t for t in op_facts.written(func, args, kwargs) if has_storage(t)]
         writes = tuple(dict.fromkeys(self.storages.of(t) for t in written))
+        on_gpu = self._on_gpu or any(t.device.type not in ("cpu", "meta") for t in inputs)
+        workspace_bytes = 0
         outputs_are_views = bool(outputs) and not made and not writes
+        if outputs_are_views and any(t.layout is not torch.strided for t in outputs):
+            # What a sparse tensor holds has no storage of its own here: known, it counts while the operator runs.
+            workspace_bytes = self._workspace_bytes(func, args, kwargs, out, on_gpu)
+            outputs_are_views = not workspace_bytes
         if outputs_are_views or op_facts.base_name(func) == "aten::lift_fresh":
             return
         statistics = {self.storages.of(t) for t in op_facts.running_statistics(func, args)}
-        on_gpu = self._on_gpu or any(t.device.type not in ("cpu", "meta") for t in inputs)
         all_strided = all(is_plain(t) for t in (*inputs, *outputs))
         everything = [*inputs, *outputs]
         name, layer, source = self._origin(func)
@@ -359,7 +364,7 @@ class StepWatcher(_private.TorchDispatchMode):
             moved_bytes=0 if op_facts.is_empty(func) else sum(t.numel() * t.element_size() for t in everything),
             dtype=str((outputs or inputs)[0].dtype).removeprefix("torch.") if everything else "float32",
             repeatable=self.phase == "forward" and all_strided and self._may_repeat(func, args, kwargs, on_gpu),
-            workspace_bytes=self._workspace_bytes(func, args, kwargs, out, on_gpu),
+            workspace_bytes=workspace_bytes or self._workspace_bytes(func, args, kwargs, out, on_gpu),
             is_own_code=self._own_code_depth > 0,
         )
         if not on_gpu:
