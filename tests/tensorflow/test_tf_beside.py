@@ -154,6 +154,19 @@ def test_micro_batches_count_the_batch_once(weights, beside):
     assert max(peaks) <= beside + ROOM
 
 
+def test_a_share_counts_the_batch_once(weights):
+    """It is one of the whole batch's plain peak, for which the function is traced aside, in a thread of its own."""
+    for argument in (an_array(), a_tensor()):
+        whole = by_tape(weights, "100%")
+        whole(argument)
+        share = value_and_grad(
+            lambda x: loss_of(weights, x), weights, micro_batches=2, budget="1%", planner="peak_greedy"
+        )
+        with pytest.raises(remat.InfeasibleBudget) as refused:
+            tf.function(share, autograph=False)(argument)
+        assert 100 * refused.value.budget_bytes == pytest.approx(whole.plan.baseline_peak_bytes, rel=0.03)
+
+
 def test_arguments_are_those_that_exist_of_all_calls_under_way():
     seen = []
 

@@ -25,8 +25,8 @@ from remat.micro_batches.cut import largest_size
 from remat.micro_batches.options import MicroBatchChoice, Option
 from remat.micro_batches.timing import least_times_s
 from remat.tensorflow import _private
-from remat.tensorflow._traces import call_when_traced
-from remat.tensorflow.peak.device import current_device
+from remat.tensorflow._traces import arguments_of_calls, call_when_traced
+from remat.tensorflow.peak.device import called_with, current_device
 from remat.tensorflow.planned import PlannableFunction, rewrite, with_bytes_for_auto
 from remat.tensorflow.trace.func_graph import FunctionToPlan, carried_inputs
 
@@ -236,8 +236,14 @@ def outside(function: Callable[[], Result]) -> Result:
 
     In a thread of its own: ``tf.init_scope`` would keep tapes from recording.
     """
+    given = arguments_of_calls()  # There, the calls that led here are not to be seen.
+
+    def run() -> Result:
+        with called_with(given):
+            return function()
+
     with ThreadPoolExecutor(1) as threads:
-        return threads.submit(function).result()
+        return threads.submit(run).result()
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from torch._C import DispatchKey
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import eval_frame
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
+from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException, UserError, UserErrorType
 from torch._dynamo.variables import builder, user_defined
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import graph_compile
@@ -28,6 +28,7 @@ from torch._guards import TracingContext, tracing
 from torch._logging._internal import trace_log
 from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode, PythonFunctionalizeAPI
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.utils import _python_dispatch
 from torch.utils._pytree import tree_leaves
 
@@ -372,7 +373,12 @@ class _Capture:
 
     def __call__(self, *args: Any) -> Any:
         with self._surroundings():
-            return self._torchdynamo_orig_backend(*args)
+            try:
+                return self._torchdynamo_orig_backend(*args)
+            except GuardOnDataDependentSymNode as error:
+                # PyTorch 2.13 lets it pass where a number of elements is a condition, as in ``if len(x.nonzero())``.
+                reason = f"a number that depends on values is a condition: {str(error).partition(chr(10))[0]}"
+                raise UserError(UserErrorType.DYNAMIC_CONTROL_FLOW, reason) from None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_torchdynamo_orig_backend"], name)
