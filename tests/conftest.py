@@ -116,10 +116,12 @@ COUNTED = {
             "a_share_with_micro_batches",
         )
     ),
+    "test_keras_beside.py": ("",),
     "test_keras_first_step.py": ("",),
     "test_keras_micro_batch_memory.py": ("",),
     "test_keras_trace_model.py": ("nothing_is_allocated",),
     "test_tf_accumulate.py": ("one_micro_batch_at_a_time",),
+    "test_tf_beside.py": ("beside", "captured_tensor", "micro_batches_count", "a_share_counts"),
     "test_tf_calls.py": ("takes_is_predicted", "a_budget_holds"),
     "test_tf_costs.py": ("half_precision_products",),
     "test_tf_cpu_scratch.py": ("axes_that_lie_apart",),

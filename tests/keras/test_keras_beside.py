@@ -19,8 +19,6 @@ MIB = 1 << 20
 BATCH, UNITS = 8192, 64
 BATCH_BYTES = BATCH * UNITS * 4  # 2 MiB, as every activation
 
-pytestmark = pytest.mark.skipif(not current_device().has_counter, reason="nothing says what lies beside a step")
-
 
 def a_model() -> keras.Model:
     keras.utils.set_random_seed(3)

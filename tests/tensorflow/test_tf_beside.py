@@ -23,8 +23,6 @@ ACTIVATION = BATCH * UNITS * 4  # 2 MiB
 BESIDE = 5 * MIB
 ROOM = 16 * MIB  # For the step alone, which takes 20 without a plan.
 
-pytestmark = pytest.mark.skipif(not current_device().has_counter, reason="nothing says what lies beside a step")
-
 
 @pytest.fixture(name="weights")
 def weights_too_small_to_be_counted() -> list[tf.Variable]:
