@@ -129,14 +129,15 @@ def test_a_condition_on_a_number_of_elements_ends_a_piece(caplog):
     """Dynamo lets an error of its symbols pass there, and not one of its own."""
     torch.manual_seed(0)
     body = [m for _ in range(5) for m in (nn.Linear(64, 64), nn.Tanh())]
-    module = nn.ModuleList([nn.Sequential(*body), nn.Linear(64, 64)])
+    module = nn.ModuleList([nn.Sequential(*body), nn.Linear(64, 64), nn.Linear(64, 64)])
 
     def loss_fn(x):
         y = module[0](x)
-        chosen = (y[:, 0] > 0).nonzero()[:, 0]
         total = y.square().mean()
-        if len(chosen):
-            total = total + torch.tanh(module[1](y[chosen])).square().mean()
+        for number, layer in enumerate(module[1:]):
+            chosen = (y[:, number] > 0).nonzero()[:, 0]
+            if len(chosen):
+                total = total + torch.tanh(layer(y[chosen])).square().mean()
         return total
 
     x = torch.randn(512, 64)
@@ -147,6 +148,13 @@ def test_a_condition_on_a_number_of_elements_ends_a_piece(caplog):
     (message,) = [one.getMessage() for one in caplog.records if one.name == "remat"]
     assert "runs in pieces" in message
     assert "a number that depends on values is a condition" in message
+
+    caplog.clear()
+    again = remat.torch.limit_memory(loss_fn, "80%", mode="graph", **QUICK)  # Dynamo knows the code by now.
+    with caplog.at_level(logging.WARNING, "remat"):
+        assert outcome(module, again, x).same_as(expected)
+    (message,) = [one.getMessage() for one in caplog.records if one.name == "remat"]
+    assert "runs in pieces" in message
 
 
 @pytest.mark.parametrize("use", [by_a_number, by_what_is_made_of_a_number])

@@ -357,10 +357,20 @@ def compiled(
     captured = dynamo(fn)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with without_marks():
-            return captured(*args, **kwargs)
+        try:
+            with without_marks():
+                return captured(*args, **kwargs)
+        except RuntimeError as error:
+            if not fullgraph or _SKIPPED not in str(error):
+                raise
+            reason = "Dynamo passes its code by, of which an earlier capture found that it cannot be captured"
+            raise UserError(UserErrorType.DYNAMIC_CONTROL_FLOW, reason) from None
 
     return run
+
+
+_SKIPPED: Final = "found no compiled frames"
+"""What PyTorch says where code is to be captured as one graph that it has marked as not to be looked at."""
 
 
 class _Capture:
