@@ -158,6 +158,25 @@ def test_a_budget_that_is_expected_to_be_broken_here_is_refused() -> None:
     assert fit(step, Request(budget=named), proves=False).peak_bytes <= named
 
 
+class Betrayed(Unsteady):
+    """What more work finds fits elsewhere, and is expected to be over the budget here."""
+
+    def real_peak(self, plan: Plan) -> PeakRange:
+        if plan.planner != "more work":
+            return super().real_peak(plan)
+        return PeakRange.exactly(int((1.0 if self._grown == 1.0 else 2.0) * plan.peak_bytes))
+
+
+def test_more_work_is_not_taken_where_its_plan_is_expected_to_break_the_budget_here() -> None:
+    smallest = smallest_budget()
+    elsewhere = fit(Betrayed(), Request(budget=smallest))
+    plan = fit(Betrayed(grows=1.5), Request(budget=smallest))
+
+    assert elsewhere.planner == "more work"
+    assert plan.planner != "more work"
+    assert plan.peak_bytes <= smallest
+
+
 @pytest.mark.parametrize("grows", [1.5, 1.0])
 def test_what_is_named_holds_here_whatever_was_asked_for(grows: float) -> None:
     class Unseeing(Rounded):

@@ -61,15 +61,12 @@ def fit(candidate: Candidate, request: Request, *, share_of_bytes: int | None = 
     earlier = entry.plan(candidate, budget_bytes)
     if earlier is not None:
         return _with_expected_time(earlier, candidate)
-    target_bytes = candidate.target_bytes(budget_bytes)
     if is_plain:
         graph = candidate.graph
         found = candidate.find(max(1, simulate(graph, graph.plain_schedule).peak_bytes), request)
         found = dataclasses.replace(found, peak_bytes=plain.expected_bytes)
     else:
-        found = _found_here(candidate, request, budget_bytes)
-        if proves:
-            found = _polished(found, candidate, request, target_bytes)
+        found = _found_here(candidate, request, budget_bytes, proves=proves)
     found = dataclasses.replace(found, traced_budget_bytes=found.budget_bytes)
     if candidate.is_compiled:
         traced = simulate(candidate.graph_of(found), found.schedule)
@@ -86,31 +83,36 @@ def fit(candidate: Candidate, request: Request, *, share_of_bytes: int | None = 
     return _with_expected_time(found, candidate)
 
 
-def _found_here(candidate: Candidate, request: Request, budget_bytes: int) -> Plan:
+def _found_here(candidate: Candidate, request: Request, budget_bytes: int, *, proves: bool) -> Plan:
     """What is found for what was seen around, or else without that, where it is expected to keep the budget here, too.
 
     Raises:
         InfeasibleBudget: if nothing is; what is named holds here, and says so where less or more does elsewhere.
     """
+    target_bytes = candidate.target_bytes(budget_bytes)
     refusals: list[InfeasibleBudget] = []
-    found = None
-    while found is None and (not refusals or candidate.looks_around(None)):
+    found: list[Plan] = []
+    while not found and (not refusals or candidate.looks_around(None)):
         try:
-            found = _searched(candidate, request, candidate.target_bytes(budget_bytes))
+            found.append(_searched(candidate, request, target_bytes))
         except InfeasibleBudget as error:
             refusals.append(error)
+    if found and proves:
+        found.insert(0, _polished(found[0], candidate, request, target_bytes))
+    if not refusals:
+        return found[0]
     smallest = [error.plan for error in refusals if isinstance(error, NothingFits)]
-    kept = found
-    if found is not None and refusals:
-        kept = _kept_here(candidate, [found, *smallest], budget_bytes)
+    kept = _kept_here(candidate, [*found, *smallest], budget_bytes) if found else None
     if kept is not None:
         return kept
     plain_bytes = candidate.plain_peak.highest_bytes
     named = [candidate.smallest_budget(min(one.minimum_bytes, plain_bytes)) for one in refusals]
-    anywhere_bytes = named[-1] if found is None else budget_bytes
-    here_bytes = anywhere_bytes if request.is_cautious else _least_here(candidate, smallest, anywhere_bytes)
-    if here_bytes == anywhere_bytes and found is None:
-        here_bytes = named[0]
+    # Where a plan was found, it keeps the budget elsewhere, and the one that holds here is larger.
+    anywhere_bytes, least_bytes = (budget_bytes, named[0]) if found else (named[-1], named[-1])
+    if not request.is_cautious:
+        least_bytes = _least_here(candidate, smallest, least_bytes)
+    # Less than what is named may hold here, too; if that does not, more does.
+    here_bytes = least_bytes if least_bytes > anywhere_bytes else min(named[0], anywhere_bytes)
     raise infeasible(budget_bytes, anywhere_bytes, refusals[-1].binding_op, here_bytes=here_bytes)
 
 

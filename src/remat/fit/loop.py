@@ -92,7 +92,7 @@ def plan_within(
     Where there is none, the plan whose highest real peak is smallest among those that are more likely to fit than not.
 
     The smallest budget that an error names comes from plans that do not depend on the target, and these are tried
-    before any budget is refused. So it can be kept in every process, whatever was planned there before.
+    before any budget is refused. So it can be kept whatever was planned before, where real peaks are what they are now.
 
     Args:
         target_bytes: what the real peak may be.

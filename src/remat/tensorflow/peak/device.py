@@ -214,6 +214,7 @@ def called_with(values: Iterable[Any]) -> Iterator[None]:
         values: those that are no tensors are on their way to the device still. They are not held.
     """
     there = tuple(_Argument.of(value) for value in values if isinstance(value, tf.Tensor))
+    del values  # This frame lives as long as the block.
     token = _arguments.set(there)
     try:
         yield

@@ -363,14 +363,18 @@ def compiled(
         except RuntimeError as error:
             if not fullgraph or _SKIPPED not in str(error):
                 raise
-            reason = "Dynamo passes its code by, of which an earlier capture found that it cannot be captured"
-            raise UserError(UserErrorType.DYNAMIC_CONTROL_FLOW, reason) from None
+            raise _not_captured("Dynamo passes its code by since an earlier capture of it failed") from None
 
     return run
 
 
 _SKIPPED: Final = "found no compiled frames"
 """What PyTorch says where code is to be captured as one graph that it has marked as not to be looked at."""
+
+
+def _not_captured(reason: str) -> TorchDynamoException:
+    """What Dynamo itself says where control flow keeps it from capturing a function."""
+    return UserError(UserErrorType.DYNAMIC_CONTROL_FLOW, reason)
 
 
 class _Capture:
@@ -387,8 +391,8 @@ class _Capture:
                 return self._torchdynamo_orig_backend(*args)
             except GuardOnDataDependentSymNode as error:
                 # PyTorch 2.13 lets it pass where a number of elements is a condition, as in ``if len(x.nonzero())``.
-                reason = f"a number that depends on values is a condition: {str(error).partition(chr(10))[0]}"
-                raise UserError(UserErrorType.DYNAMIC_CONTROL_FLOW, reason) from None
+                why = str(error).splitlines()[0]
+                raise _not_captured(f"a number that depends on values is a condition: {why}") from None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_torchdynamo_orig_backend"], name)
