@@ -7,6 +7,7 @@ copies an array, and where numpy happens to put the copy decides whether the dev
 from __future__ import annotations
 
 import gc
+import threading
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ import tensorflow as tf
 import remat
 from remat.tensorflow import GradientTape, value_and_grad
 from remat.tensorflow._traces import arguments_of_calls
-from remat.tensorflow.peak.device import current_device
+from remat.tensorflow.peak.device import _arguments_here, called_with, current_device
 
 MIB = 1 << 20
 BATCH, UNITS, LAYERS = 8192, 64, 8
@@ -79,6 +80,18 @@ def plan_of(step):
     return getattr(step, "inner", step).plan
 
 
+def in_a_replica(weights, budget):
+    inner = by_tape(weights, budget)
+    strategy = tf.distribute.MirroredStrategy(["CPU:0"])
+
+    @tf.function(autograph=False)
+    def outer(x):
+        return strategy.run(inner.python_function, (x,))
+
+    outer.inner = inner
+    return outer
+
+
 def own_peak_bytes(step, argument, before_bytes: int) -> int:
     """What one call takes at most, beside what there was."""
     step(argument)
@@ -91,7 +104,7 @@ def own_peak_bytes(step, argument, before_bytes: int) -> int:
     return peak_bytes
 
 
-@pytest.mark.parametrize("make", [by_tape, inside_another])
+@pytest.mark.parametrize("make", [by_tape, inside_another, in_a_replica])
 @pytest.mark.parametrize(("argument", "uncounted_bytes"), [(an_array, ACTIVATION), (a_tensor, 0)])
 def test_a_budget_holds_whatever_lies_beside(weights, beside, make, argument, uncounted_bytes):
     step = make(weights, beside + ROOM)
@@ -185,3 +198,23 @@ def test_arguments_are_those_that_exist_of_all_calls_under_way():
     inner.get_concrete_function(tf.TensorSpec([None, 2]), y=x)
     assert [id(value) for value in seen.pop()] == [id(x)]
     assert arguments_of_calls() == []
+
+
+def test_a_replica_is_traced_in_a_thread_of_its_own():
+    """Its caller's thread has seen the arguments, and has said what a data set hands over."""
+    strategy = tf.distribute.MirroredStrategy(["CPU:0"])
+    seen = []
+
+    def replica(x):
+        seen.append((arguments_of_calls(), _arguments_here(), threading.current_thread()))
+        return x
+
+    x, y = tf.constant([1.0]), tf.zeros([2, 3])
+    tf.function(lambda x: strategy.run(replica, (x,)))(x)
+    given, here, thread = seen.pop()
+    assert thread is not threading.current_thread()
+    assert [id(value) for value in given] == [id(x)]
+    assert [argument.shape for argument in here] == [[1]]
+    with called_with([y]):
+        tf.function(lambda x: strategy.run(replica, (x,)))(x)
+    assert [argument.shape for argument in seen.pop()[1]] == [[2, 3]]

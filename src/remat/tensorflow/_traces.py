@@ -9,6 +9,7 @@ import contextlib
 import inspect
 import itertools
 import sys
+import threading
 import traceback
 import types
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from typing import Any
 
 import tensorflow as tf
 from tensorflow.core.framework import attr_value_pb2
+from tensorflow.python.distribute import mirrored_run as _mirrored_run
 from tensorflow.python.eager import context as _context
 from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function as _Function
 from tensorflow.python.framework import ops as _ops
@@ -47,20 +49,44 @@ def call_when_traced(function: Callable[[bool], None]) -> None:
 
 @left_alone_by_autograph  # It looks at the frames that call it.
 def arguments_of_calls() -> list[tf.Tensor]:
-    """The tensors that exist already of all those which the functions being traced in this thread were called with.
+    """The tensors that exist already of all those which the functions being traced here were called with.
 
     A function that is called while another is traced is handed tensors of that other one, which may be its arguments.
     """
     found: dict[int, tf.Tensor] = {}
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code in _CALLS:
-            given = [frame.f_locals[name] for name in _names_of_the_rest(frame.f_code)]
-            for value in tf.nest.flatten(given, expand_composites=True):
-                if isinstance(value, tf.Tensor) and not tf.is_symbolic_tensor(value):
-                    found[id(value)] = value
-        frame = frame.f_back
+    for _, innermost in threads_of_calls():
+        frame: types.FrameType | None = innermost
+        while frame is not None:
+            if frame.f_code in _CALLS:
+                given = [frame.f_locals[name] for name in _names_of_the_rest(frame.f_code)]
+                for value in tf.nest.flatten(given, expand_composites=True):
+                    if isinstance(value, tf.Tensor) and not tf.is_symbolic_tensor(value):
+                        found[id(value)] = value
+            frame = frame.f_back
     return list(found.values())
+
+
+@left_alone_by_autograph  # It looks at the frame that calls it.
+def threads_of_calls() -> list[tuple[int, types.FrameType]]:
+    """The threads whose calls have led here, this one first: their numbers and innermost frames.
+
+    ``strategy.run`` traces each replica in a thread of its own, for which the caller's waits.
+    """
+    found = [(threading.get_ident(), sys._getframe(1))]
+    while (caller := _waits_for(found[-1][0])) is not None:
+        found.append(caller)
+    return found
+
+
+def _waits_for(replica: int) -> tuple[int, types.FrameType] | None:
+    """The thread that has called ``strategy.run`` and waits for a replica's, by its number; None where it is none."""
+    for thread, innermost in sys._current_frames().items():
+        frame: types.FrameType | None = innermost
+        while frame is not None:
+            if frame.f_code is _FOR_EACH_REPLICA and any(one.ident == replica for one in frame.f_locals["threads"]):
+                return thread, innermost
+            frame = frame.f_back
+    return None
 
 
 def _names_of_the_rest(code: types.CodeType) -> tuple[str, str]:
@@ -111,6 +137,8 @@ def _call_function(name: bytes, tensor_inputs: Any, num_outputs: int) -> Any:
 
 
 _CALLS = frozenset(inspect.unwrap(call).__code__ for call in (_Function.__call__, _Function.get_concrete_function))
+
+_FOR_EACH_REPLICA = _mirrored_run._call_for_each_replica.__code__
 
 _MOST_AWAITED = 8
 """Functions that are waited for at once. What is called by other functions only never comes; with more, such functions

@@ -8,6 +8,7 @@ import functools
 import gc
 import logging
 import sys
+import threading
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -18,7 +19,7 @@ from remat.core.errors import UnsupportedStep
 from remat.fit.auto_budget import auto_budget_bytes
 from remat.running.cost_model import DeviceProfile, device_here, get_profile
 from remat.tensorflow import _private
-from remat.tensorflow._traces import arguments_of_calls
+from remat.tensorflow._traces import arguments_of_calls, threads_of_calls
 from remat.tensorflow.peak.allocator import AllocatorModel
 from remat.tensorflow.trace.sizes import HANDLES, Sizes, handle_bytes, shape_bytes
 
@@ -199,9 +200,8 @@ class _Argument:
         return bool(self.dtype == tensor.dtype and self.shape.is_compatible_with(tensor.shape))
 
 
-_arguments: contextvars.ContextVar[tuple[_Argument, ...] | None] = contextvars.ContextVar(
-    "remat_arguments", default=None
-)
+_arguments: dict[int, tuple[_Argument, ...]] = {}
+"""What each thread, by its number, has said that functions will be called with; it holds for what its replicas trace."""
 
 
 @contextlib.contextmanager
@@ -215,11 +215,23 @@ def called_with(values: Iterable[Any]) -> Iterator[None]:
     """
     there = tuple(_Argument.of(value) for value in values if isinstance(value, tf.Tensor))
     del values  # This frame lives as long as the block.
-    token = _arguments.set(there)
+    thread = threading.get_ident()
+    before = _arguments.get(thread)
+    _arguments[thread] = there
     try:
         yield
     finally:
-        _arguments.reset(token)
+        if before is None:
+            del _arguments[thread]
+        else:
+            _arguments[thread] = before
+
+
+def _arguments_here() -> Sequence[_Argument]:
+    """What functions traced here will be called with: what ``called_with`` says, or what calls led here."""
+    said = (_arguments[thread] for thread, _ in threads_of_calls() if thread in _arguments)
+    found = next(said, None)
+    return [_Argument.of(tensor) for tensor in arguments_of_calls()] if found is None else found
 
 
 def resident_elsewhere_bytes(
@@ -239,10 +251,7 @@ def resident_elsewhere_bytes(
     counted = device.allocator.counted
     known = sum(counted(handle_bytes(tensor)) for tensor in inputs if tensor.dtype == tf.resource)
     captured = {inside.name: outside for outside, inside in func_graph.captures}
-    arguments = _arguments.get()
-    if arguments is None:
-        arguments = tuple(map(_Argument.of, arguments_of_calls()))
-    waiting = [argument for argument in arguments if device.counts(argument.device)]
+    waiting = [argument for argument in _arguments_here() if device.counts(argument.device)]
     for tensor in inputs:
         if tensor.dtype in HANDLES or tensor.name in carried:
             continue
