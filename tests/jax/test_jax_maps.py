@@ -217,7 +217,9 @@ def test_what_lies_outside_of_rewritten_loops_lies_as_before(devices, check_vma,
     flat, tree = jax.tree.flatten(args)
     shapes = [shape_of(leaf) for leaf in flat]
     closed, _ = trace_jaxpr(lambda *leaves: step(*jax.tree.unflatten(tree, leaves)), flat)
-    variants = variants_of_jaxpr(closed, lambda run: pytest.fail("nothing is asked of the compiler"), maps=True)
+    variants = variants_of_jaxpr(
+        closed, lambda run: pytest.fail("nothing is asked of the compiler"), tie="barrier", maps=True
+    )
     assert len(variants) > 2
     layouts = Layouts(shapes, "barrier")
     layouts.of(variants[0].program)

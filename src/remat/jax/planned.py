@@ -215,6 +215,7 @@ def plan_function(
             one,
             find_received,
             request.checkpoints or (),
+            tie=tie,
             trace_body=None if mapped is None else mapped.traced_with,
             maps=takes_maps_apart,
         )

@@ -61,11 +61,13 @@ class _Part:
         closed: its trace.
         structure: of what it returns.
         kept_names: as in ``variants_of_jaxpr``.
+        tie: likewise.
     """
 
     closed: ClosedJaxpr
     structure: Any
     kept_names: tuple[str, ...]
+    tie: Tie
 
     def variants(self, slices: int = 1, least_bytes: int = 0) -> Variants[Variant]:
         """The ways to write it, with its region in so many slices where it can be cut so.
@@ -75,7 +77,7 @@ class _Part:
             least_bytes: what lives inside of a region before it is cut.
         """
         cut = None if slices == 1 else Splitter(self.closed, least_bytes).split(slices)
-        return variants_of_jaxpr(self.closed if cut is None else cut, None, self.kept_names)
+        return variants_of_jaxpr(self.closed if cut is None else cut, None, self.kept_names, tie=self.tie)
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,7 @@ def plan_part(
     """
     refuse_slices_over_devices(request, shapes)
     structure = jax.tree.structure((tuple(args), dict(kwargs)))
-    parts = _parts_of(whole, args, kwargs, request.checkpoints or ())
+    parts = _parts_of(whole, args, kwargs, request.checkpoints or (), tie)
     main = next(iter(parts.values()))
 
     @functools.cache  # So that the plan which is followed is the one whose program was compiled.
@@ -195,7 +197,7 @@ def plan_part(
             everything = (*shapes, *(array for group in arrays.values() for array in group))
             return Lowered(flat, everything, tie, donated).peak()
 
-        candidate = FunctionCandidate(variants_of_jaxpr(closed, None, main.kept_names), compiled_peak)
+        candidate = FunctionCandidate(variants_of_jaxpr(closed, None, main.kept_names, tie=tie), compiled_peak)
         return candidate
 
     plain_bytes = None if plain is None else _plain_peak_bytes(plain, structure, shapes, tie, donated)
@@ -208,7 +210,7 @@ def plan_part(
 
 
 def _parts_of(
-    whole: Whole, args: Sequence[Any], kwargs: Mapping[str, Any], kept_names: Sequence[str]
+    whole: Whole, args: Sequence[Any], kwargs: Mapping[str, Any], kept_names: Sequence[str], tie: Tie
 ) -> dict[Any, _Part]:
     """The part for all the shapes that it is called with, in the order of the calls."""
     called: dict[Any, tuple[Function, list[Any], Any]] = {}
@@ -230,7 +232,7 @@ def _parts_of(
             some, named = jax.tree.unflatten(structure, values)
             return function(*some, **named)
 
-        parts[key] = _Part(*trace_jaxpr(flat, leaves), tuple(kept_names))
+        parts[key] = _Part(*trace_jaxpr(flat, leaves), tuple(kept_names), tie)
     return parts
 
 

@@ -13,6 +13,7 @@ import jax
 from remat.core.graph import Graph
 from remat.fit.variants import Variants
 from remat.jax._private import ClosedJaxpr
+from remat.jax.context import Tie, current_tie
 from remat.jax.scans.variants import FindReceived, TraceBody, scan_variants
 from remat.jax.trace.graph import graph_of_program
 from remat.jax.trace.program import Program, has_regions, program_of, trace_jaxpr
@@ -80,6 +81,7 @@ def variants_of_jaxpr(
     find_received: FindReceived | None = None,
     kept_names: Sequence[str] = (),
     *,
+    tie: Tie,
     trace_body: TraceBody | None = None,
     maps: bool = False,
 ) -> Variants[Variant]:
@@ -89,6 +91,7 @@ def variants_of_jaxpr(
         closed: the function.
         find_received: as in ``scan_variants``, where the arguments lie on several devices.
         kept_names: as in ``program_of``.
+        tie: how recomputations in the bodies of loops over steps are held back.
         trace_body: as in ``scan_variants``, where the function is the body of a ``shard_map``.
         maps: are calls of ``shard_map`` taken apart?
 
@@ -102,7 +105,8 @@ def variants_of_jaxpr(
         graph = graph_of_program(program, profile)
         return Variant(program, graph, Problem.of(graph).turning_point)
 
-    written = scan_variants(closed, profile, find_received, trace_body, maps=maps)
+    of_body = partial(variants_of_jaxpr, tie=tie)
+    written = scan_variants(closed, profile, find_received, trace_body, variants_of=of_body, tie=tie, maps=maps)
     makers: list[Callable[[], Any]] = [lambda: closed, *written.makers]
     suggested = () if written.checkpointed is None else (1 + written.checkpointed,)
     # Regions under jax.checkpoint dissolve, and what they compute again is merged with what the forward part computed.
@@ -130,4 +134,4 @@ def variants_of(
         UnsupportedStep: where a shape is unknown, or values are offloaded.
     """
     closed, structure = trace_jaxpr(function, arguments)
-    return variants_of_jaxpr(closed, find_received, kept_names), structure
+    return variants_of_jaxpr(closed, find_received, kept_names, tie=current_tie()), structure

@@ -15,21 +15,23 @@ from typing import Any, Final, TypeAlias
 import jax
 
 from remat.core.errors import InfeasibleBudget
+from remat.core.graph import Graph
 from remat.core.simulator import simulate
 from remat.fit.loop_menu import Option, best_of, merged
 from remat.jax import _private
 from remat.jax._private import ClosedJaxpr
-from remat.jax.context import native_tie
+from remat.jax.context import Tie
 from remat.jax.emit.evaluate import emit
 from remat.jax.scans.light_loops import with_light_loops_inside
 from remat.jax.scans.loops import Body, Choice, Way
 from remat.jax.scans.menu import LoopBody
-from remat.jax.scans.nested import forward_program, menu_of, rows_of, thinned
+from remat.jax.scans.nested import Row, forward_program, menu_of, rows_of, thinned
 from remat.jax.scans.pairs import find_pairs
 from remat.jax.scans.rewritten import Rewritten
+from remat.jax.scans.steps import LEAST_SHARE, StepLoops, VariantsOfBody
 from remat.jax.trace import op_facts
 from remat.jax.trace.graph import graph_of_program
-from remat.jax.trace.program import Flattener, alive, program_of
+from remat.jax.trace.program import Equation, Flattener, Program, alive, program_of, program_of_equations
 from remat.planners.view.problem import Problem
 from remat.planning.find import find
 from remat.running.cost_model import DeviceProfile
@@ -79,9 +81,13 @@ def scan_variants(
     find_received: FindReceived | None = None,
     trace_body: TraceBody | None = None,
     *,
+    variants_of: VariantsOfBody,
+    tie: Tie,
     maps: bool = False,
 ) -> ScanVariants:
-    """The function with pairs of loops that leave less and less behind; no variant where it has no such pair.
+    """The function with loops that hold less and less; no variant where it has no such loop.
+
+    Pairs of loops leave less to one another, and loops over whole steps (``remat.jax.scans.steps``) need less for each.
 
     Args:
         closed: the function.
@@ -91,6 +97,9 @@ def scan_variants(
         trace_body: where the function is the body of a ``shard_map``, traces one that takes its place. Loops with
             collectives are written again, too: what comes from other devices is stacked, so that each collective runs
             once. Bodies of backward loops are not planned there either.
+        variants_of: the ways to write the body of a loop over whole steps, which are not written again over several
+            devices.
+        tie: how recomputations in bodies are held back.
         maps: are calls of ``shard_map`` taken apart, whose loops are then written again in the same way?
 
     Raises:
@@ -105,14 +114,28 @@ def scan_variants(
     pairs = find_pairs(equations, outputs, op_facts.may_repeat if trace_body is None else op_facts.may_be_stacked)
     # An array that a mapped body captures would become one more argument of it.
     pairs = [pair for pair in pairs if not (pair.constants and equations[pair.forward].mapped)]
-    if not pairs or (trace_body is not None and (flattener.constants or any(pair.constants for pair in pairs))):
+    paired = {place for pair in pairs for place in (pair.forward, pair.backward)}
+    steps = StepLoops((), equations, 0)
+    if trace_body is None and find_received is None:
+
+        def fused() -> tuple[Program, Graph]:
+            program = program_of_equations(flattener, equations, inputs, outputs)
+            return program, graph_of_program(program, profile)
+
+        steps = StepLoops.of(equations, paired, fused, variants_of, tie)
+    if not pairs and not steps:
+        return ScanVariants(())
+    if trace_body is not None and (flattener.constants or any(pair.constants for pair in pairs)):
         return ScanVariants(())
     shapes = [_private.shape_of_aval(flattener.avals[value]) for value in inputs]
     rewritten = Rewritten(flattener, equations, inputs, outputs)
 
-    def traced(ways: Sequence[Way], share: float | None = None) -> ClosedJaxpr:
-        planned = _as_it_is if share is None else partial(_planned_body, share, profile)
-        run = rewritten.in_ways(ways, planned)
+    def traced(
+        ways: Sequence[Way], share: float | None = None, write: Callable[[], Sequence[Equation]] | None = None
+    ) -> ClosedJaxpr:
+        planned = _as_it_is if share is None else partial(_planned_body, share, profile, tie)
+        of = rewritten if write is None else Rewritten(flattener, write(), inputs, outputs)
+        run = of.in_ways(ways, planned)
         made: ClosedJaxpr = jax.make_jaxpr(run)(*shapes) if trace_body is None else trace_body(run)
         return made
 
@@ -131,17 +154,38 @@ def scan_variants(
         return ScanVariants([partial(traced, row) for row in thinned(merged(sparse), _MOST_OVER_DEVICES)])
     menus = [menu_of(pair, profile, nested=trace_body is None) for pair in pairs]
     rows, checkpointed = rows_of(menus, _MOST_VARIANTS)
+    if steps:
+        written = steps.written()
+        stacked_bytes = sum(op_facts.size_bytes(flattener.avals[one]) for pair in pairs for one in pair.first.stacks)
+        beside = _rows_beside(rows, len(written), stacked_bytes, LEAST_SHARE * steps.peak_bytes)
+        ways = [[option.way for option in row] for row in beside]
+        return ScanVariants([partial(traced, *one) for one in zip(ways, [None] * len(ways), written, strict=True)])
     makers = [partial(traced, [option.way for option in row]) for row in rows]
     if trace_body is None:
         makers += [partial(traced, [option.way for option in rows[-1]], share) for share in _BODY_SHARES]
     return ScanVariants(makers, checkpointed)
 
 
+def _rows_beside(rows: Sequence[Row], count: int, stacked_bytes: int, least_bytes: float) -> Sequence[Row]:
+    """A row of options of pairs for each of so many ways to write the steps beside them: both get smaller together.
+
+    Args:
+        rows: most bytes first.
+        count: how many ways there are.
+        stacked_bytes: what the forward loops stack as they are.
+        least_bytes: where the pairs cannot hold less than that by so much, they stay as they are.
+    """
+    held_bytes = sum(option.held_bytes for option in rows[-1])
+    if stacked_bytes - held_bytes < least_bytes:
+        return [()] * count
+    return [rows[number * (len(rows) - 1) // (count - 1)] for number in range(count)]
+
+
 def _as_it_is(body: Body, carry: Any, stacked: Any) -> Body:
     return body
 
 
-def _planned_body(share: float, profile: DeviceProfile, body: Body, carry: Any, stacked: Any) -> Body:
+def _planned_body(share: float, profile: DeviceProfile, tie: Tie, body: Body, carry: Any, stacked: Any) -> Body:
     """The body of a backward loop, planned as a step of its own within a share of the bytes that it needs as it is."""
     first = jax.eval_shape(lambda arrays: jax.tree.map(lambda array: array[0], arrays), stacked)
     closed, shapes = jax.make_jaxpr(body, return_shape=True)(carry, first)
@@ -153,8 +197,7 @@ def _planned_body(share: float, profile: DeviceProfile, body: Body, carry: Any, 
         plan = find(graph, budget_bytes, planner=_BODY_PLANNER)
     except InfeasibleBudget as error:
         plan = find(graph, error.minimum_bytes, planner=_BODY_PLANNER)
-    # Loops are compiled alike by every jit, so the ties are those that all of them keep.
-    run = emit(program, plan.schedule, Problem.of(graph).turning_point, native_tie())
+    run = emit(program, plan.schedule, Problem.of(graph).turning_point, tie)
     captured = tuple(program.constants.values())
 
     def planned(carry: Any, each: Any) -> Any:

@@ -214,7 +214,7 @@ def _with_values(one: Equation, call: Call) -> Equation:
 
 
 def _holds_nothing(one: Equation) -> bool:
-    return op_facts.viewed_input(one.eqn) is not None or op_facts.holds_nothing(one.eqn)
+    return op_facts.is_view(one.eqn) or op_facts.holds_nothing(one.eqn)
 
 
 class _Writer:

@@ -161,12 +161,13 @@ def _op(instruction: Instruction, tensors: list[Tensor], profile: DeviceProfile,
     eqn = instruction.root
     name = f"{eqn.source_info.name_stack}/{eqn.primitive.name}".lstrip("/")
     alone = len(instruction.equations) == 1
-    viewed = op_facts.viewed_input(eqn) if alone else None
-    source: Atom | None = instruction.equations[-1].inputs[viewed] if viewed is not None else None
+    viewed = op_facts.viewed_inputs(eqn) if alone else (None,) * len(instruction.outputs)
     for place, value in enumerate(instruction.outputs):
         old = tensors[value]
         size = 0 if alone and op_facts.holds_nothing(eqn) else old.size_bytes
-        alias_of = source if place == 0 and isinstance(source, int) else None
+        at = viewed[place]
+        source: Atom | None = None if at is None else instruction.equations[-1].inputs[at]
+        alias_of = source if isinstance(source, int) else None
         tensors[value] = Tensor(size, f"{name}:{place}", old.shape, old.dtype, alias_of)
     return Op(
         name=name,
@@ -205,7 +206,7 @@ def _time_s(instruction: Instruction, tensors: list[Tensor], profile: DeviceProf
     eqn = instruction.root
     if any(True for _ in op_facts.inner_jaxprs(eqn)):
         return _body_time_s(eqn, profile) * instruction.equations[-1].devices
-    if len(instruction.equations) == 1 and (op_facts.viewed_input(eqn) is not None or op_facts.holds_nothing(eqn)):
+    if len(instruction.equations) == 1 and (op_facts.is_view(eqn) or op_facts.holds_nothing(eqn)):
         return 0.0
     moved = _bytes_read(instruction, tensors) + sum(tensors[value].size_bytes for value in instruction.outputs)
     work = sum(

@@ -264,7 +264,7 @@ def may_join(eqn: JaxprEqn) -> bool:
 def takes_producers(eqn: JaxprEqn) -> bool:
     """Does the kernel that ends in this equation compute what it reads itself?"""
     name = eqn.primitive.name
-    if not may_repeat(eqn) or viewed_input(eqn) is not None or holds_nothing(eqn):
+    if not may_repeat(eqn) or is_view(eqn) or holds_nothing(eqn):
         return False
     return is_elementwise(eqn) or name in ("transpose", "slice") or name in _REDUCTIONS
 
@@ -285,7 +285,20 @@ def size_bytes(aval: Any) -> int:
     return math.prod(shape) * int(getattr(dtype, "itemsize", 0))
 
 
-def viewed_input(eqn: JaxprEqn) -> int | None:
+def viewed_inputs(eqn: JaxprEqn) -> tuple[int | None, ...]:
+    """For each output, the number of the input whose bytes it shares; None for what has storage of its own."""
+    if eqn.primitive.name == "optimization_barrier":
+        return tuple(range(len(eqn.outvars)))  # It is no kernel, but kernels do not reach across it.
+    viewed = _viewed_input(eqn)
+    return tuple(viewed if place == 0 else None for place in range(len(eqn.outvars)))
+
+
+def is_view(eqn: JaxprEqn) -> bool:
+    """Do all outputs share bytes of inputs?"""
+    return bool(eqn.outvars) and None not in viewed_inputs(eqn)
+
+
+def _viewed_input(eqn: JaxprEqn) -> int | None:
     """Number of the input whose bytes the first output shares; None for what makes storage of its own.
 
     A broadcast counts as a view of what it repeats: the compiler fuses it into its readers.
@@ -296,8 +309,6 @@ def viewed_input(eqn: JaxprEqn) -> int | None:
     made, read = size_bytes(eqn.outvars[0].aval), size_bytes(source.aval)
     if name in _VIEWS or (name in ("bitcast_convert_type", "convert_element_type") and _same_dtype(eqn)):
         return 0
-    if name == "optimization_barrier":
-        return 0  # Of one value. It is no kernel, but kernels do not reach across it.
     if name == "transpose" and _keeps_order(_shape(source), eqn.params["permutation"]):
         return 0
     return 0 if name == "broadcast_in_dim" and (made == read or made >= INFLATION * read) else None

@@ -201,7 +201,7 @@ class _Argument:
 
 
 _arguments: dict[int, tuple[_Argument, ...]] = {}
-"""What each thread, by its number, has said that functions will be called with; it holds for what its replicas trace."""
+"""By a thread's number, what it has said that functions will be called with, those that its replicas trace, too."""
 
 
 @contextlib.contextmanager

@@ -1,0 +1,205 @@
+"""Loops over whole steps, such as those over training steps or over micro-batches: their bodies are planned.
+
+A loop that has no backward loop leaves nothing behind, and may still need nearly all of a function's memory: while one
+iteration runs. Its body is then a step like any other, with loops of its own, and is planned within less and less. So
+are the branches of a ``lax.cond``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final, TypeAlias
+
+import jax
+
+from remat.core.errors import InfeasibleBudget
+from remat.core.graph import Graph
+from remat.core.simulator import simulate
+from remat.fit.request import Request
+from remat.fit.variants import Variants, cheapest_plan
+from remat.jax import _private
+from remat.jax._private import ClosedJaxpr, JaxprEqn
+from remat.jax.context import Tie
+from remat.jax.emit.evaluate import emit
+from remat.jax.trace.program import Equation, Program
+
+_BODIES: Final = {"scan": "jaxpr", "while": "body_jaxpr", "cond": "branches"}
+"""By the name of the primitive, the parameter that holds what may be a step: one body, or several branches."""
+
+LEAST_SHARE: Final = 0.1
+"""A loop's body is planned where the function would need less by this share if the body needed nothing. A judgement:
+elsewhere what is outside of loops binds, and is planned as it is."""
+
+_STEP: Final = 0.03
+"""Between two variants, as a share of the bytes that the body needs: as fine as the menus of pairs of loops."""
+
+
+VariantsOfBody: TypeAlias = Callable[[ClosedJaxpr], Variants[Any]]
+"""Gives the ways to write a body: each is a ``remat.jax.variants.Variant``."""
+
+
+class StepBody:
+    """The body of a loop, or a branch, as a step of its own.
+
+    Args:
+        closed: the body.
+        variants: the ways to write it.
+        tie: how recomputations are held back.
+
+    Attributes:
+        needed_bytes: what it needs as it is, beside what it is given and what it returns.
+    """
+
+    def __init__(self, closed: ClosedJaxpr, variants: Variants[Any], tie: Tie) -> None:
+        self._closed = closed
+        self._tie: Tie = tie
+        self._variants = variants
+        graph: Graph = variants[0].graph
+        self._around_bytes = graph.pinned_bytes + _bytes_returned(graph)
+        peak_bytes = simulate(graph, graph.plain_schedule).peak_bytes
+        self.needed_bytes = max(0, peak_bytes - self._around_bytes)
+        self._least_bytes = 0  # The smallest budget, once one was too small.
+        self._written: dict[int, ClosedJaxpr] = {}
+
+    def within(self, own_bytes: int) -> ClosedJaxpr:
+        """The body that needs so many bytes beside what it is given and returns, or as few as it can.
+
+        It comes out the same each time: a saved plan is for one of them.
+        """
+        if own_bytes >= self.needed_bytes:
+            return self._closed
+        budget_bytes = max(1, self._least_bytes, own_bytes + self._around_bytes)
+        if budget_bytes not in self._written:
+            try:
+                self._written[budget_bytes] = self._planned(budget_bytes)
+            except InfeasibleBudget as error:
+                self._least_bytes = budget_bytes = error.minimum_bytes
+                if budget_bytes not in self._written:
+                    self._written[budget_bytes] = self._planned(budget_bytes)
+        return self._written[budget_bytes]
+
+    def _planned(self, budget_bytes: int) -> ClosedJaxpr:
+        plan = cheapest_plan(self._variants, budget_bytes, Request(), None, thorough=False)
+        variant = self._variants.of_plan(plan)
+        assert variant is not None, "the plan was made for one of the variants"
+        program: Program = variant.program
+        run = emit(program, plan.schedule, variant.turning_point, self._tie)
+        captured = tuple(program.constants.values())
+        shapes = [_private.shape_of_aval(var.aval) for var in self._closed.jaxpr.invars]
+        made: ClosedJaxpr = jax.make_jaxpr(lambda *arguments: run(arguments, captured))(*shapes)
+        return made
+
+
+@dataclass(frozen=True)
+class StepLoop:
+    """A loop over steps, or branches that are steps.
+
+    Attributes:
+        place: number of the equation.
+        equation: as it is.
+        bodies: what it runs; of branches, one of them.
+    """
+
+    place: int
+    equation: Equation
+    bodies: tuple[StepBody, ...]
+
+    @property
+    def needed_bytes(self) -> int:
+        """What the largest of its bodies needs."""
+        return max(body.needed_bytes for body in self.bodies)
+
+    def within(self, own_bytes: int) -> Equation:
+        """The loop with bodies that need so many bytes, or as few as they can."""
+        eqn = self.equation.eqn
+        name = _BODIES[eqn.primitive.name]
+        written = [body.within(own_bytes) for body in self.bodies]
+        given = tuple(written) if isinstance(eqn.params[name], tuple) else written[0]
+        return dataclasses.replace(self.equation, eqn=eqn.replace(params={**eqn.params, name: given}))
+
+
+class StepLoops:
+    """The loops over steps of a flat program, written again together.
+
+    Args:
+        loops: in program order.
+        equations: all of the program's.
+        peak_bytes: what the program needs as it is.
+
+    Attributes:
+        peak_bytes: as above.
+    """
+
+    def __init__(self, loops: Sequence[StepLoop], equations: Sequence[Equation], peak_bytes: int) -> None:
+        self._loops = loops
+        self._equations = equations
+        self.peak_bytes = peak_bytes
+
+    def __bool__(self) -> bool:
+        return bool(self._loops)
+
+    @classmethod
+    def of(
+        cls,
+        equations: Sequence[Equation],
+        paired: Collection[int],
+        program_of: Callable[[], tuple[Program, Graph]],
+        variants_of: VariantsOfBody,
+        tie: Tie,
+    ) -> StepLoops:
+        """Those whose bodies are worth planning.
+
+        Args:
+            equations: the flat program.
+            paired: numbers of the equations that are forward and backward loops of one another.
+            program_of: gives the program with its equations fused, and its graph; asked where there are other loops.
+            variants_of: the ways to write a body.
+            tie: how recomputations in bodies are held back.
+        """
+        loops = {
+            id(equation.eqn): number
+            for number, equation in enumerate(equations)
+            if equation.eqn.primitive.name in _BODIES and number not in paired and equation.mapped is None
+        }
+        if not loops:
+            return cls((), equations, 0)
+        program, graph = program_of()
+        ops = {number: loops[id(one.root)] for number, one in enumerate(program.instructions) if id(one.root) in loops}
+        free = [
+            dataclasses.replace(op, workspace_bytes=0) if number in ops else op for number, op in enumerate(graph.ops)
+        ]
+        other = dataclasses.replace(graph, ops=tuple(free))
+        peak_bytes = simulate(graph, graph.plain_schedule).peak_bytes
+        least_bytes = LEAST_SHARE * peak_bytes
+        if peak_bytes - simulate(other, other.plain_schedule).peak_bytes < least_bytes:
+            return cls((), equations, peak_bytes)
+        found = []
+        for op, number in ops.items():
+            if graph.ops[op].workspace_bytes >= least_bytes:
+                bodies = tuple(StepBody(body, variants_of(body), tie) for body in _bodies_of(equations[number].eqn))
+                found.append(StepLoop(number, equations[number], bodies))
+        return cls(found, equations, peak_bytes)
+
+    def written(self) -> list[Callable[[], list[Equation]]]:
+        """Write the equations with bodies that need less and less, all within the same bytes."""
+        most = max(loop.needed_bytes for loop in self._loops)
+        count = round(1 / _STEP)
+        return [partial(self._within, most * (count - n) // count) for n in range(1, count + 1)]
+
+    def _within(self, own_bytes: int) -> list[Equation]:
+        equations = list(self._equations)
+        for loop in self._loops:
+            equations[loop.place] = loop.within(own_bytes)
+        return equations
+
+
+def _bodies_of(eqn: JaxprEqn) -> tuple[ClosedJaxpr, ...]:
+    given = eqn.params[_BODIES[eqn.primitive.name]]
+    return given if isinstance(given, tuple) else (given,)
+
+
+def _bytes_returned(graph: Graph) -> int:
+    return sum(graph.tensors[value].size_bytes for value in graph.outputs)
