@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax_models import GREEDY, assert_close, mlp, normal
 
 import remat
@@ -301,3 +301,26 @@ def test_named_collectives_are_not_repeatable(mesh, name):
     spec = PartitionSpec("data")
     closed = jax.make_jaxpr(jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))(jnp.ones(4))
     assert [op_facts.may_repeat(eqn) for eqn in closed.jaxpr.eqns] == [False]
+
+
+@pytest.mark.parametrize("jit", [lambda function: function, remat.jax.jit], ids=["on arrays", "in remat.jax.jit"])
+def test_gradients_over_explicit_axes(jit, capfd):
+    """As ``jax.make_mesh`` makes them: how a value lies is a part of its type, and known while it is traced."""
+    case = mlp(batch=2048)
+    args = sharded(case, jax.make_mesh((DEVICES,), ("data",), axis_types=(AxisType.Explicit,)))
+    ours = remat.jax.value_and_grad(case.loss, budget="75%", **GREEDY)
+    plain = jax.jit(jax.value_and_grad(case.loss))
+
+    assert_close(jit(ours)(*args), plain(*args))
+    assert ours.plan.recomputed > 0
+    assert ours.plan.peak_bytes <= ours.plan.budget_bytes
+    assert ours.plan.baseline_peak_bytes == peak_of(plain.lower(*args).compile().memory_analysis())
+    assert "INTERNAL" not in capfd.readouterr().err
+
+
+def test_a_plain_jit_over_explicit_axes_on_a_cpu():
+    """A tie by data begins with a slice of one element, which JAX does not take of what lies over explicit axes."""
+    case = mlp(batch=2048)
+    args = sharded(case, jax.make_mesh((DEVICES,), ("data",), axis_types=(AxisType.Explicit,)))
+    with pytest.raises(remat.InfeasibleBudget, match="remat.jax.jit"):
+        jax.jit(remat.jax.value_and_grad(case.loss, budget="60%", **GREEDY))(*args)

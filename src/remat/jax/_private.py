@@ -151,8 +151,13 @@ def names_devices() -> bool:
 def shape_of_aval(aval: Any) -> Any:
     """What ``jax.make_jaxpr`` takes in the place of a value; over explicit axes of a mesh with its layout."""
     make: Any = jax.ShapeDtypeStruct
-    explicit = {"sharding": aval.sharding} if any(getattr(getattr(aval, "sharding", None), "spec", ())) else {}
+    explicit = {"sharding": aval.sharding} if is_laid_out(aval) else {}
     return make(aval.shape, aval.dtype, weak_type=bool(getattr(aval, "weak_type", False)), **explicit)
+
+
+def is_laid_out(aval: Any) -> bool:
+    """Does a value lie over explicit axes of a mesh, as a part of its type?"""
+    return any(getattr(getattr(aval, "sharding", None), "spec", ()))
 
 
 def varying_axes(aval: Any) -> frozenset[str]:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
 
 from remat.core.errors import UnsupportedStep
 from remat.core.schedule import Schedule
@@ -196,7 +198,7 @@ class Lowered:
         tie: how recomputations are held back.
         donated: which arguments' buffers the results may take over.
         out_shardings: as in ``jax.jit``.
-        over_devices: does the program run on several devices?
+        over_devices: does the program run on several devices, wherever its arguments lie?
     """
 
     def __init__(
@@ -217,7 +219,7 @@ class Lowered:
         if out_shardings is not None:
             self._jit_options["out_shardings"] = out_shardings
         self._tie = tie
-        self._over_devices = over_devices
+        self._over_devices = over_devices or is_sharded(jax.tree.leaves(self._shapes))
 
     def compiled(self) -> Any:
         """The program, as ``jax.stages.Compiled``."""
@@ -296,13 +298,27 @@ is planned for many budgets are looked at anew."""
 
 
 def shape_of(array: Any) -> jax.ShapeDtypeStruct:
-    """Shape, dtype and, for an array that lies on devices, sharding of a value."""
+    """Shape, dtype and, where it is known, sharding of a value: of an array, or in the type of a traced value."""
     aval = jax.typeof(array)
-    sharding = array.sharding if isinstance(array, jax.Array) and _is_sharded(array) else None
+    sharding = array.sharding if isinstance(array, jax.Array) and _is_sharded(array) else _explicit_sharding(aval)
     make: Any = jax.ShapeDtypeStruct
     weak_type = bool(getattr(aval, "weak_type", False))
     return make(aval.shape, aval.dtype, sharding=sharding, weak_type=weak_type)  # type: ignore[no-any-return]
 
 
+def _explicit_sharding(aval: Any) -> NamedSharding | None:
+    """The sharding over a mesh with explicit axes, which is a part of a value's type; None for others.
+
+    A type names no devices: which they are changes no bytes.
+    """
+    sharding: Any = getattr(aval, "sharding", None)
+    mesh: Any = getattr(sharding, "mesh", None)
+    kinds = () if mesh is None or mesh.empty else mesh.axis_types
+    if AxisType.Explicit not in kinds or AxisType.Manual in kinds or mesh.size > jax.device_count():
+        return None
+    devices = np.asarray(jax.devices()[: mesh.size]).reshape(mesh.axis_sizes)
+    return NamedSharding(Mesh(devices, mesh.axis_names, axis_types=kinds), sharding.spec)
+
+
 def _is_sharded(array: jax.Array) -> bool:
-    return not _private.is_traced(array) and isinstance(array.sharding, jax.sharding.NamedSharding)
+    return not _private.is_traced(array) and isinstance(array.sharding, NamedSharding)

@@ -336,6 +336,8 @@ class _Finder:
 
     def _can_trigger(self, value: int) -> bool:
         aval = self.program.avals[value]
+        if not self.barriers and _private.is_laid_out(aval):
+            return False  # JAX takes no slice of it, which a tie by data begins with.
         return ties.can_trigger(aval) and _private.varying_axes(aval) == self.axes
 
     def _can_tie(self, value: int) -> bool:
