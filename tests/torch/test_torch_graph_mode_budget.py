@@ -235,3 +235,21 @@ def test_a_report_of_a_captured_step(tmp_path):
     assert all("torch_models.py:" in line for line in lines), lines
     assert any(op.layer for op in graph.ops if op.phase == "backward")
     assert "torch_models.py:" in page
+
+
+def test_constants_of_the_captured_function_count():
+    """A tensor that a forward pass makes of numbers is made once, when the step is captured, and stays."""
+    case = mlp(4)
+    (x,) = case.args
+    numbers = torch.linspace(0.5, 2, x.shape[-1]).tolist()
+
+    def loss_fn(x):
+        return case.loss(x * torch.tensor(numbers))
+
+    with pytest.raises(remat.InfeasibleBudget) as refused:
+        remat.torch.compile(loss_fn, budget=1, backend="aten", **QUICK)(x)
+    least_bytes = refused.value.minimum_bytes
+    planned = remat.torch.compile(loss_fn, budget=least_bytes, backend="aten", **QUICK)
+    assert outcome(case.module, planned, x).same_as(outcome(case.module, loss_fn, x))
+    measured_bytes = remat.torch.measure(planned, x, repeats=1).peak_bytes
+    assert measured_bytes <= least_bytes < measured_bytes + 4 * len(numbers)

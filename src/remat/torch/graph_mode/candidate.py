@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Final
 
 import torch
@@ -23,6 +23,7 @@ from remat.fit.request import Request
 from remat.planning.checkpoints import plan_with_checkpoints
 from remat.running.cost_model import MEASURED, DeviceProfile, get_profile
 from remat.running.step_time import step_time_s
+from remat.torch._private import storage_key
 from remat.torch.graph_mode import collectives, marks, nodes
 from remat.torch.graph_mode.contributions import Apart, apart
 from remat.torch.graph_mode.joint_step import gradient_bytes, joint_step, late_peak_bytes
@@ -45,6 +46,15 @@ def _cublas_bytes(joint: fx.GraphModule, device_types: Iterable[str]) -> int:
     """What cuBLAS keeps on a GPU for the products of a step."""
     capability = next(filter(None, map(gpu_scratch.capability_of, device_types)), None)
     return gpu_scratch.cublas_bytes((node.target for node in joint.graph.nodes), capability)
+
+
+def _constant_bytes(joint: fx.GraphModule, device_types: Collection[str]) -> int:
+    """Of tensors that are a part of the captured function, such as what ``torch.tensor`` makes of numbers in it."""
+    constants = (nodes.attribute_of(joint, node) for node in joint.graph.nodes if node.op == "get_attr")
+    storages = [
+        one.untyped_storage() for one in constants if isinstance(one, torch.Tensor) and one.device.type in device_types
+    ]
+    return sum({storage_key(storage): storage.nbytes() for storage in storages}.values())
 
 
 def _profile_of(device: str) -> DeviceProfile:
@@ -107,7 +117,8 @@ class GraphCandidate(Candidate):
                 self._step, early.scratch_bytes_together(updates)
             )
         self._leave_updates_out()
-        self.resident_bytes = resident_bytes(gradient_bytes(self._step)) + _cublas_bytes(joint, types)
+        beside_bytes = _cublas_bytes(joint, types) + _constant_bytes(joint, types)
+        self.resident_bytes = resident_bytes(gradient_bytes(self._step)) + beside_bytes
 
     def _look_at(self, joint: fx.GraphModule) -> None:
         self._joint = joint

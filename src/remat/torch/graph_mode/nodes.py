@@ -271,6 +271,14 @@ def device_of(node: fx.Node) -> torch.device:
     return torch.device("cpu")
 
 
+def attribute_of(module: fx.GraphModule, node: fx.Node) -> Any:
+    """What a node that reads an attribute of the module stands for: a constant of the function, or a part of it."""
+    value: Any = module
+    for name in str(node.target).split("."):
+        value = getattr(value, name)
+    return value
+
+
 def flops(node: fx.Node, *, on_cpu: bool) -> float:
     """Floating-point operations of one run, or those of a product that a CPU could do in its time."""
     args, kwargs = arguments(node)

@@ -122,7 +122,7 @@ class _Writer:
 
     def _written(self, value: Any) -> str:
         if isinstance(value, fx.Node):
-            return self._constant(_attribute(self._module, value), "c") if value.op == "get_attr" else self._name(value)
+            return self._constant(nodes.attribute_of(self._module, value), "c") if value.op == "get_attr" else self._name(value)
         if type(value) in _WRITTEN_OUT or (type(value) is float and math.isfinite(value)):
             return repr(value)
         if isinstance(value, list | tuple):
@@ -150,13 +150,6 @@ class _Writer:
             self._taken.add(name)
             self._names[node] = name
         return self._names[node]
-
-
-def _attribute(module: fx.GraphModule, node: fx.Node) -> Any:
-    value: Any = module
-    for name in str(node.target).split("."):
-        value = getattr(value, name)
-    return value
 
 
 def _last_users(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
