@@ -322,5 +322,5 @@ def test_a_plain_jit_over_explicit_axes_on_a_cpu():
     """A tie by data begins with a slice of one element, which JAX does not take of what lies over explicit axes."""
     case = mlp(batch=2048)
     args = sharded(case, jax.make_mesh((DEVICES,), ("data",), axis_types=(AxisType.Explicit,)))
-    with pytest.raises(remat.InfeasibleBudget, match="remat.jax.jit"):
+    with pytest.raises(remat.InfeasibleBudget, match=r"remat\.jax\.jit"):
         jax.jit(remat.jax.value_and_grad(case.loss, budget="60%", **GREEDY))(*args)

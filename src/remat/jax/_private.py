@@ -149,10 +149,16 @@ def names_devices() -> bool:
 
 
 def shape_of_aval(aval: Any) -> Any:
-    """What ``jax.make_jaxpr`` takes in the place of a value; over explicit axes of a mesh with its layout."""
+    """What ``jax.make_jaxpr`` takes in the place of a value; over explicit axes of a mesh with its layout.
+
+    Inside of ``shard_map`` it says over which axes the value varies, and can be used there only.
+    """
     make: Any = jax.ShapeDtypeStruct
-    explicit = {"sharding": aval.sharding} if is_laid_out(aval) else {}
-    return make(aval.shape, aval.dtype, weak_type=bool(getattr(aval, "weak_type", False)), **explicit)
+    varies = bool(varying_axes(aval) or pending_axes(aval))
+    more = {"sharding": aval.sharding} if varies or is_laid_out(aval) else {}
+    if varies:
+        more |= {"manual_axis_type": aval.mat} if hasattr(aval, "mat") else {"vma": aval.vma}
+    return make(aval.shape, aval.dtype, weak_type=bool(getattr(aval, "weak_type", False)), **more)
 
 
 def is_laid_out(aval: Any) -> bool:

@@ -86,7 +86,7 @@ def jit(
     With ``budget``, ``plan`` or ``checkpoints`` the whole function is planned, whatever it computes: pass a training
     step, gradients and optimizer's update included, written with plain ``jax.value_and_grad``. Under ``vmap`` the
     budget is one of the whole batch. A step that is one call of ``shard_map`` is planned inside, for one device. Loops
-    over training steps or micro-batches in the function, as by ``lax.scan``, are planned inside, too, on one device.
+    over training steps or micro-batches in the function, as by ``lax.scan``, are planned inside, too.
 
     Args:
         fun: the function to compile; None to use this as a decorator with arguments: ``@remat.jax.jit(budget="60%")``.

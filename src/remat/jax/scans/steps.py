@@ -33,10 +33,6 @@ LEAST_SHARE: Final = 0.1
 """A loop's body is planned where the function would need less by this share if the body needed nothing. A judgement:
 elsewhere what is outside of loops binds, and is planned as it is."""
 
-_STEP: Final = 0.03
-"""Between two variants, as a share of the bytes that the body needs: as fine as the menus of pairs of loops."""
-
-
 VariantsOfBody: TypeAlias = Callable[[ClosedJaxpr], Variants[Any]]
 """Gives the ways to write a body: each is a ``remat.jax.variants.Variant``."""
 
@@ -183,10 +179,9 @@ class StepLoops:
                 found.append(StepLoop(number, equations[number], bodies))
         return cls(found, equations, peak_bytes)
 
-    def written(self) -> list[Callable[[], list[Equation]]]:
-        """Write the equations with bodies that need less and less, all within the same bytes."""
+    def written(self, count: int) -> list[Callable[[], list[Equation]]]:
+        """Write the equations in so many ways: with bodies that need less and less, all within the same bytes."""
         most = max(loop.needed_bytes for loop in self._loops)
-        count = round(1 / _STEP)
         return [partial(self._within, most * (count - n) // count) for n in range(1, count + 1)]
 
     def _within(self, own_bytes: int) -> list[Equation]:

@@ -57,6 +57,9 @@ _MOST_OVER_DEVICES: Final = 6
 """The shares of all that a loop could stack, over several devices, and how many variants there are of them. Few, since
 there a variant may take two compilations, which show what one device holds."""
 
+_MOST_OF_STEPS: Final = 33
+"""Variants of loops over steps: as fine as the menus of pairs of loops. Each is planned once it is asked for."""
+
 _BODY_PLANNER: Final = "peak_greedy"
 """Plans the bodies. It needs no time limit, so the variants come out the same each time: a saved plan is for one."""
 
@@ -97,8 +100,7 @@ def scan_variants(
         trace_body: where the function is the body of a ``shard_map``, traces one that takes its place. Loops with
             collectives are written again, too: what comes from other devices is stacked, so that each collective runs
             once. Bodies of backward loops are not planned there either.
-        variants_of: the ways to write the body of a loop over whole steps, which are not written again over several
-            devices.
+        variants_of: the ways to write the body of a loop over whole steps.
         tie: how recomputations in bodies are held back.
         maps: are calls of ``shard_map`` taken apart, whose loops are then written again in the same way?
 
@@ -115,30 +117,35 @@ def scan_variants(
     # An array that a mapped body captures would become one more argument of it.
     pairs = [pair for pair in pairs if not (pair.constants and equations[pair.forward].mapped)]
     paired = {place for pair in pairs for place in (pair.forward, pair.backward)}
-    steps = StepLoops((), equations, 0)
-    if trace_body is None and find_received is None:
 
-        def fused() -> tuple[Program, Graph]:
-            program = program_of_equations(flattener, equations, inputs, outputs)
-            return program, graph_of_program(program, profile)
+    def fused() -> tuple[Program, Graph]:
+        program = program_of_equations(flattener, equations, inputs, outputs)
+        return program, graph_of_program(program, profile)
 
-        steps = StepLoops.of(equations, paired, fused, variants_of, tie)
+    steps = StepLoops.of(equations, paired, fused, variants_of, tie)
     if not pairs and not steps:
         return ScanVariants(())
     if trace_body is not None and (flattener.constants or any(pair.constants for pair in pairs)):
         return ScanVariants(())
-    shapes = [_private.shape_of_aval(flattener.avals[value]) for value in inputs]
     rewritten = Rewritten(flattener, equations, inputs, outputs)
 
     def traced(
         ways: Sequence[Way], share: float | None = None, write: Callable[[], Sequence[Equation]] | None = None
     ) -> ClosedJaxpr:
         planned = _as_it_is if share is None else partial(_planned_body, share, profile, tie)
-        of = rewritten if write is None else Rewritten(flattener, write(), inputs, outputs)
-        run = of.in_ways(ways, planned)
-        made: ClosedJaxpr = jax.make_jaxpr(run)(*shapes) if trace_body is None else trace_body(run)
+
+        def run(*arguments: Any) -> list[Any]:
+            # Bodies are traced where they run: inside of a ``shard_map`` their values vary over its axes.
+            of = rewritten if write is None else Rewritten(flattener, write(), inputs, outputs)
+            return of.in_ways(ways, planned)(*arguments)
+
+        if trace_body is not None:
+            return trace_body(run)
+        made: ClosedJaxpr = jax.make_jaxpr(run)(*(_private.shape_of_aval(flattener.avals[value]) for value in inputs))
         return made
 
+    if find_received is not None and steps:
+        return ScanVariants([partial(traced, [], None, write) for write in steps.written(_MOST_OVER_DEVICES)])
     if find_received is not None:
         everything = [Way(pair, Choice(frozenset(pair.needed) - pair.free)) for pair in pairs]
         around = [equations[pair.forward].map for pair in pairs]
@@ -155,7 +162,7 @@ def scan_variants(
     menus = [menu_of(pair, profile, nested=trace_body is None) for pair in pairs]
     rows, checkpointed = rows_of(menus, _MOST_VARIANTS)
     if steps:
-        written = steps.written()
+        written = steps.written(_MOST_OF_STEPS)
         stacked_bytes = sum(op_facts.size_bytes(flattener.avals[one]) for pair in pairs for one in pair.first.stacks)
         beside = _rows_beside(rows, len(written), stacked_bytes, LEAST_SHARE * steps.peak_bytes)
         ways = [[option.way for option in row] for row in beside]

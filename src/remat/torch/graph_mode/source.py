@@ -122,7 +122,11 @@ class _Writer:
 
     def _written(self, value: Any) -> str:
         if isinstance(value, fx.Node):
-            return self._constant(nodes.attribute_of(self._module, value), "c") if value.op == "get_attr" else self._name(value)
+            return (
+                self._constant(nodes.attribute_of(self._module, value), "c")
+                if value.op == "get_attr"
+                else self._name(value)
+            )
         if type(value) in _WRITTEN_OUT or (type(value) is float and math.isfinite(value)):
             return repr(value)
         if isinstance(value, list | tuple):
