@@ -206,6 +206,18 @@ def test_copies_of_what_is_not_contiguous():
     assert cpu_scratch.workspace_bytes(ATEN.native_layer_norm.default, args, out) == 0
 
 
+@pytest.mark.usefixtures("_threads")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("wanted", [[True, True, True], [False, True, False], [True, False, False]])
+def test_gradients_of_a_layer_norm_are_added_up_in_each_thread(dtype, wanted):
+    x, weight = torch.randn(512, 48, dtype=dtype), torch.ones(48, dtype=dtype)
+    _, mean, deviation = ATEN.native_layer_norm.default(x, [48], weight, weight, 1e-5)
+    args = (torch.randn_like(x), x, [48], mean, deviation, weight, weight, wanted)
+    scratch, out = measured(ATEN.native_layer_norm_backward.default, *args)
+    assert cpu_scratch.workspace_bytes(ATEN.native_layer_norm_backward.default, args, out) == scratch
+    assert bool(scratch) == any(wanted[1:])
+
+
 @pytest.mark.parametrize("reduction", [0, 1, 2])
 @pytest.mark.parametrize("weighs", [False, True])
 @pytest.mark.parametrize("turned", [False, True])

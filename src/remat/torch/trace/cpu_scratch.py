@@ -31,7 +31,6 @@ _PRODUCTS: Final = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::bad
 _WANT_CONTIGUOUS: Final = frozenset(
     {
         "aten::native_layer_norm",
-        "aten::native_layer_norm_backward",
         "aten::embedding_dense_backward",
         "aten::nll_loss_forward",
         "aten::nll_loss2d_forward",
@@ -186,6 +185,16 @@ def _of_what_wants_order(call: _Call) -> int:
     return copied
 
 
+def _of_layer_norm_backward(call: _Call) -> int:
+    """Each thread adds up the gradients of the weight and of the bias by itself."""
+    shape, weight, bias, wanted = call.args[2], *call.args[5:8]
+    copied = sum(_bytes(t) for t in call.tensors if not t.is_contiguous())
+    if not any(wanted[1:]):
+        return copied
+    of = next((one for one in (weight, bias) if one is not None), call.tensors[0])
+    return copied + 2 * torch.get_num_threads() * math.prod(shape) * of.element_size()
+
+
 def real_sizes(func: OpOverload, args: tuple[Any, ...], made: Sequence[int]) -> dict[int, int]:
     """Bytes of the outputs that PyTorch's shape rules do not know, by the numbers given for the outputs."""
     name = base_name(func)
@@ -336,6 +345,7 @@ _FORMULAS: Final[dict[str, Callable[[_Call], int]]] = {
         lambda call: cpu_attention.workspace_bytes(call.name, call.tensors),
     ),
     **dict.fromkeys(_WANT_CONTIGUOUS, _of_what_wants_order),
+    "aten::native_layer_norm_backward": _of_layer_norm_backward,
 }
 
 KNOWN: Final = frozenset(_FORMULAS)
