@@ -24,6 +24,7 @@ CASES: dict[str, dict[str, Any]] = {
     "micro-batches alone": {"model": "dense", "budget": None, "micro_batches": 4, "batch": 1536},
     "eager": {"model": "functional", "budget": "80%", "compile": {"run_eagerly": True}},
     "not compiled": {"model": "functional", "budget": "80%", "compile": {"jit_compile": False}},
+    "not compiled by Keras": {"model": "turned", "budget": "80%"},
     "automatic": {"model": "functional", "budget": "auto"},
     "checkpoints": {"model": "functional", "budget": None, "checkpoints": ["odd_1", "odd_3"], "samples": 300},
     "no such checkpoint": {"model": "functional", "budget": None, "checkpoints": ["made/up"]},
@@ -144,6 +145,7 @@ def test_the_front_end_of_tensorflow_is_not_loaded():
     [
         ("eager", "UnsupportedStep", "was compiled with run_eagerly=True"),
         ("not compiled", "UnsupportedStep", "was compiled with jit_compile=False"),
+        ("not compiled by Keras", "UnsupportedStep", "since its layer 'turning' does not support it"),
         ("automatic", "InvalidBudget", "'auto' means a GPU's memory"),
     ],
 )

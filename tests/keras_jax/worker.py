@@ -100,8 +100,16 @@ def normalised() -> keras.Model:
     return dense(is_normalised=True)
 
 
+def turned() -> keras.Model:
+    """Its first layer does not support ``jit``, so that Keras compiles nothing of the model."""
+    inputs = keras.Input((WIDTH,))
+    images = layers.RandomRotation(0.1, name="turning")(layers.Reshape((WIDTH // 4, 4, 1))(inputs))
+    return keras.Model(inputs, layers.Dense(10)(layers.Flatten()(images)))
+
+
 MODELS = {
     "dense": dense,
+    "turned": turned,
     "normalised": normalised,
     "functional": functional,
     "masked": masked,

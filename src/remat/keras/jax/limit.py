@@ -71,9 +71,14 @@ class Limit(ModelLimit):
             return
         if model.run_eagerly or not model.jit_compile:
             option = "run_eagerly=True" if model.run_eagerly else "jit_compile=False"
+            cause, instead = f"was compiled with {option}", "compile it without that option"
+            layer = next((one for one in _private.all_layers(model) if not one.supports_jit), None)
+            if layer is not None and not model.run_eagerly:
+                cause = f"is not compiled by Keras, since its layer {layer.name!r} does not support it"
+                instead = "leave that layer out of it, and do its work on the data before"
             raise UnsupportedStep(
-                f"{model.name!r} was compiled with {option}, where operations run at once and nothing can be planned; "
-                "compile it without that option, or do not limit its memory"
+                f"{model.name!r} {cause}, so that operations run at once and nothing can be planned; {instead}, or do "
+                "not limit its memory"
             )
         if (self._chooses or self._micro_batches > 1) and keras.distribution.distribution() is not None:
             raise UnsupportedStep(

@@ -192,7 +192,7 @@ def _of_layer_norm_backward(call: _Call) -> int:
     if not any(wanted[1:]):
         return copied
     of = next((one for one in (weight, bias) if one is not None), call.tensors[0])
-    return copied + 2 * torch.get_num_threads() * math.prod(shape) * of.element_size()
+    return copied + 2 * torch.get_num_threads() * int(math.prod(shape)) * of.element_size()
 
 
 def real_sizes(func: OpOverload, args: tuple[Any, ...], made: Sequence[int]) -> dict[int, int]:
