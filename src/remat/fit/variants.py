@@ -54,9 +54,11 @@ class Variants(Sequence[_W], Generic[_W]):
         makers: make the variants, in this order; each is called once at most.
         suggested: numbers of variants that are tried as they are, whatever the trace says of their bytes.
         aside: make further variants, which have no place in the order and are not planned with the others.
+        is_sorted: does each of them but the first take longer than those before it, whatever it needs?
 
     Attributes:
         suggested: as above.
+        is_sorted: likewise.
         makers_aside: ``aside``, each of which makes its variant once at most.
     """
 
@@ -65,8 +67,11 @@ class Variants(Sequence[_W], Generic[_W]):
         makers: Sequence[Callable[[], _W]],
         suggested: Sequence[int] = (),
         aside: Sequence[Callable[[], _W]] = (),
+        *,
+        is_sorted: bool = False,
     ) -> None:
         self._makers = tuple(makers)
+        self.is_sorted = is_sorted
         self.makers_aside = tuple(map(functools.cache, aside))
         self.suggested = tuple(suggested)
         self._made: dict[int, _W] = {}
@@ -86,9 +91,8 @@ class Variants(Sequence[_W], Generic[_W]):
     def changed(self, change: Callable[[_W], _W]) -> Variants[_W]:
         """The same variants, each changed when it is asked for."""
         makers = [partial(lambda place: change(self[place]), place) for place in range(len(self))]
-        return Variants(
-            makers, self.suggested, [partial(lambda make: change(make()), make) for make in self.makers_aside]
-        )
+        aside = [partial(lambda make: change(make()), make) for make in self.makers_aside]
+        return Variants(makers, self.suggested, aside, is_sorted=self.is_sorted)
 
     def as_it_is(self, number: int) -> Plan:
         """The plan that runs a variant with nothing recomputed."""
@@ -196,9 +200,10 @@ def _worth_planning(variants: Variants[_W], budget_bytes: int) -> list[_W]:
     found = variants.first_within(budget_bytes)
     if len(variants) == 1 or found == 0:
         return [variants[0]]
-    behind = range(found, min(found + 1 + _BEHIND, len(variants)))
-    fitting = [number for number in behind if variants.fits(number, budget_bytes)]
-    for number in range(found - 1, max(1, found - _AROUND) - 1, -1):
+    around, behind = (0, 0) if variants.is_sorted else (_AROUND, _BEHIND)
+    following = range(found, min(found + 1 + behind, len(variants)))
+    fitting = [number for number in following if variants.fits(number, budget_bytes)]
+    for number in range(found - 1, max(1, found - around) - 1, -1):
         if not variants.fits(number, int(_FAR_OVER * budget_bytes)):
             break
         if variants.fits(number, budget_bytes):

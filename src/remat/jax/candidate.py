@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cached_property
@@ -23,13 +22,11 @@ from remat.fit.peaks import PeakRange
 from remat.fit.request import Request
 from remat.fit.variants import Variants
 from remat.fit.variants import cheapest_plan as cheapest_of_variants
+from remat.jax.blocks import plans_of_blocks, with_regions
 from remat.jax.peak import REFUSED
 from remat.jax.trace.program import Program, name_of
 from remat.jax.variants import Variant, profile_here
-from remat.planners.chain.programme import BlockChain
 from remat.planners.replay.improve import without_idle_runs
-from remat.planners.replay.residents import TooManyRuns
-from remat.planners.view.board import Condensed
 from remat.planners.view.problem import Problem
 from remat.planning.checkpoints import plan_with_checkpoints
 from remat.running import fresh_memory
@@ -126,12 +123,9 @@ class FunctionCandidate(Candidate):
         graph, problem = variant.graph, Problem.of(variant.graph)
         own = [(at, again) for at, again in variant.program.regions if at > variant.turning_point]
         if own:
-            schedule = without_idle_runs(problem, _with_regions(graph, own))
+            schedule = without_idle_runs(problem, with_regions(graph, own))
             yield plan_for_schedule(graph, schedule, planner="jax.checkpoint")
-        plans = _plans_of_blocks(graph, problem)
-        for plan in plans:
-            if not any(_is_beaten(plan, other) for other in plans if other is not plan):
-                yield plan
+        yield from plans_of_blocks(graph, problem)
 
     def likely(self) -> Iterator[Plan]:
         """The bodies of all loops as under ``jax.checkpoint``."""
@@ -225,43 +219,6 @@ class FunctionCandidate(Candidate):
             budget_bytes=peak.highest_bytes,
             baseline_peak_bytes=self.plain_peak.expected_bytes if share_of_bytes is None else share_of_bytes,
         )
-
-
-def _plans_of_blocks(graph: Graph, problem: Problem) -> list[Plan]:
-    """A cut between any two blocks of a step, and ``jax.checkpoint`` around each of them."""
-    condensed = Condensed.of(problem)
-    inner = condensed.problem
-    blocks = BlockChain.of(inner).blocks
-    if not blocks:
-        return []
-    # As under jax.checkpoint around each block: all that a block reads again is made at once, and held until then. This
-    # holds for the small values that the condensed step leaves out, too: 2 kB in each block of a Mamba.
-    ends = [0, *(condensed.ops[block.forward[-1]] + 1 for block in blocks)]
-    regions = [
-        (condensed.ops[block.backward[0]], range(start, stop))
-        for block, (start, stop) in zip(blocks, itertools.pairwise(ends), strict=True)
-        if block.backward
-    ]
-    schedule = without_idle_runs(problem, _with_regions(graph, regions))
-    plans = [plan_for_schedule(graph, schedule, planner="blocks")]
-    # What lies between two blocks may read so far back that this cut is no use.
-    with contextlib.suppress(TooManyRuns):
-        cut = plan_with_checkpoints(inner.graph, {storage for block in blocks for storage in block.checkpoint})
-        plans.append(plan_for_schedule(graph, condensed.expand(cut.schedule), planner=cut.planner))
-    return plans
-
-
-def _is_beaten(plan: Plan, other: Plan) -> bool:
-    """Does another plan take fewer bytes, or as many, in less time?"""
-    return other.peak_bytes <= plan.peak_bytes and other.time_s < plan.time_s
-
-
-def _with_regions(graph: Graph, regions: Sequence[tuple[int, Sequence[int]]]) -> list[int]:
-    """The schedule in which each region computes again what it does not keep, right before its backward part."""
-    before: dict[int, list[int]] = {}
-    for at, again in regions:
-        before.setdefault(at, []).extend(number for number in again if graph.ops[number].recomputable)
-    return [number for op in range(len(graph.ops)) for number in (*before.get(op, ()), op)]
 
 
 def cheapest_plan(variants: Variants[Variant], budget_bytes: int, request: Request) -> Plan:

@@ -113,7 +113,9 @@ def variants_of_jaxpr(
     # A function whose rule JAX has taken by then, as of jax.custom_vjp, is not recognised. So the step is tried as it
     # was written, too.
     written_so = [partial(variant_of, makers[0], keeps_regions=True)] if has_regions(closed.jaxpr) else []
-    return Variants([partial(variant_of, make) for make in makers], suggested, written_so)
+    written_so += [partial(variant_of, make) for make in written.aside]
+    ways = [partial(variant_of, make) for make in makers]
+    return Variants(ways, suggested, written_so, is_sorted=written.is_sorted)
 
 
 def variants_of(

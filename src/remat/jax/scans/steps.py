@@ -10,21 +10,24 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Final, TypeAlias
 
 import jax
 
 from remat.core.errors import InfeasibleBudget
 from remat.core.graph import Graph
+from remat.core.plan import Plan
 from remat.core.simulator import simulate
 from remat.fit.request import Request
 from remat.fit.variants import Variants, cheapest_plan
 from remat.jax import _private
 from remat.jax._private import ClosedJaxpr, JaxprEqn
+from remat.jax.blocks import plans_of_blocks
 from remat.jax.context import Tie
 from remat.jax.emit.evaluate import emit
 from remat.jax.trace.program import Equation, Program
+from remat.planners.view.problem import Problem
 
 _BODIES: Final = {"scan": "jaxpr", "while": "body_jaxpr", "cond": "branches"}
 """By the name of the primitive, the parameter that holds what may be a step: one body, or several branches."""
@@ -32,6 +35,9 @@ _BODIES: Final = {"scan": "jaxpr", "while": "body_jaxpr", "cond": "branches"}
 LEAST_SHARE: Final = 0.1
 """A loop's body is planned where the function would need less by this share if the body needed nothing. A judgement:
 elsewhere what is outside of loops binds, and is planned as it is."""
+
+BY_HAND: Final = 2
+"""How many ways to write bodies by hand are tried: around blocks, and with cuts between them, or around loops."""
 
 VariantsOfBody: TypeAlias = Callable[[ClosedJaxpr], Variants[Any]]
 """Gives the ways to write a body: each is a ``remat.jax.variants.Variant``."""
@@ -77,8 +83,18 @@ class StepBody:
                     self._written[budget_bytes] = self._planned(budget_bytes)
         return self._written[budget_bytes]
 
+    @cached_property
+    def by_hand(self) -> Sequence[ClosedJaxpr]:
+        """The body as users would write it: with ``jax.checkpoint`` around its loops' bodies, or around its blocks."""
+        plans = [*map(self._variants.as_it_is, self._variants.suggested)]
+        first = self._variants[0]
+        plans += plans_of_blocks(first.graph, Problem.of(first.graph))
+        return [self._following(plan) for plan in plans]
+
     def _planned(self, budget_bytes: int) -> ClosedJaxpr:
-        plan = cheapest_plan(self._variants, budget_bytes, Request(), None, thorough=False)
+        return self._following(cheapest_plan(self._variants, budget_bytes, Request(), None, thorough=False))
+
+    def _following(self, plan: Plan) -> ClosedJaxpr:
         variant = self._variants.of_plan(plan)
         assert variant is not None, "the plan was made for one of the variants"
         program: Program = variant.program
@@ -110,9 +126,15 @@ class StepLoop:
 
     def within(self, own_bytes: int) -> Equation:
         """The loop with bodies that need so many bytes, or as few as they can."""
+        return self._with([body.within(own_bytes) for body in self.bodies])
+
+    def by_hand(self, number: int) -> Equation:
+        """The loop with bodies as users would write them in one of several ways; as small as they can be without it."""
+        return self._with([[*body.by_hand, body.within(0)][min(number, len(body.by_hand))] for body in self.bodies])
+
+    def _with(self, written: Sequence[ClosedJaxpr]) -> Equation:
         eqn = self.equation.eqn
         name = _BODIES[eqn.primitive.name]
-        written = [body.within(own_bytes) for body in self.bodies]
         given = tuple(written) if isinstance(eqn.params[name], tuple) else written[0]
         return dataclasses.replace(self.equation, eqn=eqn.replace(params={**eqn.params, name: given}))
 
@@ -184,10 +206,20 @@ class StepLoops:
         most = max(loop.needed_bytes for loop in self._loops)
         return [partial(self._within, most * (count - n) // count) for n in range(1, count + 1)]
 
+    def by_hand(self) -> list[Callable[[], list[Equation]]]:
+        """Write the equations as users would, in ``BY_HAND`` ways."""
+        return [partial(self._by_hand, number) for number in range(BY_HAND)]
+
+    def _by_hand(self, number: int) -> list[Equation]:
+        return self._each(lambda loop: loop.by_hand(number))
+
     def _within(self, own_bytes: int) -> list[Equation]:
+        return self._each(lambda loop: loop.within(own_bytes))
+
+    def _each(self, write: Callable[[StepLoop], Equation]) -> list[Equation]:
         equations = list(self._equations)
         for loop in self._loops:
-            equations[loop.place] = loop.within(own_bytes)
+            equations[loop.place] = write(loop)
         return equations
 
 

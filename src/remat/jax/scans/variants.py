@@ -26,7 +26,7 @@ from remat.jax.scans.light_loops import with_light_loops_inside
 from remat.jax.scans.loops import Body, Choice, Way
 from remat.jax.scans.menu import LoopBody
 from remat.jax.scans.nested import Row, forward_program, menu_of, rows_of, thinned
-from remat.jax.scans.pairs import find_pairs
+from remat.jax.scans.pairs import Pair, find_pairs
 from remat.jax.scans.rewritten import Rewritten
 from remat.jax.scans.steps import LEAST_SHARE, StepLoops, VariantsOfBody
 from remat.jax.trace import op_facts
@@ -72,10 +72,14 @@ class ScanVariants:
         makers: trace the variants, in this order.
         checkpointed: number of the one whose loops make everything again in each iteration, as with ``jax.checkpoint``
             around their bodies; None where there is none.
+        aside: trace further ones, which users would write by hand.
+        is_sorted: does each variant take longer than those before it?
     """
 
     makers: Sequence[Maker]
     checkpointed: int | None = None
+    aside: Sequence[Maker] = ()
+    is_sorted: bool = False
 
 
 def scan_variants(
@@ -145,19 +149,15 @@ def scan_variants(
         return made
 
     if find_received is not None and steps:
-        return ScanVariants([partial(traced, [], None, write) for write in steps.written(_MOST_OVER_DEVICES)])
+        makers = [partial(traced, [], None, write) for write in steps.written(_MOST_OVER_DEVICES)]
+        return ScanVariants(makers, is_sorted=True)
     if find_received is not None:
         everything = [Way(pair, Choice(frozenset(pair.needed) - pair.free)) for pair in pairs]
         around = [equations[pair.forward].map for pair in pairs]
         # What a body sends it says itself there.
         is_known = all(of is not None and of.is_over_all_devices for of in around)
         received = {} if is_known else find_received(rewritten.in_ways(everything, _as_it_is))
-        sparse = []
-        for pair in pairs:
-            body = forward_program(pair)
-            loop = LoopBody(pair, body, graph_of_program(body, profile), received.get(pair.forward, frozenset()))
-            menu = best_of([loop.cheapest(share) for share in _SHARES_OVER_DEVICES])
-            sparse.append([Option(Way(pair, one.way), one.held_bytes, one.again_s) for one in menu])
+        sparse = [_sparse_menu(pair, profile, received.get(pair.forward, frozenset())) for pair in pairs]
         return ScanVariants([partial(traced, row) for row in thinned(merged(sparse), _MOST_OVER_DEVICES)])
     menus = [menu_of(pair, profile, nested=trace_body is None) for pair in pairs]
     rows, checkpointed = rows_of(menus, _MOST_VARIANTS)
@@ -165,12 +165,24 @@ def scan_variants(
         written = steps.written(_MOST_OF_STEPS)
         stacked_bytes = sum(op_facts.size_bytes(flattener.avals[one]) for pair in pairs for one in pair.first.stacks)
         beside = _rows_beside(rows, len(written), stacked_bytes, LEAST_SHARE * steps.peak_bytes)
-        ways = [[option.way for option in row] for row in beside]
-        return ScanVariants([partial(traced, *one) for one in zip(ways, [None] * len(ways), written, strict=True)])
+        makers = [
+            partial(traced, [option.way for option in row], None, write)
+            for row, write in zip(beside, written, strict=True)
+        ]
+        aside = [partial(traced, [option.way for option in beside[-1]], None, write) for write in steps.by_hand()]
+        return ScanVariants(makers, aside=aside, is_sorted=not any(beside))
     makers = [partial(traced, [option.way for option in row]) for row in rows]
     if trace_body is None:
         makers += [partial(traced, [option.way for option in rows[-1]], share) for share in _BODY_SHARES]
     return ScanVariants(makers, checkpointed)
+
+
+def _sparse_menu(pair: Pair, profile: DeviceProfile, received: frozenset[int]) -> list[Option[Way]]:
+    """A few ways to run a pair over devices, whose values from other devices are kept."""
+    body = forward_program(pair)
+    loop = LoopBody(pair, body, graph_of_program(body, profile), received)
+    menu = best_of([loop.cheapest(share) for share in _SHARES_OVER_DEVICES])
+    return [Option(Way(pair, one.way), one.held_bytes, one.again_s) for one in menu]
 
 
 def _rows_beside(rows: Sequence[Row], count: int, stacked_bytes: int, least_bytes: float) -> Sequence[Row]:
