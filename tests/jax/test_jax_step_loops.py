@@ -194,6 +194,33 @@ def assert_planned(step, *given):
     assert arrays_sent(compiled.as_text()) <= arrays_sent(plain.lower(*given).compile().as_text())
 
 
+def test_what_a_loop_changes_in_place():
+    """A body that reads or writes a ``jax.Ref`` stays as it is; one among the arguments is refused."""
+
+    def step(weights, x, key):
+        total = jax.new_ref(jnp.zeros(()))
+
+        def one(weights, number):
+            weights, loss = updated(weights, x, jax.random.fold_in(key, number))
+            total[...] += loss
+            return weights, loss
+
+        return lax.scan(one, weights, jnp.arange(3))[0], total[...]
+
+    given = arguments()
+    assert_close(remat.jax.jit(step, budget="100%")(*given), jax.jit(step)(*given))
+    with pytest.raises(remat.InfeasibleBudget, match="scan"):
+        remat.jax.jit(step, budget="70%")(*given)
+
+    def counting(weights, x, key, total):
+        weights, loss = updated(weights, x, key)
+        total[...] += loss
+        return weights
+
+    with pytest.raises(remat.UnsupportedStep, match=r"a jax\.Ref .* return the new value instead"):
+        remat.jax.jit(counting, budget="70%")(*given, jax.new_ref(jnp.zeros(())))
+
+
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 def test_micro_batches_over_devices(kind):
     _, weights, pieces = over_devices(kind)

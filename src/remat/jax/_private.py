@@ -16,6 +16,7 @@ from jax._src.ad_util import Zero
 from jax._src.interpreters import batching, partial_eval
 from jax._src.interpreters.ad import instantiate_zeros
 from jax._src.named_sharding import UNSPECIFIED
+from jax._src.state.types import AbstractRef
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
 __all__ = [
@@ -159,6 +160,11 @@ def shape_of_aval(aval: Any) -> Any:
     if varies:
         more |= {"manual_axis_type": aval.mat} if hasattr(aval, "mat") else {"vma": aval.vma}
     return make(aval.shape, aval.dtype, weak_type=bool(getattr(aval, "weak_type", False)), **more)
+
+
+def is_reference(aval: Any) -> bool:
+    """Is this the type of a ``jax.Ref``, an array that a function changes in place?"""
+    return isinstance(aval, AbstractRef)
 
 
 def is_laid_out(aval: Any) -> bool:

@@ -298,8 +298,17 @@ is planned for many budgets are looked at anew."""
 
 
 def shape_of(array: Any) -> jax.ShapeDtypeStruct:
-    """Shape, dtype and, where it is known, sharding of a value: of an array, or in the type of a traced value."""
+    """Shape, dtype and, where it is known, sharding of a value: of an array, or in the type of a traced value.
+
+    Raises:
+        UnsupportedStep: for a ``jax.Ref``.
+    """
     aval = jax.typeof(array)
+    if _private.is_reference(aval):
+        raise UnsupportedStep(
+            f"an argument is a jax.Ref of type {aval}, which a planned function cannot change in place; return the new "
+            "value instead, or give a budget to the gradients alone with remat.jax.value_and_grad"
+        )
     sharding = array.sharding if isinstance(array, jax.Array) and _is_sharded(array) else _explicit_sharding(aval)
     make: Any = jax.ShapeDtypeStruct
     weak_type = bool(getattr(aval, "weak_type", False))

@@ -180,7 +180,11 @@ class StepLoops:
         loops = {
             id(equation.eqn): number
             for number, equation in enumerate(equations)
-            if equation.eqn.primitive.name in _BODIES and number not in paired and equation.mapped is None
+            if equation.eqn.primitive.name in _BODIES
+            and number not in paired
+            and equation.mapped is None
+            # What a body changes in place is a part of the loop around it.
+            and not any(_private.is_reference(var.aval) for var in equation.eqn.invars)
         }
         if not loops:
             return cls((), equations, 0)
