@@ -34,6 +34,7 @@ SYMBOLS = [
     ("jax.extend.core", "Var"),
     ("jax.extend.core", "jaxpr_as_fun"),
     ("jax.extend.core.primitives", "add_p"),
+    ("jax._src.state.types", "AbstractRef"),
 ]
 PRIVATE = ("jax._src", "jax.extend", "jax.experimental")
 MOVED = (

@@ -22,6 +22,7 @@ SYMBOLS = [
     ("tensorflow.compiler.xla.service.hlo_pb2", "HloProto"),
     ("tensorflow.core.framework.attr_value_pb2", "AttrValue"),
     ("tensorflow.python.autograph.core.ag_ctx", "ControlStatusCtx"),
+    ("tensorflow.python.distribute.mirrored_run", "_call_for_each_replica"),
     ("tensorflow.python.eager.context", "global_seed"),
     ("tensorflow.python.eager.context", "internal_operation_seed"),
     ("tensorflow.python.eager.record", "could_possibly_record"),
