@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from jax_models import GREEDY, assert_close, mlp, normal
+from jax_models import GREEDY, OF_XLA_0_10, assert_close, mlp, normal
 
 import remat
 import remat.jax
@@ -318,6 +318,7 @@ def test_gradients_over_explicit_axes(jit, capfd):
     assert "INTERNAL" not in capfd.readouterr().err
 
 
+@OF_XLA_0_10
 def test_a_plain_jit_over_explicit_axes_on_a_cpu():
     """A tie by data begins with a slice of one element, which JAX does not take of what lies over explicit axes."""
     case = mlp(batch=2048)
