@@ -131,7 +131,9 @@ COUNTED = {
     "test_tf_loops.py": ("is_counted_and_exact",),
     "test_tf_models.py": ("",),
     "test_tf_one_by_one.py": ("",),
+    "test_tf_ranks.py": ("keeps_its_budget", "one_process_breaks"),
     "test_tf_recompute_memory.py": ("",),
+    "test_tf_replicas.py": ("each_device_keeps",),
     "test_tf_xla.py": ("keeps_its_budget", "what_a_call_allocates"),
 }
 """Cases that read TensorFlow's own counter of CPU memory, by file and a part of their names: it is missing where oneDNN
