@@ -76,11 +76,26 @@ def epochs_of_batches(weights, x, key):
     return lax.scan(epoch, weights, jnp.arange(2))
 
 
+def steps_of_one_function_twice(weights, x, key):
+    """Both calls have the same body, an object that JAX keeps."""
+    some = jax.jit(lambda weights, x: lax.scan(lambda now, _: updated(now, x, key), weights, None, length=2))
+    weights, _ = some(weights, x)
+    return some(weights, x + 1)
+
+
 def one_of_two_steps(weights, x, key):
     return lax.cond(jnp.sum(x) > 0, lambda: updated(weights, x, key), lambda: updated(weights, 2 * x, key))
 
 
-CASES = [scanned_steps, counted_steps, steps_until_done, micro_batches, epochs_of_batches, one_of_two_steps]
+CASES = [
+    scanned_steps,
+    counted_steps,
+    steps_until_done,
+    micro_batches,
+    epochs_of_batches,
+    steps_of_one_function_twice,
+    one_of_two_steps,
+]
 
 
 @pytest.mark.parametrize("step", CASES, ids=lambda step: step.__name__)

@@ -130,7 +130,9 @@ class StepLoop:
 
     def by_hand(self, number: int) -> Equation:
         """The loop with bodies as users would write them in one of several ways; as small as they can be without it."""
-        return self._with([[*body.by_hand, body.within(0)][min(number, len(body.by_hand))] for body in self.bodies])
+        return self._with(
+            [body.by_hand[number] if number < len(body.by_hand) else body.within(0) for body in self.bodies]
+        )
 
     def _with(self, written: Sequence[ClosedJaxpr]) -> Equation:
         eqn = self.equation.eqn
@@ -178,7 +180,7 @@ class StepLoops:
             tie: how recomputations in bodies are held back.
         """
         loops = {
-            id(equation.eqn): number
+            id(equation): number
             for number, equation in enumerate(equations)
             if equation.eqn.primitive.name in _BODIES
             and number not in paired
@@ -189,7 +191,8 @@ class StepLoops:
         if not loops:
             return cls((), equations, 0)
         program, graph = program_of()
-        ops = {number: loops[id(one.root)] for number, one in enumerate(program.instructions) if id(one.root) in loops}
+        last = (instruction.equations[-1] for instruction in program.instructions)
+        ops = {number: loops[id(one)] for number, one in enumerate(last) if id(one) in loops}
         free = [
             dataclasses.replace(op, workspace_bytes=0) if number in ops else op for number, op in enumerate(graph.ops)
         ]
@@ -198,11 +201,15 @@ class StepLoops:
         least_bytes = LEAST_SHARE * peak_bytes
         if peak_bytes - simulate(other, other.plain_schedule).peak_bytes < least_bytes:
             return cls((), equations, peak_bytes)
+        known: dict[int, StepBody] = {}  # A function that is called twice has one body.
         found = []
         for op, number in ops.items():
             if graph.ops[op].workspace_bytes >= least_bytes:
-                bodies = tuple(StepBody(body, variants_of(body), tie) for body in _bodies_of(equations[number].eqn))
-                found.append(StepLoop(number, equations[number], bodies))
+                bodies = _bodies_of(equations[number].eqn)
+                for body in bodies:
+                    if id(body) not in known:
+                        known[id(body)] = StepBody(body, variants_of(body), tie)
+                found.append(StepLoop(number, equations[number], tuple(known[id(body)] for body in bodies)))
         return cls(found, equations, peak_bytes)
 
     def written(self, count: int) -> list[Callable[[], list[Equation]]]:
