@@ -114,7 +114,7 @@ def optimized_step(layer, monkeypatch, span):
 
 
 def optimized_graph(function):
-    """A function's graph as the executor gets it: of those made ready meanwhile, the one with most of its operations."""
+    """A function's graph as the executor gets it: of those made ready meanwhile, that with most of its operations."""
     own = {op.name for op in function.get_concrete_function(inputs()).graph.get_operations()}
     return max(optimized_graphs(function), key=lambda graph: len(own & {node.name for node in graph.node}))
 
