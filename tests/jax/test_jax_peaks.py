@@ -14,7 +14,7 @@ import remat
 import remat.jax
 from remat.core.simulator import simulate
 from remat.fit.loop_menu import best_of
-from remat.jax import _buffers, candidate
+from remat.jax import _buffers, blocks, candidate
 from remat.jax.candidate import FunctionCandidate
 from remat.jax.peak import Compiler, Lowered, peak_of
 from remat.jax.scans.menu import LoopBody
@@ -173,7 +173,7 @@ def test_a_cut_at_blocks_that_takes_too_many_runs_is_left_out(monkeypatch):
         asked.append(True)
         raise TooManyRuns
 
-    monkeypatch.setattr(candidate, "plan_with_checkpoints", too_many)
+    monkeypatch.setattr(blocks, "plan_with_checkpoints", too_many)
     case = mlp()
     ours = remat.jax.jit(jax.value_and_grad(case.loss), budget="60%", **GREEDY)
 
