@@ -258,7 +258,8 @@ def test_micro_batches_inside_of_shard_map(checked, sent):
         return jax.tree.map(lambda one: lax.pmean(one, "data"), tree)
 
     def local(weights, pieces):
-        total, loss = added_up(weights, pieces, *([mean_over_devices] if sent == "each time" and not checked else []))
+        each = mean_over_devices if sent == "each time" and not checked else (lambda tree: tree)
+        total, loss = added_up(weights, pieces, each)
         return mean_over_devices(total) if sent == "at the end" else total, lax.pmean(loss, "data")
 
     specs = {

@@ -18,6 +18,7 @@ from jax._src.interpreters.ad import instantiate_zeros
 from jax._src.named_sharding import UNSPECIFIED
 from jax._src.state.types import AbstractRef
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+from jax.sharding import AxisType
 
 __all__ = [
     "ClosedJaxpr",
@@ -170,6 +171,11 @@ def is_reference(aval: Any) -> bool:
 def is_laid_out(aval: Any) -> bool:
     """Does a value lie over explicit axes of a mesh, as a part of its type?"""
     return any(getattr(getattr(aval, "sharding", None), "spec", ()))
+
+
+def is_in_the_type(sharding: Any) -> bool:
+    """Is a sharding a part of the types of values, as over the explicit axes of a mesh? No compiler changes it then."""
+    return AxisType.Explicit in getattr(getattr(sharding, "mesh", None), "axis_types", ())
 
 
 def varying_axes(aval: Any) -> frozenset[str]:

@@ -321,12 +321,13 @@ def _explicit_sharding(aval: Any) -> NamedSharding | None:
     A type names no devices: which they are changes no bytes.
     """
     sharding: Any = getattr(aval, "sharding", None)
-    mesh: Any = getattr(sharding, "mesh", None)
-    kinds = () if mesh is None or mesh.empty else mesh.axis_types
-    if AxisType.Explicit not in kinds or AxisType.Manual in kinds or mesh.size > jax.device_count():
+    if not _private.is_in_the_type(sharding):
+        return None
+    mesh = sharding.mesh
+    if AxisType.Manual in mesh.axis_types or mesh.size > jax.device_count():
         return None
     devices = np.asarray(jax.devices()[: mesh.size]).reshape(mesh.axis_sizes)
-    return NamedSharding(Mesh(devices, mesh.axis_names, axis_types=kinds), sharding.spec)
+    return NamedSharding(Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types), sharding.spec)
 
 
 def _is_sharded(array: jax.Array) -> bool:

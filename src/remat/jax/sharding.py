@@ -17,6 +17,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from remat.core.graph import Graph, Op, Tensor
+from remat.jax import _private
 from remat.jax.context import Tie
 from remat.jax.emit.evaluate import named_run
 from remat.jax.peak import Lowered
@@ -137,7 +138,9 @@ class Layouts:
         )
         graph = resized(dataclasses.replace(graph, ops=ops), sizes)
         mapped = {v for instruction in program.instructions if instruction.is_mapped for v in instruction.outputs}
-        asked = {value: one for value, one in shardings.items() if value not in mapped and not _is_in_the_type(one)}
+        asked = {
+            value: one for value, one in shardings.items() if value not in mapped and not _private.is_in_the_type(one)
+        }
         return dataclasses.replace(program, shardings=asked), graph
 
 
@@ -184,12 +187,6 @@ def _kind(program: Program, number: int) -> Any:
         [equation.eqn.primitive.name for equation in instruction.equations],
         [(getattr(aval, "shape", ()), getattr(aval, "dtype", None)) for aval in avals],
     )
-
-
-def _is_in_the_type(sharding: Any) -> bool:
-    """Is a sharding a part of the types of values, as over the explicit axes of a mesh? No compiler changes it then."""
-    kinds = getattr(getattr(sharding, "mesh", None), "axis_types", ())
-    return any(kind == jax.sharding.AxisType.Explicit for kind in kinds)
 
 
 def _own_bytes(tensor: Tensor, sharding: Any) -> int:

@@ -36,7 +36,7 @@ LEAST_SHARE: Final = 0.1
 """A loop's body is planned where the function would need less by this share if the body needed nothing. A judgement:
 elsewhere what is outside of loops binds, and is planned as it is."""
 
-BY_HAND: Final = 2
+_BY_HAND: Final = 2
 """How many ways to write bodies by hand are tried: around blocks, and with cuts between them, or around loops."""
 
 VariantsOfBody: TypeAlias = Callable[[ClosedJaxpr], Variants[Any]]
@@ -74,25 +74,24 @@ class StepBody:
         if own_bytes >= self.needed_bytes:
             return self._closed
         budget_bytes = max(1, self._least_bytes, own_bytes + self._around_bytes)
-        if budget_bytes not in self._written:
-            try:
-                self._written[budget_bytes] = self._planned(budget_bytes)
-            except InfeasibleBudget as error:
-                self._least_bytes = budget_bytes = error.minimum_bytes
-                if budget_bytes not in self._written:
-                    self._written[budget_bytes] = self._planned(budget_bytes)
-        return self._written[budget_bytes]
+        try:
+            return self._planned(budget_bytes)
+        except InfeasibleBudget as error:
+            self._least_bytes = error.minimum_bytes
+            return self._planned(error.minimum_bytes)
 
     @cached_property
     def by_hand(self) -> Sequence[ClosedJaxpr]:
         """The body as users would write it: with ``jax.checkpoint`` around its loops' bodies, or around its blocks."""
-        plans = [*map(self._variants.as_it_is, self._variants.suggested)]
-        first = self._variants[0]
-        plans += plans_of_blocks(first.graph, Problem.of(first.graph))
+        graph: Graph = self._variants[0].graph
+        plans = (*map(self._variants.as_it_is, self._variants.suggested), *plans_of_blocks(graph, Problem.of(graph)))
         return [self._following(plan) for plan in plans]
 
     def _planned(self, budget_bytes: int) -> ClosedJaxpr:
-        return self._following(cheapest_plan(self._variants, budget_bytes, Request(), None, thorough=False))
+        if budget_bytes not in self._written:
+            plan = cheapest_plan(self._variants, budget_bytes, Request(), None, thorough=False)
+            self._written[budget_bytes] = self._following(plan)
+        return self._written[budget_bytes]
 
     def _following(self, plan: Plan) -> ClosedJaxpr:
         variant = self._variants.of_plan(plan)
@@ -218,8 +217,8 @@ class StepLoops:
         return [partial(self._within, most * (count - n) // count) for n in range(1, count + 1)]
 
     def by_hand(self) -> list[Callable[[], list[Equation]]]:
-        """Write the equations as users would, in ``BY_HAND`` ways."""
-        return [partial(self._by_hand, number) for number in range(BY_HAND)]
+        """Write the equations as users would, in ``_BY_HAND`` ways."""
+        return [partial(self._by_hand, number) for number in range(_BY_HAND)]
 
     def _by_hand(self, number: int) -> list[Equation]:
         return self._each(lambda loop: loop.by_hand(number))

@@ -100,7 +100,7 @@ def scan_variants(
         closed: the function.
         profile: for the predicted times.
         find_received: over several devices, finds the values of the bodies that come from other devices, which are
-            then kept. Bodies are not planned there, since it is not known what the backward one receives.
+            then kept. Bodies of pairs are not planned there, since it is not known what the backward one receives.
         trace_body: where the function is the body of a ``shard_map``, traces one that takes its place. Loops with
             collectives are written again, too: what comes from other devices is stacked, so that each collective runs
             once. Bodies of backward loops are not planned there either.
@@ -149,7 +149,8 @@ def scan_variants(
         return made
 
     if find_received is not None and steps:
-        makers = [partial(traced, [], None, write) for write in steps.written(_MOST_OVER_DEVICES)]
+        # Pairs of loops beside them stay as they are.
+        makers = [partial(traced, [], write=write) for write in steps.written(_MOST_OVER_DEVICES)]
         return ScanVariants(makers, is_sorted=True)
     if find_received is not None:
         everything = [Way(pair, Choice(frozenset(pair.needed) - pair.free)) for pair in pairs]
@@ -166,10 +167,10 @@ def scan_variants(
         stacked_bytes = sum(op_facts.size_bytes(flattener.avals[one]) for pair in pairs for one in pair.first.stacks)
         beside = _rows_beside(rows, len(written), stacked_bytes, LEAST_SHARE * steps.peak_bytes)
         makers = [
-            partial(traced, [option.way for option in row], None, write)
+            partial(traced, [option.way for option in row], write=write)
             for row, write in zip(beside, written, strict=True)
         ]
-        aside = [partial(traced, [option.way for option in beside[-1]], None, write) for write in steps.by_hand()]
+        aside = [partial(traced, [option.way for option in beside[-1]], write=write) for write in steps.by_hand()]
         return ScanVariants(makers, aside=aside, is_sorted=not any(beside))
     makers = [partial(traced, [option.way for option in row]) for row in rows]
     if trace_body is None:

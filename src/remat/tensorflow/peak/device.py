@@ -229,9 +229,10 @@ def called_with(values: Iterable[Any]) -> Iterator[None]:
 
 def _arguments_here() -> Sequence[_Argument]:
     """What functions traced here will be called with: what ``called_with`` says, or what calls led here."""
-    said = (_arguments[thread] for thread, _ in threads_of_calls() if thread in _arguments)
-    found = next(said, None)
-    return [_Argument.of(tensor) for tensor in arguments_of_calls()] if found is None else found
+    for thread, _ in threads_of_calls():
+        if (said := _arguments.get(thread)) is not None:
+            return said
+    return [_Argument.of(tensor) for tensor in arguments_of_calls()]
 
 
 def resident_elsewhere_bytes(

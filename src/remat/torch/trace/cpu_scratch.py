@@ -188,11 +188,9 @@ def _of_what_wants_order(call: _Call) -> int:
 def _of_layer_norm_backward(call: _Call) -> int:
     """Each thread adds up the gradients of the weight and of the bias by itself."""
     shape, weight, bias, wanted = call.args[2], *call.args[5:8]
-    copied = sum(_bytes(t) for t in call.tensors if not t.is_contiguous())
-    if not any(wanted[1:]):
-        return copied
-    of = next((one for one in (weight, bias) if one is not None), call.tensors[0])
-    return copied + 2 * torch.get_num_threads() * int(math.prod(shape)) * of.element_size()
+    like = next((one for one in (weight, bias) if one is not None), call.tensors[0])
+    sums = 2 * torch.get_num_threads() * int(math.prod(shape)) if any(wanted[1:]) else 0
+    return _of_what_wants_order(call) + sums * int(like.element_size())
 
 
 def real_sizes(func: OpOverload, args: tuple[Any, ...], made: Sequence[int]) -> dict[int, int]:
