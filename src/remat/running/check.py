@@ -108,8 +108,9 @@ class CheckResult:
         """One line: what differs and why, or that nothing does."""
         if not self.is_repeatable:
             return (
-                "undecided: plain training gives other numbers each time, so the planned one cannot be compared; give "
-                "random layers and functions a seed"
+                "undecided: plain training gives other numbers each time, or what is not a number (NaN), so the "
+                "planned one cannot be compared; give random layers and functions a seed, and see that the loss stays "
+                "finite"
             )
         if different := difference_in(self.comparisons):
             first, reason = different
