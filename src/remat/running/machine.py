@@ -7,6 +7,8 @@ import os
 import platform
 from typing import Final
 
+from remat.running import memory_limit
+
 _PACKAGES: Final = (
     "remat",
     "tensorflow",
@@ -22,15 +24,27 @@ _PACKAGES: Final = (
 
 
 def memory_bytes() -> int | None:
-    """Main memory of the machine, None where the system does not say."""
+    """Main memory of the machine, or what a container or a batch job may have of it; None where nothing says."""
+    return _least(_physical_bytes(), memory_limit.limit_bytes())
+
+
+def available_bytes() -> int | None:
+    """Main memory that a new process can have; where only the size of all memory is known, half of that."""
+    return _least(_free_bytes(), memory_limit.left_bytes())
+
+
+def _least(*known: int | None) -> int | None:
+    return min((size for size in known if size is not None), default=None)
+
+
+def _physical_bytes() -> int | None:
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, OSError, ValueError):
         return None
 
 
-def available_bytes() -> int | None:
-    """Main memory that a new process can have; where only the size of all memory is known, half of that."""
+def _free_bytes() -> int | None:
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:
             for line in lines:
@@ -38,7 +52,7 @@ def available_bytes() -> int | None:
                     return int(line.split()[1]) * 1024
     except OSError:
         pass
-    total = memory_bytes()
+    total = _physical_bytes()
     return None if total is None else total // 2
 
 
