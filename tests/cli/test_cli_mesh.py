@@ -32,12 +32,17 @@ def test_a_graph_file_is_of_one_device(run, graph_file):
     assert "--device can be given with a model (module:callable) only" in result.stderr
 
 
-def test_styles_that_cannot_be_read_say_so(run, tmp_path):
-    (tmp_path / "styles.json").write_text("[1]")
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [(b"[1]", "write a JSON object of patterns and styles"), ('{"\xfcber": 1}'.encode("latin-1"), "can't decode byte")],
+)
+def test_styles_that_cannot_be_read_say_so(run, tmp_path, content, said):
+    (tmp_path / "styles.json").write_bytes(content)
     options = ("--mesh", "tensor=2", "--device", "h100", "--tensor-styles", tmp_path / "styles.json")
     result = run("plan", "no_such_module:build", *options)
     assert result.exit_code == 2
-    assert "write a JSON object of patterns and styles" in result.stderr
+    assert said in result.stderr
+    assert "styles.json" in result.stderr
 
 
 @pytest.mark.thorough

@@ -95,8 +95,8 @@ def _styles(path: Path | None) -> dict[str, str] | None:
     if path is None:
         return None
     try:
-        styles = json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError) as error:
+        styles = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise CommandError(f"--tensor-styles {path}: {error}") from None
     if not isinstance(styles, dict) or not all(isinstance(value, str) for value in styles.values()):
         raise CommandError(

@@ -83,7 +83,7 @@ def answer_job(work: Callable[[Any, Path], None], describe: Callable[[BaseExcept
         describe: turns an error into one line for the user.
     """
     folder = Path(sys.argv[1])
-    request = json.loads((folder / _REQUEST).read_text())
+    request = json.loads((folder / _REQUEST).read_text(encoding="utf-8"))
     try:
         work(request, folder)
     except (RematError, OSError, ModuleNotFoundError) as error:
