@@ -100,7 +100,8 @@ def assigned_over_devices(lowered: Any, options: Mapping[str, Any]) -> tuple[Pro
         # A program with one result does not count an address for it.
         results = len(jax.tree.leaves(lowered.out_info)) - 1
         added_bytes = _NUMBER_BYTES + _ADDRESS_BYTES * (1 if results > 1 else 2 if results else 0)
-        return ProgramMemory(found.peak_bytes - added_bytes, found.temporary_bytes), texts[0].read_text(encoding="utf-8", errors="replace")
+        text = texts[0].read_text(encoding="utf-8", errors="replace")
+        return ProgramMemory(found.peak_bytes - added_bytes, found.temporary_bytes), text
 
 
 def _assigned_memory(lowered: Any, options: Mapping[str, Any], folder: Path) -> ProgramMemory | None:

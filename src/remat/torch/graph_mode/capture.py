@@ -36,6 +36,7 @@ from remat.torch.graph_mode.contributions import Apart
 from remat.torch.graph_mode.source import function_of
 from remat.torch.graph_mode.taken_gradients import Updates
 from remat.torch.graph_mode.timed_calls import TimedCalls
+from remat.torch.new_shapes import NewShapes
 from remat.torch.trace import aot_notes
 
 _log = logging.getLogger("remat")
@@ -132,6 +133,7 @@ class Captured:
         self._planned: dict[str, GraphPlan] = {}
         self._excess_bytes: dict[str, int] = {}
         self._captures: Counter[str] = Counter()
+        self._shapes = NewShapes()
         self._is_new = True
         self._compiled = self._captured_anew()
 
@@ -257,6 +259,7 @@ class Captured:
         graph = candidate.graph_of(found)
         plan = GraphPlan(**{**values, "mode": "graph", "measured_peak_bytes": None}, graph=graph)
         self._planned[name] = plan
+        self._shapes.count(len(self._planned))
         self._plans.append(plan)
         return plan
 

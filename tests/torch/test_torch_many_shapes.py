@@ -1,0 +1,102 @@
+"""Batches of ever other shapes: less work for each plan, plans that are let go of, and advice that is given once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch_models import mlp
+
+import remat
+import remat.torch
+from remat.torch import new_shapes
+from remat.torch.api import eager_limit
+
+pytestmark = pytest.mark.usefixtures("no_compiled_code")
+
+
+def gradients(case, loss_fn, rows):
+    x = torch.ones(rows, 64) / torch.arange(1, rows + 1)[:, None]
+    case.module.zero_grad()
+    loss = loss_fn(x)
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in case.module.parameters())]
+
+
+def limited_like_plain(case, limited, rows):
+    plain, planned = (gradients(case, fn, rows) for fn in (case.loss, limited))
+    return all(torch.equal(a, b) for a, b in zip(plain, planned, strict=True))
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What the planner was asked for each plan, but for what every plan has."""
+    found = []
+    plan = eager_limit.plan
+
+    def asking(*args, **options):
+        found.append({name: options[name] for name in options if name in ("thorough", "planner", "time_limit_s")})
+        return plan(*args, **options)
+
+    monkeypatch.setattr(eager_limit, "plan", asking)
+    return found
+
+
+def test_the_fourth_combination_is_planned_with_less_work(asked):
+    case = mlp(layers=8)
+    limited = remat.torch.limit_memory(case.loss, "1MiB", mode="eager")
+    for rows in (400, 390, 380, 370, 360, 400, 370):
+        assert limited_like_plain(case, limited, rows)
+    assert asked == [{}, {}, {}, {"thorough": False}, {"thorough": False}]
+    assert all(plan.recomputed > 0 and plan.measured_peak_bytes <= 1 << 20 for plan in limited.plans)
+
+
+@pytest.mark.parametrize("said", [{"planner": "peak_greedy"}, {"time_limit_s": 1.0}, {"thorough": True}])
+def test_whoever_says_how_to_plan_is_obeyed(asked, said):
+    case = mlp(layers=4)
+    limited = remat.torch.limit_memory(case.loss, "4MiB", mode="eager", **said)
+    for rows in (64, 60, 56, 52):
+        limited(torch.ones(rows, 64)).backward()
+    assert asked == [said] * 4
+
+
+def test_what_little_work_does_not_find_is_sought_with_all(monkeypatch, asked):
+    plan = eager_limit.plan
+
+    def failing(*args, **options):
+        found = plan(*args, **options)
+        if options.get("thorough", True):
+            return found
+        raise remat.InfeasibleBudget("not found", budget_bytes=1 << 20, minimum_bytes=2 << 20, binding_op="one")
+
+    monkeypatch.setattr(eager_limit, "plan", failing)
+    case = mlp(layers=8)
+    limited = remat.torch.limit_memory(case.loss, "1MiB", mode="eager")
+    for rows in (400, 390, 380, 370):
+        assert limited_like_plain(case, limited, rows)
+    assert asked == [{}, {}, {}, {"thorough": False}, {}]
+
+
+def test_plans_for_shapes_that_were_not_met_for_long_are_let_go(monkeypatch, asked):
+    monkeypatch.setattr(eager_limit, "_MOST_SHAPES", 3)
+    case = mlp(layers=8)
+    limited = remat.torch.limit_memory(case.loss, "1MiB", mode="eager")
+    met = (400, 390, 400, 380, 370, 400, 360)  # 400 is met now and then: 390, then 380 are the oldest.
+    for rows in met:
+        assert limited_like_plain(case, limited, rows)
+    assert len(asked) == 5
+    assert len(limited.plans) == 3
+    for rows, plans in ((400, 5), (370, 5), (390, 6)):
+        assert limited_like_plain(case, limited, rows)
+        assert len(asked) == plans
+
+
+@pytest.mark.parametrize("mode", ["graph", "eager"])
+def test_advice_is_given_once(monkeypatch, caplog, mode):
+    monkeypatch.setattr(new_shapes, "_MANY", 3)
+    case = mlp(layers=2)
+    limited = remat.torch.limit_memory(case.loss, "8MiB", mode=mode)
+    said = []
+    for rows in (64, 60, 64, 56, 52):
+        limited(torch.ones(rows, 64)).backward()
+        said.append(sum("pad batches to a few lengths" in record.message for record in caplog.records))
+    assert said == [0, 0, 0, 1, 1]
