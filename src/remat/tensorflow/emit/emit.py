@@ -121,12 +121,13 @@ class _Emitter:
         """For each op, who reads the shape of a large tensor and waits for that op, with all that this one waits for.
 
         To the graph these read nothing. But until such an operation has run it holds the tensor, and nothing waits for
-        it before the backward pass: a thread that is stopped right before it may hold a tensor too many.
+        it before the backward pass: a thread that is stopped right before it may hold a tensor too many. In a step of a
+        few KiB what it makes may be large, too; then it is held in order itself, and nothing before it waits for it.
         """
         maker = {operation.name: index for index, operation in enumerate(self.step.operations)}
         found: dict[int, list[tuple[tf.Operation, Sequence[int]]]] = {}
         for index in dict.fromkeys(self.plan.schedule):
-            if self.graph.ops[index].inputs:
+            if self.graph.ops[index].inputs or self._heavy(index):
                 continue
             operation = self.step.operations[index]
             sources = {maker[source.op.name] for source in operation.inputs if source.op.name in maker}
