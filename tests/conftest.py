@@ -117,6 +117,7 @@ COUNTED = {
         )
     ),
     "test_keras_beside.py": ("",),
+    "test_keras_lengths.py": ("keep_the_budget", "takes_more"),
     "test_keras_first_step.py": ("",),
     "test_keras_micro_batch_memory.py": ("",),
     "test_keras_trace_model.py": ("nothing_is_allocated",),

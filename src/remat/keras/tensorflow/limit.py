@@ -7,13 +7,14 @@ import dataclasses
 import itertools
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from remat.core.budget import format_bytes
 from remat.core.errors import InfeasibleBudget, PlanMismatch, UnsupportedStep
 from remat.core.graph import Graph
 from remat.core.plan import Plan
@@ -23,6 +24,16 @@ from remat.keras._private import unbuilt_parts
 from remat.keras.shared.first_step import Ran, checked_first_step
 from remat.keras.shared.limit import ModelLimit, in_bytes, is_share
 from remat.keras.shared.variables import Variables
+from remat.keras.tensorflow.batches import (
+    Shapes,
+    grown_shapes,
+    largest_shapes,
+    leaves,
+    may_grow,
+    parts_of_replicas,
+    same_type_of_iterator,
+    unpacked,
+)
 from remat.keras.tensorflow.choose import choose_micro_batches
 from remat.keras.tensorflow.kept_layers import KeptLayers
 from remat.keras.tensorflow.step import MicroBatchedStep
@@ -39,8 +50,6 @@ from remat.tensorflow.replicas import replica_here
 from remat.tensorflow.trace.func_graph import FunctionToPlan, carried_inputs
 
 _log = logging.getLogger("remat")
-
-_Shapes: TypeAlias = list[tuple[int, ...]]
 
 _MEASURED_STEPS: Final = 8
 """Steps under a plan that are held against its budget. An optimizer that assigns its variables anew puts them wherever
@@ -70,9 +79,10 @@ class Limit(ModelLimit):
         self._known_inputs = weakref.WeakKeyDictionary()
         self._in_force = request
         self._whole_peak_bytes: int | None = None
-        self._shapes: _Shapes = []
+        self._shapes: Shapes = []
         self._rewritten: Rewritten | None = None
         self._known_iterator: weakref.ref[tf.data.Iterator] | None = None
+        self._has_outgrown = False
 
     @property
     def plan(self) -> Plan | None:
@@ -154,12 +164,12 @@ class Limit(ModelLimit):
         batches = list(itertools.islice(iterator, model.steps_per_execution))
         if not batches:
             raise StopIteration
-        parts = [part for batch in batches for part in _parts_of_replicas(model.distribute_strategy, batch)]
-        largest = _largest(parts)
-        if _exceeds(largest, self._shapes):
+        parts = [part for batch in batches for part in parts_of_replicas(model.distribute_strategy, batch)]
+        shapes = grown_shapes(self._shapes, largest_shapes(parts))
+        if shapes != self._shapes:
             if self._shapes:
                 self._make_train_function(force=True)
-            self._shapes = largest
+            self._shapes = shapes
             with model.distribute_strategy.scope():
                 build(model, parts[0])
         del parts
@@ -179,30 +189,52 @@ class Limit(ModelLimit):
         batches = list(itertools.islice(iterator, model.steps_per_execution))
         if not batches:
             raise StopIteration
-        largest = _largest(batches)
-        if _exceeds(largest, self._shapes):
-            if self._shapes:
+        before = self._shapes
+        shapes = before if self._has_outgrown else grown_shapes(before, largest_shapes(batches))
+        if shapes != before:
+            if before:
                 # The function may not be traced again for a larger batch, so its plan must be made again.
                 self._make_train_function(force=True)
-            self._shapes = largest
+            self._shapes = shapes
             build(model, batches[0])
-            with called_with(_leaves(batches[0])):
-                self._plan_anew(model, _unpacked(batches[0]), any_size=is_dataset)
+            with called_with(leaves(batches[0])):
+                self._plan_anew(model, unpacked(batches[0]), any_size=is_dataset)
 
         def again() -> Any:
-            return _same_type_of_iterator(batches, iterator.element_spec) if is_dataset else iter(batches)
+            return same_type_of_iterator(batches, iterator.element_spec) if is_dataset else iter(batches)
 
-        with called_with(_leaves(batches[0])):
+        with called_with(leaves(batches[0])):
             if self._checks_first_step:
                 self._checks_first_step = False
                 return self._run_checked(model, again)
             data = again()
             if is_dataset:
                 batches = []  # The data must not lie in memory twice when the step is planned.
-            result = self._run_measured(data)
-        if is_dataset:
+            try:
+                result = self._run_measured(data)
+            except InfeasibleBudget as error:
+                if self._strict or not before or shapes == before:
+                    raise
+                self._keep_plan_for(before, shapes, error)
+                result = self._run_measured(data if is_dataset else again())
+        looks_at_each = self._replans and not self._has_outgrown
+        if is_dataset and not (looks_at_each and may_grow(iterator.element_spec)):
             self._known_iterator = weakref.ref(iterator)
         return result
+
+    def _keep_plan_for(self, before: Shapes, shapes: Shapes, error: InfeasibleBudget) -> None:
+        """Where larger batches have come than any plan can hold: train on under the plan for smaller ones, and say so.
+
+        A training that runs is not refused its budget.
+        """
+        self._make_train_function(force=True)
+        self._shapes = before
+        self._has_outgrown = True
+        _log.warning(
+            "Batches of up to %s have come, which no plan holds within the budget of %s: %s is the least. The plan for "
+            "%s stays in force, and larger ones may take more than the budget. This is said once.",
+            *(shapes, format_bytes(error.budget_bytes), format_bytes(error.minimum_bytes), before),
+        )
 
     def _run_checked(self, model: keras.Model, data: Callable[[], Any]) -> Any:
         """Run the training function on data, plainly and planned, and compare what the two leave behind.
@@ -260,7 +292,7 @@ class Limit(ModelLimit):
                 return self._micro_step(self._required_model(), data, on_body)
         # Replicas that share a process share the function: its inputs are known when all of them have been here.
         known = self._known_inputs.setdefault(tf.compat.v1.get_default_graph(), {})
-        known |= self._real_shapes(_leaves(data), self._shapes)
+        known |= self._real_shapes(leaves(data), self._shapes)
         self._plan_when_traced(lambda _: known)
         with watched:
             return own_train_step(data)
@@ -386,7 +418,7 @@ class Limit(ModelLimit):
             self._rewritten = rewritten
 
     @staticmethod
-    def _real_shapes(symbols: Sequence[tf.Tensor], shapes: _Shapes) -> dict[str, tuple[int, ...]]:
+    def _real_shapes(symbols: Sequence[tf.Tensor], shapes: Shapes) -> dict[str, tuple[int, ...]]:
         if len(symbols) != len(shapes):
             return {}
         return {symbol.name: shape for symbol, shape in zip(symbols, shapes, strict=True)}
@@ -399,7 +431,7 @@ def build(model: keras.Model, batch: Any) -> None:
     account for it.
     """
     if unbuilt_parts(model):
-        model._symbolic_build(data_batch=_unpacked(batch))
+        model._symbolic_build(data_batch=unpacked(batch))
     if model.optimizer is not None and not model.optimizer.built:
         model.optimizer.build(model.trainable_variables)
 
@@ -416,44 +448,3 @@ def _forward_ends(graph: Any) -> int | None:
     """How many operations stand before the first of the backward pass, which tapes put into a scope of their own."""
     names = [op.name for op in graph.get_operations()]
     return next((number for number, name in enumerate(names) if name.startswith("gradient_tape/")), None)
-
-
-def _leaves(data: Any) -> list[Any]:
-    """The tensors of one batch, in a fixed order; absent parts left out."""
-    flat = tf.nest.flatten(data, expand_composites=True)
-    return [leaf for leaf in flat if leaf is not None and not isinstance(leaf, tf.experimental.Optional)]
-
-
-def _parts_of_replicas(strategy: tf.distribute.Strategy, batch: Any) -> list[Any]:
-    """What each replica of this process gets of a batch."""
-    flat = tf.nest.flatten(batch)
-    parts = zip(*(strategy.experimental_local_results(value) for value in flat), strict=True)
-    return [tf.nest.pack_sequence_as(batch, list(part)) for part in parts]
-
-
-def _largest(batches: Iterable[Any]) -> _Shapes:
-    """For each tensor of a batch, the largest shape among the batches."""
-    per_batch = [[tuple(tf.convert_to_tensor(leaf).shape) for leaf in _leaves(batch)] for batch in batches]
-    return [tuple(max(sizes) for sizes in zip(*shapes, strict=True)) for shapes in zip(*per_batch, strict=True)]
-
-
-def _unpacked(batch: Any) -> tuple[Any, Any, Any]:
-    x, y, sample_weight = tf.nest.map_structure(
-        lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf,
-        keras.utils.unpack_x_y_sample_weight(batch),
-    )
-    return x, y, sample_weight
-
-
-def _exceeds(shapes: _Shapes, known: _Shapes) -> bool:
-    if [len(s) for s in shapes] != [len(s) for s in known]:
-        return True
-    return any(size > other for a, b in zip(shapes, known, strict=True) for size, other in zip(a, b, strict=True))
-
-
-def _same_type_of_iterator(batches: Sequence[Any], element_spec: Any) -> tf.data.Iterator:
-    """An iterator over ``batches`` for which a function traced for ``element_spec`` is not traced again."""
-    dataset = tf.data.Dataset.from_tensors(batches[0])
-    for batch in batches[1:]:
-        dataset = dataset.concatenate(tf.data.Dataset.from_tensors(batch))
-    return iter(tf.data.experimental.from_variant(tf.data.experimental.to_variant(dataset), element_spec))
