@@ -31,13 +31,10 @@ def trained(rows, budget):
 
 @pytest.mark.parametrize("rows", [2, 16, 64])
 def test_a_tiny_step_trains_as_plainly(rows):
-    planned = False
-    for budget in ("95%", "90%", "80%"):
-        try:
-            found = trained(rows, budget)
-        except remat.InfeasibleBudget:
-            continue
-        planned = True
-        for plain, own in zip(trained(rows, None), found, strict=True):
-            np.testing.assert_allclose(own, plain, rtol=1e-6)
-    assert planned
+    with pytest.raises(remat.InfeasibleBudget) as refused:
+        trained(rows, 1)
+    plain = trained(rows, None)
+    for more in (0, rows * 16, rows * 64):
+        planned = trained(rows, refused.value.minimum_bytes + more)
+        for one, own in zip(plain, planned, strict=True):
+            np.testing.assert_allclose(own, one, rtol=1e-6)
