@@ -114,6 +114,15 @@ def test_strictly_it_is():
         fitted(16_000_000, (256, 2048), strict=True)
 
 
+def test_a_larger_batch_that_is_given_by_itself_is_refused():
+    budget = current_device().in_use_bytes + 16_000_000
+    model = limit(compiled(per_token), budget, planner="peak_greedy")
+    for length in (256, 128, 256):
+        model.train_on_batch(*next(batches([length])))
+    with pytest.raises(remat.InfeasibleBudget):
+        model.train_on_batch(*next(batches([2048])))
+
+
 def test_sizes_grow_axis_by_axis():
     assert grown_shapes([], [(2, 3), ()]) == [(2, 3), ()]
     assert grown_shapes([(2, 3), ()], [(4, 1), ()]) == [(4, 3), ()]

@@ -189,8 +189,10 @@ class Limit(ModelLimit):
         batches = list(itertools.islice(iterator, model.steps_per_execution))
         if not batches:
             raise StopIteration
+        is_open = is_dataset and may_grow(iterator.element_spec)
         before = self._shapes
-        shapes = before if self._has_outgrown else grown_shapes(before, largest_shapes(batches))
+        outgrown = is_open and self._has_outgrown
+        shapes = before if outgrown else grown_shapes(before, largest_shapes(batches))
         if shapes != before:
             if before:
                 # The function may not be traced again for a larger batch, so its plan must be made again.
@@ -213,17 +215,17 @@ class Limit(ModelLimit):
             try:
                 result = self._run_measured(data)
             except InfeasibleBudget as error:
-                if self._strict or not before or shapes == before:
+                if self._strict or not is_open or not before or shapes == before:
                     raise
                 self._keep_plan_for(before, shapes, error)
-                result = self._run_measured(data if is_dataset else again())
-        looks_at_each = self._replans and not self._has_outgrown
-        if is_dataset and not (looks_at_each and may_grow(iterator.element_spec)):
+                result = self._run_measured(data)
+        looks_at_each = is_open and self._replans and not self._has_outgrown
+        if is_dataset and not looks_at_each:
             self._known_iterator = weakref.ref(iterator)
         return result
 
     def _keep_plan_for(self, before: Shapes, shapes: Shapes, error: InfeasibleBudget) -> None:
-        """Where larger batches have come than any plan can hold: train on under the plan for smaller ones, and say so.
+        """Where data of any size have come to more than a plan can hold: train on under the one for less, and say so.
 
         A training that runs is not refused its budget.
         """
