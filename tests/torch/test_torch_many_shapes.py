@@ -100,3 +100,27 @@ def test_advice_is_given_once(monkeypatch, caplog, mode):
         limited(torch.ones(rows, 64)).backward()
         said.append(sum("pad batches to a few lengths" in record.message for record in caplog.records))
     assert said == [0, 0, 0, 1, 1]
+
+
+@pytest.fixture
+def three_graphs():
+    """Dynamo captures three graphs of a function, and no more."""
+    from remat.torch.graph_mode import _aot
+
+    before = _aot._WHILE_CAPTURING["recompile_limit"]
+    _aot._WHILE_CAPTURING["recompile_limit"] = 3
+    _aot._settings.cache_clear()
+    yield
+    _aot._WHILE_CAPTURING["recompile_limit"] = before
+    _aot._settings.cache_clear()
+
+
+@pytest.mark.parametrize("mode", ["graph", "auto"])
+def test_more_shapes_than_graphs_run_eagerly(three_graphs, caplog, mode):
+    case = mlp(layers=8)
+    limited = remat.torch.limit_memory(case.loss, "1MiB", mode=mode)
+    for rows in (400, 390, 380, 370, 400, 360, 370, 390):
+        assert limited_like_plain(case, limited, rows)
+    assert [plan.mode for plan in limited.plans] == ["graph"] * 3 + ["eager"] * 2
+    assert all(plan.recomputed > 0 and plan.measured_peak_bytes <= 1 << 20 for plan in limited.plans)
+    assert sum("has other shapes runs eagerly" in record.message for record in caplog.records) == 1

@@ -12,10 +12,14 @@ _MANY: Final = 16
 
 
 class NewShapes:
-    """What one limit has met."""
+    """What one limit has met.
 
-    def __init__(self) -> None:
-        self._is_said = False
+    Args:
+        before: combinations that were planned before this, in another way.
+    """
+
+    def __init__(self, before: int = 0) -> None:
+        self._is_said = before >= _MANY
 
     def count(self, combinations: int) -> None:
         """Take note of how many combinations of shapes were planned so far."""

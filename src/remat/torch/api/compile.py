@@ -221,6 +221,7 @@ class GraphCompiled:
             ranks=lambda: self._reducers.ranks,
         )
         self._eager: EagerLimit | None = None
+        self._for_more_shapes: EagerLimit | None = None
         self._is_eager_said = False
         self._in_pieces: Captured | None = None
         self._optimizer_bytes: int | None = None
@@ -255,6 +256,9 @@ class GraphCompiled:
                     self._captured[reduction] = self._capture_anew()
                 with nullcontext() if self._kept is None else self._kept.marking_captured():
                     return self._reducers.run(self._captured[reduction], args, kwargs)
+            except self._capture.TooManyShapes as error:
+                with self._beyond(error).applied_for(args, kwargs):
+                    return self._fn(*args, **kwargs)
             except (UnsupportedStep, *self._capture.NOT_CAPTURED) as error:
                 if self._reducers.ranks is not None:
                     self._reducers.ranks.agree(reason_not_captured(error) or type(error).__name__)
@@ -290,7 +294,7 @@ class GraphCompiled:
     def _name(self) -> str:
         return getattr(self._fn, "__qualname__", type(self._fn).__name__)
 
-    def _eager_limit(self, error: Exception) -> EagerLimit:
+    def _eager_limit(self, error: Exception, met_before: int = 0) -> EagerLimit:
         """Where the step cannot be captured: plans for running it eagerly."""
         self.reason = reason_not_captured(error)
         name = self._name
@@ -311,7 +315,18 @@ class GraphCompiled:
         options |= self._beside.for_plan | {"levers": levers} | dict(request.options)
         if self._kept is not None:
             options["checkpoints"] = self._kept.modules
-        return EagerLimit(self._fn, request.budget, True, self._strict, options, self.plans)
+        return EagerLimit(self._fn, request.budget, True, self._strict, options, self.plans, met_before)
+
+    def _beyond(self, error: Exception) -> EagerLimit:
+        """Plans for more shapes than are captured."""
+        if self._for_more_shapes is None:
+            self._for_more_shapes = self._eager_limit(error, len(self.plans))
+            _log.warning(
+                "%s: %s, and stay in graph mode; what has other shapes runs eagerly within its budget. This is said "
+                "once.",
+                *(self._name, error),
+            )
+        return self._for_more_shapes
 
     def _say_eager(self) -> None:
         if not self._is_eager_said:

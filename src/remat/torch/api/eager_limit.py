@@ -69,7 +69,11 @@ def eagerly(
 
 
 class EagerLimit:
-    """The plans of one function, made as calls come; the arguments are those of ``eagerly``."""
+    """The plans of one function, made as calls come; the arguments are those of ``eagerly``, and one more.
+
+    Args:
+        met_before: combinations of shapes that are planned in another way.
+    """
 
     def __init__(
         self,
@@ -79,6 +83,7 @@ class EagerLimit:
         strict: bool,
         options: dict[str, Any],
         plans: list[Any],
+        met_before: int = 0,
     ) -> None:
         self._loss_fn = loss_fn
         self._budget = budget
@@ -90,7 +95,8 @@ class EagerLimit:
         self._given_up: set[Any] = set()
         # By shapes; what was met last stands last.
         self._applied: dict[Any, list[Applied]] = {}
-        self._shapes = NewShapes()
+        self._met_before = met_before
+        self._shapes = NewShapes(met_before)
         # What the steps planned so far do with the gradients of sharded modules.
         self._accumulations: list[Any] = []
         self.plans = plans
@@ -222,7 +228,8 @@ class EagerLimit:
     ) -> StepPlan | None:
         """The plan for one of many shapes; None where there are few, where the user says how to plan, or none fits."""
         says_how = options.get("planner", "auto") != "auto" or options.get("time_limit_s") is not None
-        if budget is None or says_how or "thorough" in options or len(self._applied) < _THOROUGH_SHAPES:
+        are_few = self._met_before + len(self._applied) < _THOROUGH_SHAPES
+        if budget is None or says_how or "thorough" in options or are_few:
             return None
         with contextlib.suppress(InfeasibleBudget):
             return plan(loss_of, args, kwargs, budget=budget, **options, thorough=False)

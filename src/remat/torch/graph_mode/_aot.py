@@ -20,7 +20,13 @@ from torch._C import DispatchKey
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import eval_frame
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException, UserError, UserErrorType
+from torch._dynamo.exc import (
+    BackendCompilerFailed,
+    FailOnRecompileLimitHit,
+    TorchDynamoException,
+    UserError,
+    UserErrorType,
+)
 from torch._dynamo.variables import builder, user_defined
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import graph_compile
@@ -227,7 +233,7 @@ _WHILE_CAPTURING = {
     # Dynamo refuses recurrent layers otherwise.
     "allow_rnn": True,
     # Combinations of shapes, each with a plan of its own. A judgement: Dynamo's own limit, 8, is soon reached where the
-    # length of sequences varies. Beyond the limit all calls run eagerly.
+    # length of sequences varies; each takes 12 MiB of a BERT of six layers. Beyond the limit other shapes run eagerly.
     "recompile_limit": 64,
     # Dynamo would look for garbage after each capture: of a GPT-2 of 24 layers that is half a second for nothing.
     "run_gc_after_compile": False,
@@ -350,6 +356,9 @@ def compiled(
         surroundings: makes contexts in which Dynamo captures. A call that needs no capture has none around it: to
             enter and leave them takes 300 us.
         fullgraph: is the function captured as one graph, or not at all?
+
+    Raises:
+        TooManyShapes: by what is returned, for shapes that no captured graph is for once there are too many graphs.
     """
     dynamo = _optimize(backend.for_dynamo(), nopython=fullgraph, dynamic=False)
     if hasattr(dynamo, "callback"):  # Else Dynamo is switched off.
@@ -360,12 +369,19 @@ def compiled(
         try:
             with without_marks():
                 return captured(*args, **kwargs)
+        except FailOnRecompileLimitHit:
+            number = _WHILE_CAPTURING["recompile_limit"]
+            raise TooManyShapes(f"{number} graphs were captured, for other shapes each") from None
         except RuntimeError as error:
             if not fullgraph or _SKIPPED not in str(error):
                 raise
             raise _not_captured("Dynamo passes its code by since an earlier capture of it failed") from None
 
     return run
+
+
+class TooManyShapes(Exception):
+    """Dynamo captures no more graphs of a function. Those that there are run on."""
 
 
 _SKIPPED: Final = "found no compiled frames"

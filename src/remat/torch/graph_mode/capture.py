@@ -48,7 +48,9 @@ _MOST_CAPTURES: Final = 4
 that reads a number which counts calls would be captured at each call, which takes seconds. With fewer, flags take a
 step out of graph mode; with more, a user waits longer for such a step."""
 
-NOT_CAPTURED: Final = (_aot.TorchDynamoException, _aot.BackendCompilerFailed, NotCalled)
+TooManyShapes = _aot.TooManyShapes
+
+NOT_CAPTURED: Final = (_aot.TorchDynamoException, _aot.BackendCompilerFailed, NotCalled, TooManyShapes)
 """What ``Captured`` raises where a function cannot be captured as one graph."""
 
 
@@ -155,6 +157,7 @@ class Captured:
             InfeasibleBudget: at the first call with new shapes, if no plan fits; it names the smallest budget.
             UnsupportedStep: where shapes are not known beforehand.
             TorchDynamoException: where Dynamo cannot capture the function as one graph.
+            TooManyShapes: where it has captured too many, and none is for these shapes.
             NotCalled: where it cannot be captured by calling it.
         """
         if self._state_of is not None:
