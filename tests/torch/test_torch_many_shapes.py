@@ -124,3 +124,18 @@ def test_more_shapes_than_graphs_run_eagerly(three_graphs, caplog, mode):
     assert [plan.mode for plan in limited.plans] == ["graph"] * 3 + ["eager"] * 2
     assert all(plan.recomputed > 0 and plan.measured_peak_bytes <= 1 << 20 for plan in limited.plans)
     assert sum("has other shapes runs eagerly" in record.message for record in caplog.records) == 1
+
+
+@pytest.mark.thorough
+def test_more_shapes_than_inductor_compiled_run_eagerly(caplog):
+    case = mlp(layers=8)
+    compiled = remat.torch.compile(case.loss, budget="1MiB")
+    met = (400, 390, 380, 370, 390)
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for rows in met:
+            plain, planned = (gradients(case, fn, rows) for fn in (case.loss, compiled))
+            for one, own in zip(plain, planned, strict=True):
+                torch.testing.assert_close(own, one)
+    assert [plan.mode for plan in compiled.plans] == ["inductor"] * 2 + ["eager"] * 2
+    assert all(plan.peak_bytes <= 1 << 20 for plan in compiled.plans)
+    assert sum("Dynamo's limit is reached" in record.message for record in caplog.records) == 1

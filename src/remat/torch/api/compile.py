@@ -402,7 +402,7 @@ class Compiled:
         from remat.torch._dynamo import once_left_unsaid  # Both import Dynamo or Inductor, which takes seconds.
         from remat.torch.compiled import _inductor
 
-        self.plans: list[CompiledPlan] = []
+        self.plans: list[CompiledPlan | StepPlan] = []
         self._fn = fn
         self._request = request
         self._resident_bytes = resident_bytes
@@ -410,6 +410,8 @@ class Compiled:
         self._error: RematError | None = None
         self._capturing = once_left_unsaid
         self._failed: type[Exception] = _inductor.BackendCompilerFailed
+        self._too_many_shapes: type[Exception] = _inductor.FailOnRecompileLimitHit
+        self._for_more_shapes: EagerLimit | None = None
         backend = _inductor.backend(self._partition)
         self._compiled = torch.compile(fn, backend=backend, fullgraph=True, dynamic=False)
 
@@ -418,12 +420,12 @@ class Compiled:
         return _attribute_of(self, name)
 
     @property
-    def plan(self) -> CompiledPlan | None:
+    def plan(self) -> CompiledPlan | StepPlan | None:
         """The newest plan; None before the first call."""
         return self.plans[-1] if self.plans else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run ``fn``.
+        """Run ``fn``; with more combinations of shapes than Dynamo captures, others eagerly within their budget.
 
         Raises:
             InfeasibleBudget: at the first call with new shapes, if no plan fits; it names the smallest budget.
@@ -437,6 +439,26 @@ class Compiled:
             if self._error is None:
                 raise
             raise self._error from None
+        except self._too_many_shapes:
+            if not torch.is_grad_enabled():
+                return self._fn(*args, **kwargs)
+            with self._beyond().applied_for(args, kwargs):
+                return self._fn(*args, **kwargs)
+
+    def _beyond(self) -> EagerLimit:
+        """Plans for more shapes than are compiled."""
+        if self._for_more_shapes is None:
+            request, met = self._request, len(self.plans)
+            options = {"planner": request.planner, "time_limit_s": request.time_limit_s, "device": self._device}
+            options |= {"resident_bytes": self._resident_bytes} | dict(request.options)
+            self._for_more_shapes = EagerLimit(self._fn, request.budget, True, False, options, self.plans, met)
+            _log.warning(
+                "%s was compiled for %d combinations of shapes, and Dynamo's limit is reached "
+                "(torch._dynamo.config.recompile_limit): what has other shapes runs eagerly within its budget. Batches "
+                "padded to a few lengths need fewer. This is said once.",
+                *(getattr(self._fn, "__qualname__", type(self._fn).__name__), met),
+            )
+        return self._for_more_shapes
 
     def _partition(self, joint: fx.GraphModule, **options: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         from remat.torch.compiled.partition import CompiledCandidate

@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any, Final
 
 from torch import fx
-from torch._dynamo.exc import BackendCompilerFailed
+from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit
 from torch._functorch import config as functorch_config
 from torch._functorch.compile_utils import fx_graph_cse
 from torch._functorch.partitioners import (
@@ -32,7 +32,16 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from remat.torch._dynamo import weakly
 
-__all__ = ["BackendCompilerFailed", "PythonWrapperCodegen", "V", "compile_fx_inner", "ir", "lines", "patch"]
+__all__ = [
+    "BackendCompilerFailed",
+    "FailOnRecompileLimitHit",
+    "PythonWrapperCodegen",
+    "V",
+    "compile_fx_inner",
+    "ir",
+    "lines",
+    "patch",
+]
 
 _SETTINGS: Final = "remat_settings"  # Where a module carries its settings to the point where it is compiled.
 
