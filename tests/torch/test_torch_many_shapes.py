@@ -126,6 +126,17 @@ def test_more_shapes_than_graphs_run_eagerly(three_graphs, caplog, mode):
     assert sum("has other shapes runs eagerly" in record.message for record in caplog.records) == 1
 
 
+def test_other_models_of_one_function_do_not_count(three_graphs):
+    """As in a search for parameters, whose trials share a function."""
+    for _ in range(5):
+        case = mlp(layers=2)
+        x = torch.ones(8, 64)
+        module, loss = case.module, lambda given, module: module(given).square().mean()
+        limited = remat.torch.limit_memory(loss, "1MiB", mode="graph")
+        limited(x, module).backward()
+        assert [plan.mode for plan in limited.plans] == ["graph"]
+
+
 @pytest.mark.thorough
 def test_more_shapes_than_inductor_compiled_run_eagerly(caplog):
     case = mlp(layers=8)

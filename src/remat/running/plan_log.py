@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -37,8 +38,8 @@ class PlanLog:
                 f"{type(run).__name__}"
             )
         self._run = run
-        # The plan is kept, so that no other has its address.
-        self._logged: dict[tuple[int, int | None], Plan] = {}
+        # By address, at which another may lie later, and measured peak.
+        self._logged: dict[tuple[int, int | None], weakref.ref[Plan]] = {}
 
     def __call__(self, plans: Iterable[Plan]) -> None:
         """Log those that are new, or measured since.
@@ -48,9 +49,9 @@ class PlanLog:
         """
         for plan in plans:
             state = id(plan), plan.measured_peak_bytes
-            if state in self._logged:
+            if state in self._logged and self._logged[state]() is plan:
                 continue
-            self._logged[state] = plan
+            self._logged[state] = weakref.ref(plan)
             figures = {
                 "remat/plan": str(plan),
                 "remat/predicted_peak_bytes": plan.peak_bytes,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -42,3 +43,19 @@ def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
         return found(*args, **kwargs)
 
     return call
+
+
+def with_code_of_its_own(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A function like this one, or a method, that Dynamo has not seen yet; anything else as it is.
+
+    Dynamo keeps what it captures by code objects, and captures so many graphs of each. Those of other models count,
+    where one function trains them all: the 65th trial of a search for parameters would run eagerly.
+    """
+    if isinstance(fn, types.MethodType):
+        return types.MethodType(with_code_of_its_own(fn.__func__), fn.__self__)
+    if not isinstance(fn, types.FunctionType):
+        return fn
+    copy = types.FunctionType(fn.__code__.replace(), fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__)
+    copy.__kwdefaults__, copy.__module__, copy.__qualname__ = fn.__kwdefaults__, fn.__module__, fn.__qualname__
+    vars(copy).update(vars(fn))
+    return copy

@@ -7,7 +7,6 @@ known from the traced step, and counts.
 from __future__ import annotations
 
 import dataclasses
-import types
 import warnings
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
@@ -105,7 +104,7 @@ class GraphSteps:
 
         def captured_for(request: Request) -> Callable[..., Any]:
             return capture.Captured(
-                _copy_of(function),
+                function,
                 request,
                 resident_bytes,
                 None,
@@ -300,8 +299,3 @@ def _targets_and_more(model: keras.Model, x: Any, y: Any, sample_weight: Any, ba
         groups.groups,
         groups.counted,
     )
-
-
-def _copy_of(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A copy of a function: Dynamo counts captures by code objects, those of other models likewise."""
-    return types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)

@@ -399,7 +399,10 @@ class Compiled:
     """
 
     def __init__(self, fn: Callable[..., Any], request: Request, resident_bytes: int, device: str | None) -> None:
-        from remat.torch._dynamo import once_left_unsaid  # Both import Dynamo or Inductor, which takes seconds.
+        from remat.torch._dynamo import (  # Both import Dynamo or Inductor, which takes seconds.
+            once_left_unsaid,
+            with_code_of_its_own,
+        )
         from remat.torch.compiled import _inductor
 
         self.plans: list[CompiledPlan | StepPlan] = []
@@ -413,7 +416,8 @@ class Compiled:
         self._too_many_shapes: type[Exception] = _inductor.FailOnRecompileLimitHit
         self._for_more_shapes: EagerLimit | None = None
         backend = _inductor.backend(self._partition)
-        self._compiled = torch.compile(fn, backend=backend, fullgraph=True, dynamic=False)
+        own = with_code_of_its_own(fn)
+        self._compiled = torch.compile(own, backend=backend, fullgraph=True, dynamic=False)
 
     def __getattr__(self, name: str) -> Any:
         """An attribute of ``fn``, so that what was a module still has parameters."""

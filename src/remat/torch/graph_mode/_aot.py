@@ -41,7 +41,7 @@ from torch.utils._pytree import tree_leaves
 from remat.core.collecting import without_collections
 from remat.core.errors import UnsupportedStep
 from remat.torch._backward_pass import counted_gradients
-from remat.torch._dynamo import once_left_unsaid, weakly
+from remat.torch._dynamo import once_left_unsaid, weakly, with_code_of_its_own
 from remat.torch._private import FakeTensorMode
 from remat.torch.graph_mode import layouts
 from remat.torch.graph_mode._answers import Answers
@@ -363,7 +363,7 @@ def compiled(
     dynamo = _optimize(backend.for_dynamo(), nopython=fullgraph, dynamic=False)
     if hasattr(dynamo, "callback"):  # Else Dynamo is switched off.
         dynamo.callback = _Capture(dynamo.callback, surroundings)
-    captured = dynamo(fn)
+    captured = dynamo(with_code_of_its_own(fn))
 
     def run(*args: Any, **kwargs: Any) -> Any:
         try:
