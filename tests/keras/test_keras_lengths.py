@@ -36,11 +36,11 @@ def data_set(lengths=LENGTHS):
 
 
 class Watched(keras.callbacks.Callback):
-    """The loss of each step, what it took, and the plan that it ran under."""
+    """The loss of each step, and what it took."""
 
     def __init__(self):
         super().__init__()
-        self.losses, self.peaks, self.plans = [], [], []
+        self.losses, self.peaks = [], []
 
     def on_train_batch_begin(self, batch, logs=None):
         if current_device().has_counter:

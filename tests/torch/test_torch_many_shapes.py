@@ -90,6 +90,17 @@ def test_plans_for_shapes_that_were_not_met_for_long_are_let_go(monkeypatch, ask
         assert len(asked) == plans
 
 
+def test_a_step_that_is_planned_no_more_is_planned_once_it_was_let_go(monkeypatch):
+    monkeypatch.setattr(eager_limit, "_MOST_SHAPES", 1)
+    case = mlp(layers=4)
+    limit = eager_limit.EagerLimit(case.loss, "4MiB", True, False, {}, [])
+    first, other = torch.ones(64, 64), torch.ones(60, 64)
+    limit.applied_for((first,), {})
+    limit._given_up |= limit._applied.keys()  # As where a step took a branch that cannot be planned.
+    limit.applied_for((other,), {})
+    assert limit.applied_for((first,), {}).plan is limit.plans[-1]
+
+
 @pytest.mark.parametrize("mode", ["graph", "eager"])
 def test_advice_is_given_once(monkeypatch, caplog, mode):
     monkeypatch.setattr(new_shapes, "_MANY", 3)
@@ -103,15 +114,13 @@ def test_advice_is_given_once(monkeypatch, caplog, mode):
 
 
 @pytest.fixture
-def three_graphs():
+def three_graphs(monkeypatch):
     """Dynamo captures three graphs of a function, and no more."""
     from remat.torch.graph_mode import _aot
 
-    before = _aot._WHILE_CAPTURING["recompile_limit"]
-    _aot._WHILE_CAPTURING["recompile_limit"] = 3
+    monkeypatch.setitem(_aot._WHILE_CAPTURING, "recompile_limit", 3)
     _aot._settings.cache_clear()
     yield
-    _aot._WHILE_CAPTURING["recompile_limit"] = before
     _aot._settings.cache_clear()
 
 

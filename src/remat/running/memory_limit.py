@@ -105,6 +105,7 @@ def _number(path: Path) -> int | None:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        # Names of folders may be any bytes.
+        return path.read_text(encoding="utf-8", errors="surrogateescape")
     except OSError:
         return ""

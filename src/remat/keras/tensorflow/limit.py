@@ -229,9 +229,9 @@ class Limit(ModelLimit):
 
         A training that runs is not refused its budget.
         """
-        self._make_train_function(force=True)
         self._shapes = before
         self._has_outgrown = True
+        self._trace_again()
         _log.warning(
             "Batches of up to %s have come, which no plan holds within the budget of %s: %s is the least. The plan for "
             "%s stays in force, and larger ones may take more than the budget. This is said once.",

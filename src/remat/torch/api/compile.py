@@ -292,7 +292,7 @@ class GraphCompiled:
 
     @property
     def _name(self) -> str:
-        return getattr(self._fn, "__qualname__", type(self._fn).__name__)
+        return _name_of(self._fn)
 
     def _eager_limit(self, error: Exception, met_before: int = 0) -> EagerLimit:
         """Where the step cannot be captured: plans for running it eagerly."""
@@ -310,9 +310,7 @@ class GraphCompiled:
                 '"recompute" to levers=, which an eager step can do'
             ) from error
         request = self._request
-        options: dict[str, Any] = {"planner": request.planner}
-        options |= {"time_limit_s": request.time_limit_s, "device": self._device}
-        options |= self._beside.for_plan | {"levers": levers} | dict(request.options)
+        options = _how_to_plan(request, self._device) | self._beside.for_plan | {"levers": levers}
         if self._kept is not None:
             options["checkpoints"] = self._kept.modules
         return EagerLimit(self._fn, request.budget, True, self._strict, options, self.plans, met_before)
@@ -361,6 +359,15 @@ def reason_not_captured(error: Exception) -> str:
     lines = _LINE_OF_CODE.findall(where or str(error))
     place = "" if not lines else " ({}:{} in {})".format(shown_path(lines[-1][0]), *lines[-1][1:])
     return " ".join(why.split()) + place
+
+
+def _how_to_plan(request: Request, device: str | None) -> dict[str, Any]:
+    """What a request asks of its planner, as options of ``remat.torch.plan``."""
+    return {**request.options, "planner": request.planner, "time_limit_s": request.time_limit_s, "device": device}
+
+
+def _name_of(fn: Callable[..., Any]) -> str:
+    return getattr(fn, "__qualname__", type(fn).__name__)
 
 
 def _attribute_of(compiled: Compiled | GraphCompiled, name: str) -> Any:
@@ -453,14 +460,13 @@ class Compiled:
         """Plans for more shapes than are compiled."""
         if self._for_more_shapes is None:
             request, met = self._request, len(self.plans)
-            options = {"planner": request.planner, "time_limit_s": request.time_limit_s, "device": self._device}
-            options |= {"resident_bytes": self._resident_bytes} | dict(request.options)
+            options = _how_to_plan(request, self._device) | {"resident_bytes": self._resident_bytes}
             self._for_more_shapes = EagerLimit(self._fn, request.budget, True, False, options, self.plans, met)
             _log.warning(
                 "%s was compiled for %d combinations of shapes, and Dynamo's limit is reached "
                 "(torch._dynamo.config.recompile_limit): what has other shapes runs eagerly within its budget. Batches "
                 "padded to a few lengths need fewer. This is said once.",
-                *(getattr(self._fn, "__qualname__", type(self._fn).__name__), met),
+                *(_name_of(self._fn), met),
             )
         return self._for_more_shapes
 

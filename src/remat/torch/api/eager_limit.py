@@ -155,7 +155,10 @@ class EagerLimit:
     def _forget_oldest(self) -> None:
         """Let go of plans for shapes that were not met for long; the first plan stays, which a share is one of."""
         while len(self._applied) > _MOST_SHAPES:
-            forgotten = [id(applied.plan) for applied in self._applied.pop(next(iter(self._applied)))]
+            key = next(iter(self._applied))
+            forgotten = [id(applied.plan) for applied in self._applied.pop(key)]
+            self._corrected.discard(key)
+            self._given_up.discard(key)
             self.plans[1:] = [plan for plan in self.plans[1:] if id(plan) not in forgotten]
 
     def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
